@@ -158,8 +158,9 @@ def replay(args: argparse.Namespace) -> int:
     """Verify a recorded run of an engine, or the recorded assignments of a router."""
     from pagedjax.host import replay
 
-    with open(args.file, encoding="utf-8") as lines:
-        if next(lines, "").startswith('{"routing":'):
+    replay.check_file(args.file)
+    with open(args.file, "rb") as lines:
+        if next(lines, b"").startswith(b'{"routing":'):
             return _replay_routing(args)
     return replay.main([args.file, *(["--policy", args.policy] if args.policy else [])])
 

@@ -178,16 +178,39 @@ class LLM:
 
     # adapters (docs/design/adapters.md) -------------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Read an adapter's folder, and load it under a name, also while requests are unfinished. Nothing is compiled.
+    def load_adapter(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | Mapping[str, tuple[Any, Any]],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load an adapter under a name, also while requests are unfinished. Nothing is compiled.
 
         An adapter that has the name is replaced; unfinished requests keep theirs. It stays until it is unloaded.
 
+        Args:
+            source: the adapter's folder, or arrays of numpy or JAX, which are copied: the factors A [r, in] and
+                B [out, r] by the matrix's name in transformers, as `pagedjax.models.initial_factors` gives them.
+            options: of arrays, as in `pagedjax.models.adapter_parts`. A folder has its own.
+
         Raises:
-            ValueError, FileNotFoundError: the engine has no adapters, the folder is none that fits the model, or all
-                `max_loras` slots are taken. Nothing changes.
+            ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays are none that fit the
+                model, options come with a folder, or all `max_loras` slots are taken. Nothing changes.
         """
-        self._load(LoRARequest(name, lora_path=os.fspath(path)), keep=True)
+        if not isinstance(source, (str, os.PathLike, Mapping)):
+            what = f"source is {type(source).__name__}; it must be the folder of an adapter"
+            raise ValueError(f"{what}, or a mapping of arrays (A, B) by the matrix's name")
+        if not isinstance(source, Mapping):
+            if options is not None:
+                what = f"options is {options!r:.80}, and a folder has its own in adapter_config.json"
+                raise ValueError(f"{what}; leave options out, or give arrays")
+            return self._load(LoRARequest(name, lora_path=os.fspath(source)), keep=True)
+        from pagedjax.weights.adapter_files import adapter_of
+
+        request = LoRARequest(name)
+        if not self.engine.config.enable_lora:
+            raise no_adapters(name)
+        self.engine.load_adapter(adapter_of(source, options or {}, self.engine.model.config, request.lora_name))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Unfinished requests continue with it.

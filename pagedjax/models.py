@@ -1,4 +1,5 @@
-"""Models without an engine, under their public name: the decoder, log-probabilities of whole sequences, and families.
+"""Models without an engine, under their public name: the decoder, log-probabilities of whole sequences, factors of
+adapters, and families.
 
 A model that no built-in family reads has a `Family` of your own (docs/design/models.md).
 """
@@ -7,6 +8,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind, Rope
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.score import score
+from pagedjax.weights.adapter_files import adapter_parts, initial_factors
 from pagedjax.weights.architectures import Architecture, Family
 from pagedjax.weights.families import built_in
 
@@ -21,6 +23,8 @@ __all__ = [
     "Model",
     "ParamSource",
     "Rope",
+    "adapter_parts",
     "built_in",
+    "initial_factors",
     "score",
 ]

@@ -76,7 +76,12 @@ class Config:
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
     """The workload from a file in the format of `kind: tokens`, or drawn with the same distribution."""
     if file:
-        prompts, counts = read_tokens(Tokens("tokens", file), Path(file).read_text(encoding="utf-8"), vocab)
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ValueError(f"--file is {file!r}, which cannot be read: {why}; name a JSON list of requests") from None
+        prompts, counts = read_tokens(Tokens("tokens", file), text, vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     rng = np.random.default_rng(seed)
     lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)

@@ -277,7 +277,8 @@ def device_seconds(path: Path) -> float:
         return median([float(json.loads(line)["device_seconds"]) for line in path.read_text("utf-8").splitlines()])
     except (KeyError, OSError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})") from None
+        said = f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})"
+        raise ValueError(f"{said}; name the file of that name in a run's folder") from None
 
 
 def verdict(timings: Sequence[Timing]) -> dict[str, bool]:

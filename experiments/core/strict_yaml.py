@@ -51,7 +51,8 @@ def load_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from None
+        what = f"cannot read the config {path}: {error.strerror or error}"
+        raise ValueError(f"{what}; name a YAML file, such as one of configs/") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read the config {path}: it is not UTF-8 text ({error})") from None
     value = load_text(text, str(path))

@@ -43,12 +43,11 @@ from experiments.training.data import texts
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import Examples, Task, tasks
 from pagedjax import LLM, LoRARequest, SamplingParams, load_model
-from pagedjax.device.adapters import sizes_of
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.placement import fingerprint
 from pagedjax.engine import compilations
-from pagedjax.models import score
-from pagedjax.weights.adapter_files import modules_of, parts_of, write_adapter
+from pagedjax.models import adapter_parts, initial_factors, score
+from pagedjax.weights.adapter_files import write_adapter
 from pagedjax.weights.architectures import ARCHITECTURES
 from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.huggingface import read_json
@@ -63,31 +62,14 @@ Form = Literal["safetensors", "orbax"]
 # --- factors ----------------------------------------------------------------------------------------------------------
 
 
-def chosen(config: DecoderConfig, modules: str) -> list[str]:
-    """The names of a model's matrices of some kinds.
+def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
+    """What an adapter starts from; each stream has its own A.
 
     Raises:
-        ValueError: the model has no matrices of a kind, or there are no adapters for them.
+        ValueError: the model has no matrices of a kind that `setup.modules` names.
     """
-    names = list(modules_of(config))
-    kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    wanted = list(kinds) if modules == "all" else [kind.strip() for kind in modules.split(",")]
-    if other := [kind for kind in wanted if kind not in kinds]:
-        raise ValueError(
-            f"--modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}: use some of them"
-        )
-    return [name for name in names if name.rpartition(".")[2] in wanted]
-
-
-def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
-    """A is normal, of deviation 1 / sqrt(columns). B is zero, so B A is."""
-    rng, where, found = np.random.default_rng((setup.seed, stream)), modules_of(config), {}
-    for name in chosen(config, setup.modules):
-        sizes = [sizes_of(config, place.matrix, place.part) for place in where[name]]
-        inputs, outputs = sizes[0][0], sum(size for _, size in sizes)
-        a = rng.standard_normal((setup.rank, inputs), np.float32) * np.float32(inputs**-0.5)
-        found[name] = a, np.zeros((outputs, setup.rank), np.float32)
-    return found
+    kinds = None if setup.modules == "all" else [kind.strip() for kind in setup.modules.split(",")]
+    return initial_factors(config, setup.rank, modules=kinds, seed=(setup.seed, stream))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -123,7 +105,7 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     graphdef, base = nnx.split(module)
 
     def chances(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
-        parts = None if factors is None else parts_of(factors, options(setup), config, "that is trained")
+        parts = None if factors is None else adapter_parts(factors, config, options(setup), "that is trained")
         return score(nnx.merge(graphdef, base), examples.tokens, examples.lengths, adapter=parts)
 
     def loss(factors: Factors, base: nnx.State, examples: Examples) -> jax.Array:

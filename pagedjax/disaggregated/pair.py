@@ -142,7 +142,7 @@ class PairSession:
                 if not target.has_room(found):
                     break
                 (mine,) = target.new_ids(1)
-                if not target.adopt(mine, found, source.pages):
+                if not target.adopt(mine, found, source.padded_pages):
                     again.append(name)
             except ValueError as error:  # refused, and nothing has changed
                 log.warning("sequence %r ends in the prefill engine: %s", name, error)

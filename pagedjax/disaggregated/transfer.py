@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pagedjax.device.cache import KVCache
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.handover import Handover, take
+from pagedjax.engine.handover import Handover, take_padded
 from pagedjax.structured.matcher import Grammar
 
 POLL_SECONDS = 0.001
@@ -33,7 +33,8 @@ class Offer(NamedTuple):
 
     address: of the process that has them.
     uuid: of these pages there.
-    shapes: shape and dtype of each page array; its first axis has the blocks of `found.released.blocks`, in order.
+    shapes: shape and dtype of each page array; its first axis has the blocks of `found.released.blocks`, in order, and
+        padding.
     """
 
     found: Handover
@@ -68,7 +69,7 @@ class Transfers:
         found, uuid = engine.handover(request_id)._replace(grammar=None), next(self._uuids)
         if not found.released.blocks:
             return Offer(found, self._server.address(), uuid, ())
-        pages = jax.device_put(engine.pages(found.released.blocks), self._device)
+        pages = jax.device_put(engine.padded_pages(found.released.blocks), self._device)
         leaves = jax.tree.leaves(pages)
         self._server.await_pull(uuid, leaves)
         return Offer(found, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves]))
@@ -91,7 +92,7 @@ class Transfers:
             fetched = True
             pages = jax.tree.unflatten(structure, self._pulled(offer))
             own = {block: row for row, block in enumerate(offer.found.released.blocks)}
-            return take(pages, [own[block] for block in blocks])
+            return take_padded(pages, [own[block] for block in blocks])
 
         here = engine.adopt(request_id, offer.found, fetch, grammar=grammar)
         if not fetched:  # without room, or all blocks were here: the other process must not keep the pages

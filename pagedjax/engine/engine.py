@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from pagedjax.config import EngineConfig, Resolved, one_of
 from pagedjax.device.adapters import Adapter
+from pagedjax.device.cache import KVCache
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
@@ -182,10 +183,27 @@ class Engine:
         """Whether a sequence of another engine would run here in the next step."""
         return handover.has_room(self.runtime, self._state, found)
 
-    def pages(self, blocks: Sequence[int]) -> Any:
-        """Copies of the pages of blocks, on the device, as `adopt` fetches them."""
-        assert self._state.cache is not None, "a sequence has content, so there is a cache"
-        return handover.take(self._state.cache, blocks)
+    def pages(self, blocks: Sequence[int]) -> KVCache:
+        """Copies of the pages of n blocks, on the device, in the order of their ids; block 0 is the trash block.
+
+        Returns:
+            A `KVCache` of n blocks: `k` and `v` have an array [n, K, S, D] for each layer, `tokens` is [n, S]. A TPU's
+            kernels have several tokens in a row (device/cache.py).
+
+        Raises:
+            ValueError: an id is no block, or there is no cache now: the engine sleeps, or its last step failed.
+        """
+        return handover.take(self._cache(), blocks)
+
+    def padded_pages(self, blocks: Sequence[int]) -> KVCache:
+        """`pages` with further rows of no use, up to a power of two: what `adopt` fetches, with few programs."""
+        return handover.take_padded(self._cache(), blocks)
+
+    def _cache(self) -> KVCache:
+        if self._state.cache is None:
+            self._check_awake()
+            raise ValueError("the last step failed, and its cache is gone; run a step, which allocates a new one")
+        return self._state.cache
 
     @interrupts.deferred()
     def adopt(self, request_id: str, found: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
@@ -395,7 +413,8 @@ class Engine:
             prompts: write the prompts' token ids, so that `pagedjax view` can show their text.
 
         Raises:
-            ValueError: requests are unfinished; a replay starts from an empty scheduler.
+            ValueError: requests are unfinished, because a replay starts from an empty scheduler, or no file can be
+                written there.
         """
         if path is not None and self.has_work:
             raise ValueError("recording must start while no request is unfinished; a replay starts without requests")

@@ -31,7 +31,8 @@ from pagedjax.structured.matcher import Grammar
 
 log = logging.getLogger("pagedjax.engine")
 
-Fetch = Callable[[Sequence[int]], KVCache]  # ids of n blocks in the cache of the other engine -> their pages [n, ...]
+# ids of n blocks in the cache of the other engine -> their pages: [n, ...], or as `take_padded` returns them
+Fetch = Callable[[Sequence[int]], KVCache]
 
 
 class Handover(NamedTuple):
@@ -215,13 +216,30 @@ def check_processes() -> None:
 
 
 def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:
-    """Copies of whole blocks, in as many rows as the next power of two; those behind the blocks are of no use."""
+    """Copies of n whole blocks: [n, ...]. Each n is compiled once.
+
+    Raises:
+        ValueError: an id is no block of the cache.
+    """
+    ids, count = np.asarray(blocks, np.int32).reshape(-1), len(cache.tokens)
+    if other := ids[(ids < 0) | (ids >= count)].tolist():
+        raise ValueError(f"block {other[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of these")
+    return out_of_cache(cache, ids)
+
+
+def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
+    """Copies of n whole blocks in as many rows as the next power of two, so that few programs are compiled.
+
+    The rows behind the n blocks are of no use.
+    """
     return out_of_cache(cache, _padded(blocks))
 
 
 def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
-    """Write pages, as `take` returns them, into blocks. They may come from other devices; the cache is donated."""
-    rows = _padded(blocks)
+    """Write pages, as `take` or `take_padded` returns them, into blocks. They may come from other devices; the cache is
+    donated."""
+    exact = len(pages.tokens) == len(blocks)
+    rows = np.asarray(blocks, np.int32) if exact else _padded(blocks)
     near = jax.device_put(pages, jax.tree.map(lambda own: own.sharding, cache))
     jax.block_until_ready(near)  # before the cache is donated: what fails, fails here
     return into_cache(cache, rows, near)

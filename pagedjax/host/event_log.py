@@ -40,6 +40,7 @@ same bytes on any machine, so a recorder writes them only when asked.
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +122,17 @@ class Lines:
         self._write(adopt_line(released, adopted, self._written))
 
 
+def check_target(path: str | PathLike[str]) -> None:
+    """Raises ValueError if no recording can be written to a file, before anything runs."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise ValueError(f"the recording {path} is a folder; name a file, such as {os.path.join(path, 'run.jsonl')}")
+    if not os.path.isdir(folder):
+        raise ValueError(f"the recording {path} has no folder; make {folder}, or name a file elsewhere")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"the recording {path} may not be written by this process; name another file")
+
+
 class Recorder(Lines):
     """Writes the log of one engine as it runs. A line has left the process when the call returns.
 
@@ -139,6 +151,7 @@ class Recorder(Lines):
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
+        check_target(path)
         self._file: IO[str] | None = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
         self._clock = clock
         self._began = clock() if clock else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -111,7 +112,8 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     """Run the scheduler again and compare every line, byte for byte, up to the first difference.
 
     Raises:
-        ReplayError: an unknown format or policy, or a malformed line.
+        FileNotFoundError: there is no such file.
+        ReplayError: a folder, an unknown format or policy, or a malformed line.
     """
     version, lines, difference = "", 0, None
     kinds: Counter[str] = Counter()
@@ -229,6 +231,7 @@ def _request(fields: Any) -> Request:
 
 def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """The whole lines of a file, numbered, as text and as records."""
+    check_file(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -241,6 +244,15 @@ def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]
             if not isinstance(record, dict):
                 raise ReplayError(f"line {number} is not a JSON object")
             yield number, text, record
+
+
+def check_file(path: str | PathLike[str]) -> None:
+    """Raises FileNotFoundError or ReplayError if there is no file that may be a recording."""
+    if os.path.isdir(path):
+        raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
+    if not os.path.exists(path):
+        what = f"there is no file {os.fspath(path)}; name one that was recorded, by llm.engine.record('run.jsonl')"
+        raise FileNotFoundError(f"{what} before llm.generate(...), or by `pagedjax serve --record run.jsonl`")
 
 
 def truncated(path: str | PathLike[str]) -> bool:

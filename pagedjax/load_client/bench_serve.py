@@ -12,6 +12,11 @@ from pathlib import Path
 
 from pagedjax.load_client.client import Target, measure
 
+FILES = {  # what an option's file has
+    "--trace": "a CSV file, with TIMESTAMP,ContextTokens,GeneratedTokens as its first line",
+    "--prompts": "a text file with a prompt on each line",
+    "--api-key-file": "a text file that has the key alone",
+}
 GIVEN_BY_A_TRACE = ("arrivals", "rate", "burstiness", "prompt_tokens", "output_tokens")
 
 
@@ -80,8 +85,10 @@ def main(args: argparse.Namespace) -> int:
     )
     if args.json and not Path(args.json).absolute().parent.is_dir():  # an error now, not after minutes of measuring
         raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
+    if args.json and Path(args.json).is_dir():
+        raise ValueError(f"--json is {args.json!r}, which is a folder; name a file in it")
     file = load.trace or load.prompts
-    content = _text(file) if file else ""
+    content = _text("--trace" if load.trace else "--prompts", file) if file else ""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
     before = speculation.fetch(target.base, target.api_key)
@@ -109,17 +116,18 @@ def main(args: argparse.Namespace) -> int:
     return 1 if result["failed"] else 0
 
 
-def _text(file: str) -> str:
+def _text(option: str, file: str) -> str:
     try:
         return Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"{option} is {file!r}, which cannot be read: {why}; name {FILES[option]}") from None
 
 
 def _key(file: str | None) -> str | None:
     if file is None:
         return None
-    key = _text(file).strip()
+    key = _text("--api-key-file", file).strip()
     if not key or not key.isascii() or len(key.split()) != 1:
         raise ValueError(f"{file} must hold the API key and nothing else; it holds {len(key.split())} words")
     return key

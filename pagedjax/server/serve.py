@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from pagedjax.host import event_log
 from pagedjax.llm import LLM
 from pagedjax.processes.join import joined, leave
 from pagedjax.server import adapters
@@ -51,7 +52,8 @@ def serve(
     """Serve until a signal. Prints the address when the server listens.
 
     SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
-    connections that do not read the answer are closed. A second SIGINT does not wait for them.
+    connections that do not read the answer are closed. A second SIGINT does not wait for them. After SIGTERM this
+    returns; after SIGINT it raises KeyboardInterrupt.
     """
     app = create_app(llm, options)
     config = uvicorn.Config(
@@ -86,7 +88,7 @@ class _Server(uvicorn.Server):
         ending = asyncio.create_task(self._end_after_drain())
         await super().shutdown(sockets)
         ending.cancel()
-        await asyncio.to_thread(leave)  # now, because uvicorn raises the signal again, which ends this process
+        await asyncio.to_thread(leave)  # now, because uvicorn raises SIGINT again
 
     async def _end_after_drain(self) -> None:
         """Answer unfinished requests when the time is over, and then close the connections that do not read."""
@@ -101,6 +103,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT and not self._second_signal.is_set():
             self._second_signal.set()  # the loop reads it when it next wakes, ten times a second
+        elif sig == signal.SIGTERM:
+            self.should_exit = True  # uvicorn would raise it again in the end, and the exit status would not be 0
         else:
             super().handle_exit(sig, frame)
 
@@ -128,11 +132,26 @@ def name_of(model: str) -> str:
     return Path(os.path.abspath(model)).name
 
 
+def read_key(file: str) -> str:
+    """The API key in a file. Raises ValueError if the file cannot be read or is empty."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        what = f"the API key file {file!r} cannot be read: {why}"
+        raise ValueError(f"{what}; name a text file that has the key alone, or leave it out to need no key") from None
+    if not key:
+        raise ValueError(f"the API key in {file} is empty; write the key into it, or leave it out to need no key")
+    return key
+
+
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     """The command. `engine`: fields of EngineConfig."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pagedjax").setLevel(args.log_level.upper())
-    key = Path(args.api_key_file).read_text(encoding="utf-8").strip() if args.api_key_file else None
+    key = None if args.api_key_file is None else read_key(args.api_key_file)
+    if args.record:
+        event_log.check_target(args.record)
     options = Options(
         name=args.served_model_name or name_of(args.model),
         api_key=key,
@@ -162,7 +181,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             llm.engine.record(args.record, times=True)
         try:
             serve(llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level)
-        except KeyboardInterrupt:  # uvicorn raises the signal again, once it has ended
+        except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
             return ended(llm, 130)
         finally:
             llm.engine.record(None)

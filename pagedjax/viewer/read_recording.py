@@ -42,8 +42,7 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
         FileNotFoundError: there is no such file.
     """
     path = os.fspath(path)
-    if os.path.isdir(path):
-        raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
+    replay.check_file(path)
     prompts: dict[int, tuple[int, ...]] = {}
     try:
         header = replay.header(path)

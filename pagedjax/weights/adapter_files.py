@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -51,47 +51,91 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it")
     options = read_json(path / CONFIG)
-    _check_options(path, options)
+    if options.get("peft_type") != "LORA":
+        raise ValueError(f"{path / CONFIG}: peft_type is {options.get('peft_type')!r}; 'LORA' is supported")
+    _check_options(str(path / CONFIG), options)
     factors = _factors(path, {name: tensor.read() for name, tensor in _tensors(path).items()})
     return adapter_of(factors, options, config, name, source=str(path))
 
 
 def adapter_of(
-    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    factors: Mapping[str, tuple[Any, Any]],
     options: Mapping[str, Any],
     config: DecoderConfig,
     name: str,
     source: str = "",
 ) -> Adapter:
-    """An adapter from the factors A [r, in] and B [out, r] of modules of the model in transformers, by their names.
-
-    Args:
-        options: of PEFT's `LoraConfig`: lora_alpha, use_rslora, alpha_pattern; r is that of the factors.
-
-    Raises:
-        ValueError: a module that has no adapters here, or factors that do not fit it. All of them are named.
-    """
-    parts = parts_of(factors, options, config, f"{name!r} ({source})")
+    """An adapter for an engine from arrays. The arguments, and what is refused, are those of `adapter_parts`."""
+    label = f"{name!r} ({source})" if source else repr(name)
+    parts = adapter_parts(jax.device_get(dict(factors)), config, options, label)
     return Adapter(name, parts, digest(parts), source)
 
 
-def parts_of(
-    factors: Mapping[str, tuple[Any, Any]], options: Mapping[str, Any], config: DecoderConfig, name: str
-) -> dict[Part, tuple[Any, Any]]:
-    """What `adapter_of` has: arrays of numpy, or of JAX, by which the result can be differentiated (for `score`).
+def initial_factors(
+    config: DecoderConfig, rank: int = 8, *, modules: str | Sequence[str] | None = None, seed: int | Sequence[int] = 0
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Factors from which the training of an adapter starts: A is random and B is zero, so B A is zero.
 
     Args:
-        name: of the adapter, for errors.
+        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may have adapters.
+        seed: of A, as `numpy.random.default_rng` takes it.
+
+    Returns:
+        A [rank, in] and B [out, rank], in float32, by the matrix's name in transformers, such as
+        "model.layers.0.self_attn.q_proj". A is normal, of deviation 1 / sqrt(in).
+
+    Raises:
+        ValueError: a rank below 1, or a kind of matrices that the model does not have or that has no adapters.
     """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank is {rank!r}; it must be an integer of at least 1, such as 8")
+    rng, found, where = np.random.default_rng(seed), {}, modules_of(config)
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in where))
+    wanted = kinds if modules is None else [modules] if isinstance(modules, str) else list(modules)
+    if other := [kind for kind in wanted if kind not in kinds]:
+        what = f"modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}"
+        raise ValueError(f"{what}: use some of them")
+    for name, places in where.items():
+        if name.rpartition(".")[2] in wanted:
+            inputs, outputs = _sizes(config, places)
+            a = rng.standard_normal((rank, inputs), np.float32) * np.float32(inputs**-0.5)
+            found[name] = a, np.zeros((sum(outputs), rank), np.float32)
+    return found
+
+
+def adapter_parts(
+    factors: Mapping[str, tuple[Any, Any]],
+    config: DecoderConfig,
+    options: Mapping[str, Any] | None = None,
+    name: str = "of arrays",
+) -> dict[Part, tuple[Any, Any]]:
+    """What `score(adapter=...)` takes, from factors of matrices; it can be differentiated with respect to them.
+
+    Args:
+        factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors` gives them: arrays
+            of numpy or JAX.
+        options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora, alpha_pattern. The rank
+            is that of the factors. None: no options.
+        name: of the adapter, for errors.
+
+    Raises:
+        ValueError: a matrix that has no adapters here, factors that do not fit it (all of them are named), or an option
+            that is not supported.
+    """
+    options = options or {}
+    _check_options(f"adapter {name}", options)
     where, problems, parts = modules_of(config), [], {}
-    for module, (a, b) in sorted(factors.items()):
+    for module, pair in sorted(factors.items()):
         if module not in where:
             problems.append(f"{module}: no such matrix, or it has no adapters here")
             continue
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(hasattr(x, "astype") for x in pair):
+            problems.append(f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]")
+            continue
+        a, b = pair
         places = where[module]
-        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
-        inputs, outputs = sizes[0][0], [size for _, size in sizes]
-        if a.ndim != 2 or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
+        inputs, outputs = _sizes(config, places)
+        if a.ndim != 2 or not len(a) or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
             found = f"A {a.shape} and B {b.shape}"
             problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
             continue
@@ -102,8 +146,15 @@ def parts_of(
     if problems or not parts:
         kinds = ", ".join(sorted({module.rpartition(".")[2] for module in where}))
         lines = "\n  ".join(problems or ["it has no factors"])
-        raise ValueError(f"adapter {name} does not fit the model; modules may be {kinds}\n  {lines}")
+        what = f"modules may be {kinds}, with names such as {next(iter(where))}"
+        raise ValueError(f"adapter {name} does not fit the model; {what}\n  {lines}")
     return parts
+
+
+def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int]]:
+    """The inputs of a matrix of transformers, and the outputs of each part of ours that it has."""
+    sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+    return sizes[0][0], [outputs for _, outputs in sizes]
 
 
 def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
@@ -142,11 +193,8 @@ def digest(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
     return found.hexdigest()
 
 
-def _check_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what an adapter of plain LoRA is not."""
-    file = path / CONFIG
-    if options.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type is {options.get('peft_type')!r}; 'LORA' is supported")
+def _check_options(file: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what an adapter of plain LoRA is not. `file`: what has the options."""
     for name in UNSUPPORTED:
         if options.get(name):
             what = f"{file}: {name} is {options[name]!r:.80}, which is not supported"
@@ -203,7 +251,7 @@ def write_adapter(
     """Write an adapter as PEFT does, or with Orbax; PEFT reads the first form.
 
     Args:
-        factors: float32, by module as in `adapter_of`, with the prefix of transformers ("transformer." of GPT-2).
+        factors: float32, by module as in `adapter_parts`, with the prefix of transformers ("transformer." of GPT-2).
         options: beside what the factors say: lora_alpha, use_rslora, base_model_name_or_path.
     """
     one_of("to", to, ("safetensors", "orbax"))

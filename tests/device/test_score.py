@@ -18,7 +18,7 @@ from pagedjax import LLM, LoRARequest, SamplingParams
 from pagedjax.device import score as scores
 from pagedjax.device.adapters import Part, sizes_of
 from pagedjax.models import Decoder, score
-from pagedjax.weights.adapter_files import modules_of, parts_of, read_adapter, write_adapter
+from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.trained import whole
 from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
 
@@ -187,7 +187,7 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
     tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
 
     def total(factors: Any, merge: bool) -> Any:
-        parts = parts_of(factors, ALPHA, module.config, name)
+        parts = adapter_parts(factors, module.config, ALPHA, name)
         options = {} if merge else {"adapter": parts, "batch_invariant": exact}
         found = score(with_merged(module, parts) if merge else module, tokens, lengths, **options)
         return (found * jnp.linspace(0, 1, tokens.shape[1])).sum() / tokens.size, found
@@ -197,7 +197,7 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
     assert np.abs(wanted - score(module, tokens, lengths)).max() > 0.1, "the adapter hardly matters"
     chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-4)
     chex.assert_trees_all_close(ours, gradient, rtol=1e-3, atol=1e-5)
-    absent = jax.tree.map(np.zeros_like, parts_of(factors, ALPHA, module.config, name))
+    absent = jax.tree.map(np.zeros_like, adapter_parts(factors, module.config, ALPHA, name))
     chex.assert_trees_all_equal(score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths))
 
 

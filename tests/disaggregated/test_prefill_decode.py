@@ -12,6 +12,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
 from pagedjax.disaggregated import PrefillDecode
+from pagedjax.engine import state
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.session import GenerationRequest
@@ -128,13 +129,13 @@ def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
     decode = LLM(model, **SIZES)
     plain.engine.reset()
     pair, fetched = PrefillDecode(plain, decode), []
-    pages = plain.engine.pages
-    plain.engine.pages = lambda blocks: fetched.append(len(blocks)) or pages(blocks)  # type: ignore[method-assign]
+    pages = plain.engine.padded_pages
+    plain.engine.padded_pages = lambda blocks: fetched.append(len(blocks)) or pages(blocks)  # type: ignore[method-assign]
     try:
         for tail in ([5], [6], [6, 7, 8, 9, 10, 11, 12, 13]):
             pair.generate([{"prompt_token_ids": PROMPTS[3][:48] + tail}], PARAMS[0], use_tqdm=False)
     finally:
-        del plain.engine.pages
+        del plain.engine.padded_pages
     assert fetched == [7, 1, 1], "six full blocks were there, and the last one is full"
     assert len(decode.engine.scheduler_state.pool.contents) > 8, "what it generates is shared too"
 
@@ -144,7 +145,7 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
     plain.engine.reset()
     plain.engine.record(tmp_path / "prefill.jsonl")
     decode.engine.record(tmp_path / "decode.jsonl")
-    pair, count, pages = PrefillDecode(plain, decode), [0], plain.engine.pages
+    pair, count, pages = PrefillDecode(plain, decode), [0], plain.engine.padded_pages
     steps = watched(pair.session)
 
     def breaks(blocks):
@@ -156,11 +157,11 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
             raise ConnectionError("the cable is out")
         return pages(blocks)
 
-    plain.engine.pages = breaks  # type: ignore[method-assign]
+    plain.engine.padded_pages = breaks  # type: ignore[method-assign]
     try:
         chex.assert_trees_all_equal(answers(pair), answers(one))
     finally:
-        del plain.engine.pages
+        del plain.engine.padded_pages
     emptied(plain, decode)
     assert sum(len(step.again) for step in steps) >= 3
     assert '{"restart":{}}' in (tmp_path / "decode.jsonl").read_text()
@@ -178,6 +179,34 @@ def note(llm: LLM, found: dict[str, list[int]]) -> Any:
         for name, token in zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ():
             found.setdefault(name, []).append(token)
     return result.events
+
+
+def test_pages_are_those_that_were_asked_for(model):
+    llm = LLM(model, **SIZES)
+    llm.engine.add("a", PROMPTS[2], PARAMS[0])
+    llm.engine.step()
+    (seq,) = scheduler.running(llm.engine.scheduler_state)
+    table, done = seq.blocks, seq.computed
+    assert len(table) == 5
+    assert done > 0
+    pages, padded = llm.engine.pages(table), llm.engine.padded_pages(table)
+    chex.assert_tree_shape_prefix(pages, (5,))
+    chex.assert_tree_shape_prefix(padded, (8,))
+    chex.assert_trees_all_equal(pages, jax.tree.map(lambda x: x[:5], padded))
+    assert pages.tokens.reshape(-1)[:done].tolist() == PROMPTS[2][:done]
+    chex.assert_tree_shape_prefix(llm.engine.pages([]), (0,))
+    last = llm.engine.config.num_blocks
+    for other in (-1, last + 1):
+        with pytest.raises(ValueError, match=f"block {other} is not in the cache; its blocks are 0 to {last}: use ids"):
+            llm.engine.pages([0, other])
+    llm.engine.cancel("a")
+    llm.sleep()
+    with pytest.raises(ValueError, match=r"the engine sleeps; call wake_up\(\) first"):
+        llm.engine.pages([0])
+    llm.wake_up()
+    llm.engine._set(state.roll_back(llm.engine._state))
+    with pytest.raises(ValueError, match="the last step failed, and its cache is gone; run a step"):
+        llm.engine.pages([0])
 
 
 def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain):

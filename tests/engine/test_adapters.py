@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedjax.engine import compilations
 from pagedjax.host.types import Sampled
+from pagedjax.models import initial_factors
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 
@@ -202,6 +205,41 @@ def step(engine: Any, tokens: dict[str, list[int]]) -> None:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
                 tokens[name].append(token)
+
+
+def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
+    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    arrays = jax.tree.map(jnp.asarray, random_factors(model, RANKS["two"], seed=1))
+    llm.load_adapter("mine", arrays, {"lora_alpha": RANKS["two"] / 2})
+    assert_same(
+        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, ["two"])
+    )
+    wanted = llm.engine.adapters["mine"].digest
+    llm.load_adapter("folder", folders["two"])
+    assert llm.engine.adapters["folder"].digest == wanted, "the same content shares blocks"
+    llm.load_adapter("mine", initial_factors(llm.model.model.config, 2))
+    assert_same(
+        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, [None])
+    )
+    before = held(llm)
+    for source, options, message in (
+        (folders["one"], {"lora_alpha": 3}, "options is {'lora_alpha': 3}, and a folder has its own in adapter_config"),
+        (list(arrays.items()), None, "source is list; it must be the folder of an adapter, or a mapping of arrays"),
+        (arrays, {"use_dora": True}, "adapter 'mine': use_dora is True, which is not supported"),
+        ({"lm_head": arrays["model.layers.0.self_attn.q_proj"]}, None, "adapter 'mine' does not fit the model"),
+        (
+            initial_factors(llm.model.model.config, 9),
+            None,
+            "adapter 'mine' has rank 9, and max_lora_rank is 8; set max",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.load_adapter("mine", source, options)
+    with pytest.raises(ValueError, match="lora_name is ''; it must be a text"):
+        llm.load_adapter("", arrays)
+    assert held(llm) == before
+    with pytest.raises(ValueError, match="enable_lora"):
+        alone[None].load_adapter("mine", arrays)
 
 
 def test_the_prefix_cache_is_salted_with_an_adapters_content(model, folders):

@@ -226,7 +226,14 @@ def test_bad_arguments_fail_before_anything_runs(tmp_path: Path, capsys: pytest.
     good = write_config(tmp_path / "good", "no-model")
     for arguments, message in (
         ([str(path)], "error: unknown key engine.'block_sise'; did you mean 'block_size'?"),
-        ([str(tmp_path / "no.yaml")], "error: cannot read the config"),
+        (
+            [str(tmp_path / "no.yaml")],
+            f"error: cannot read the config {tmp_path / 'no.yaml'}: No such file or directory; name a YAML file",
+        ),
+        (
+            [str(tmp_path)],
+            f"error: cannot read the config {tmp_path}: Is a directory; name a YAML file, such as one of",
+        ),
         ([str(good), "--engines", "0"], "error: --engines is 0; it must be at least 1"),
         ([str(good), "--set", "x"], "error: --set 'x': write it as section.key=value"),
         ([str(good)], "error: model: there is no model 'no-model'; a model is a directory"),

@@ -411,6 +411,24 @@ def test_a_transition_refused_by_the_scheduler_is_a_difference(log: Path, text: 
         list(replay.replay(log))
 
 
+def test_a_recording_that_cannot_be_written_names_the_remedy(tmp_path: Path):
+    missing = tmp_path / "none"
+    with pytest.raises(
+        ValueError, match=f"^the recording {missing}/a.jsonl has no folder; make {missing}, or name a file"
+    ):
+        Recorder(missing / "a.jsonl", SMALL)
+    with pytest.raises(ValueError, match=f"^the recording {tmp_path} is a folder; name a file, such as {tmp_path}/run"):
+        Recorder(tmp_path, SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_recording_and_a_folder_in_its_place_are_not_verified(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=f"^there is no file {tmp_path}/none.jsonl; name one that was recorded"):
+        verify(tmp_path / "none.jsonl")
+    with pytest.raises(ReplayError, match=f"^{tmp_path} is a directory; name the file that was recorded"):
+        verify(tmp_path)
+
+
 def test_verify_takes_user_policies(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     Recorder(path, SMALL, "mine").close()

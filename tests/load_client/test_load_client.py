@@ -280,13 +280,33 @@ def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_pat
         (["--rate", "1", "--trace", "x.csv"], "--trace already gives --rate"),
         (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts already gives --vocab"),
         (["--rate", "1", "--time-scale", "2"], "--time-scale needs a --trace"),
-        (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
+        (
+            ["--trace", "nowhere.csv"],
+            "--trace is 'nowhere.csv', which cannot be read: No such file or directory; name a CSV",
+        ),
+        (["--trace", "/"], "--trace is '/', which cannot be read: Is a directory; name a CSV file, with TIMESTAMP"),
+        (
+            ["--rate", "1", "--prompts", "no.txt"],
+            "--prompts is 'no.txt', which cannot be read: No such file or directory;",
+        ),
+        (
+            ["--rate", "1", "--prompts", "/"],
+            "which cannot be read: Is a directory; name a text file with a prompt on each",
+        ),
+        (["--rate", "1", "--json", "/"], "--json is '/', which is a folder; name a file in it"),
+        (
+            ["--rate", "1", "--api-key-file", "/"],
+            "cannot be read: Is a directory; name a text file that has the key alone",
+        ),
         (["--rate", "1", "--ttft-target", "0"], "--ttft-target is 0.0; it must be above 0 seconds"),
         (["--rate", "1", "--max-concurrency", "0"], "max_concurrency is 0"),
         (["--rate", "1", "--warmup", "-1"], "--warmup is -1"),
         (["--rate", "1", "--timeout", "nan"], "timeout is nan"),
         (["--rate", "1", "--json", "no/such/folder/x.json"], "its folder does not exist"),
-        (["--rate", "1", "--api-key-file", "nokey"], "nokey cannot be read"),
+        (
+            ["--rate", "1", "--api-key-file", "nokey"],
+            "--api-key-file is 'nokey', which cannot be read: No such file or directory;",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_nothing_is_sent(server, capsys, words, message):

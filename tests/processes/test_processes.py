@@ -222,7 +222,7 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
         body = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         made[1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in made] == [-signal.SIGTERM, 0], (tmp_path / "0").read_text()
+        assert [process.wait(60) for process in made] == [0, 0], (tmp_path / "0").read_text()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate("abc", params, use_tqdm=False)
     assert answer.json()["choices"][0]["text"] == alone.outputs[0].text

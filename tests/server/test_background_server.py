@@ -84,7 +84,8 @@ def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "statuses"), [(signal.SIGINT, (0, 130)), (signal.SIGTERM, (0,))])
+def test_a_signal_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, monkeypatch, number, statuses):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
@@ -93,9 +94,9 @@ def test_ctrl_c_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, 
             with httpx.Client(base_url=url, timeout=60) as http:
                 assert gauge(http.get("/metrics").text, "missing_programs") > 0
                 assert http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code == 200
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
-            assert process.wait(30) in (0, 130)
+            assert process.wait(30) in statuses
         finally:
             process.kill()
             process.wait()

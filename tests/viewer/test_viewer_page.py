@@ -197,11 +197,20 @@ def test_a_file_that_is_no_recording_is_an_error_with_the_remedy(
     assert "llm.engine.record('run.jsonl')" in line
 
 
-def test_missing_files_and_forbidden_targets_are_errors(log: Path, tmp_path: Path, capsys):
-    assert cli.main(["view", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
-    assert cli.main(["view", str(tmp_path)]) == 2
-    assert "is a directory; name the file" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["view", "trace", "replay"])
+def test_a_missing_recording_and_a_folder_in_its_place_are_named(command, tmp_path: Path, capsys):
+    missing = tmp_path / "none.jsonl"
+    assert cli.main([command, str(missing)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pagedjax: there is no file {missing}; name one that was recorded, by llm.engine.record(")
+    assert error.endswith("or by `pagedjax serve --record run.jsonl`\n")
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"pagedjax: {tmp_path} is a directory; name the file that was recorded, e.g. run.jsonl in it\n"
+    )
+
+
+def test_forbidden_targets_are_errors(log: Path, tmp_path: Path, capsys):
     before = log.read_bytes()
     assert cli.main(["view", str(log), "-o", str(log)]) == 2
     assert "is the recording itself" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax.weights.adapter_files import read_adapter, write_adapter
+from pagedjax.weights.adapter_files import adapter_of, adapter_parts, initial_factors, read_adapter, write_adapter
 from tests.weights.tiny_adapters import random_factors, tiny_adapter
 
 
@@ -67,3 +67,66 @@ def test_modules_and_shapes_of_another_model_are_refused(tiny_folder, tmp_path, 
             read_adapter(write_adapter(tmp_path / "a", factors, {}), config, "a")
     with pytest.raises(FileNotFoundError, match=r"has no adapter_config.json; it must be the folder of a LoRA adapter"):
         read_adapter(tmp_path / "nowhere", config, "a")
+
+
+def test_factors_to_start_from_change_nothing(config):
+    found = initial_factors(config, 3, modules=("q_proj", "down_proj"), seed=5)
+    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "down_proj"}
+    assert len(found) == 2 * config.layers
+    chex.assert_trees_all_equal(found, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5))
+    assert len(initial_factors(config, modules="q_proj")) == config.layers
+    for name, (a, b) in initial_factors(config, 3).items():
+        chex.assert_shape([a, b.T], [(3, None), (3, None)])
+        assert not b.any(), name
+        assert 0.7 < a.std() * a.shape[1] ** 0.5 < 1.3, name
+    assert (
+        found["model.layers.0.self_attn.q_proj"][0] != initial_factors(config, 3)["model.layers.0.self_attn.q_proj"][0]
+    ).any()
+
+
+@pytest.mark.parametrize("rank", [0, True, 2.0])
+def test_a_rank_to_start_from_is_checked(config, rank):
+    with pytest.raises(ValueError, match=f"rank is {rank!r}; it must be an integer of at least 1, such as 8"):
+        initial_factors(config, rank)
+
+
+def test_kinds_to_start_from_are_checked(config):
+    with pytest.raises(
+        ValueError, match=r"modules has 'c_attn', 'lm_head'; this model has q_proj,.*: use some of them"
+    ):
+        initial_factors(config, modules=("q_proj", "c_attn", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda a, b: {"layers.0.self_attn.q_proj": (a, b)},
+            r"names such as model\.layers\.0\..*\n  layers.*: no such matrix",
+        ),
+        (
+            lambda a, b: {"model.layers.0.self_attn.q_proj": (a[:, :-1], b)},
+            r"q_proj: A \(4, 63\) and B .*, and \[r, 64\] and",
+        ),
+        (
+            lambda a, b: {"model.layers.0.self_attn.q_proj": (a[:0], b[:, :0])},
+            r"q_proj: A \(0, 64\) and B .*, and \[r, 64\]",
+        ),
+        (
+            lambda a, b: {"model.layers.0.self_attn.q_proj": a},
+            "q_proj: ndarray, and a pair of arrays fits, A .r, in. and B",
+        ),
+        (lambda a, b: {"model.layers.0.self_attn.q_proj": ("a", "b")}, "q_proj: tuple, and a pair of arrays fits"),
+        (lambda a, b: {}, "it has no factors"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(config, change, message):
+    arrays = change(*initial_factors(config, 4)["model.layers.0.self_attn.q_proj"])
+    with pytest.raises(ValueError, match=rf"(?s)^adapter of arrays does not fit the model; modules may be .*{message}"):
+        adapter_parts(arrays, config)
+
+
+def test_options_of_arrays_are_those_of_a_folder(config):
+    factors = initial_factors(config, 4)
+    with pytest.raises(ValueError, match="adapter 'x': use_dora is True, which is not supported; train the adapter"):
+        adapter_of(factors, {"use_dora": True}, config, "x")

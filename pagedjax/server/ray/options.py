@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,7 +18,7 @@ from pagedjax import routing
 from pagedjax.config import EngineConfig, from_dict
 from pagedjax.server import adapters
 from pagedjax.server.app import Options
-from pagedjax.server.serve import name_of
+from pagedjax.server.serve import name_of, read_key
 
 RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
@@ -119,13 +118,8 @@ class ClusterOptions:
         return dataclasses.replace(self.of_server(), allow_origins=())
 
     def api_key(self) -> str | None:
-        """Raises OSError or ValueError if its file cannot be read or is empty."""
-        if self.api_key_file is None:
-            return None
-        key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
-        if not key:
-            raise ValueError(f"the API key in {self.api_key_file} is empty; leave api_key_file out to need no key")
-        return key
+        """Raises ValueError if its file cannot be read or is empty."""
+        return None if self.api_key_file is None else read_key(self.api_key_file)
 
     def scaling(self) -> AutoscalingConfig | None:
         """Raises ValueError for fields that Ray Serve refuses."""

@@ -99,6 +99,10 @@ def test_bad_counts_are_refused(words, capsys):
 )
 def test_bad_workload_file_is_reported(config, tmp_path, capsys, text, message):
     (tmp_path / "odd.json").write_text(text)
+    for file, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert peers.main([*config(first={}), "--file", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert f"error: --file is '{file}', which cannot be read: {why}; name a JSON list of requests" in said
     assert peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
     said = capsys.readouterr().err
     assert f"error: {tmp_path / 'odd.json'}" in said

@@ -84,6 +84,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--measure", "0"], "--measure is 0; it must be at least 1"),
         (["--steps", str(tmp_path / "no.jsonl")], "no.jsonl, which cannot be read as steps.jsonl of a run"),
         (["--steps", str(empty)], "which cannot be read as steps.jsonl of a run"),
+        (["--steps", str(tmp_path)], "; name the file of that name in a run's folder"),
         (["--loads", "nothing"], "invalid choice: 'nothing'"),
     ):
         with pytest.raises(SystemExit, match="2"):

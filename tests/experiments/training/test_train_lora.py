@@ -255,7 +255,7 @@ def test_wrong_options_are_refused(tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--modules", "q_proj,c_attn"], "--modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use"),
+        (["--modules", "q_proj,c_attn"], "modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use"),
         (["--context", "64"], "--context is 64; this model has room for 63 tokens: lower it"),
         (["--context", "30"], "--context is 30; a list to sort has up to 38 tokens: raise it"),
         (["--held-out", "9999"], r"--held-out is 9999; the held-out text has \d+ windows: lower it or --context"),

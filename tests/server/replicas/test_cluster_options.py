@@ -133,7 +133,7 @@ def test_files_of_ones_own_in_the_engine_have_absolute_paths(tmp_path, monkeypat
         (("--replicas", "2", "--lora-modules", "a=x", "a=y"), "--lora-modules has a name twice"),
         (("--router", "prefix"), "--router is given, and there is one engine; add --replicas N"),
         (("--record-routing", "r.jsonl"), "--record-routing is given, and there is one engine"),
-        (("--replicas", "2", "--api-key-file", "missing"), "No such file"),
+        (("--replicas", "2", "--api-key-file", "missing"), "the API key file 'missing' cannot be read: No such file"),
         (("--replicas", "2", "--port", "70000"), "port is 70000"),
         (("--replicas", "2", "--record-routing", "missing/a.jsonl"), "its folder does not exist or cannot be written"),
         (("--replicas", "2", "--record-routing", "pyproject.toml"), "exists; name a new file, or delete it"),
@@ -148,7 +148,7 @@ def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
 
 def test_an_empty_key_is_refused(tmp_path):
     (tmp_path / "key").write_text("\n", "utf-8")
-    with pytest.raises(ValueError, match="is empty; leave api_key_file out to need no key"):
+    with pytest.raises(ValueError, match="is empty; write the key into it, or leave it out to need no key"):
         ClusterOptions(api_key_file=str(tmp_path / "key")).api_key()
     (tmp_path / "key").write_text("secret\n", "utf-8")
     assert ClusterOptions(api_key_file=str(tmp_path / "key")).api_key() == "secret"
