@@ -226,8 +226,8 @@ class EngineConfig:
         is "module:NAME" or "folder/file.py:NAME".
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
         platform, once. One of your own is named in the same way.
-    model_family: how a model is read whose config.json names no built-in architecture: "module:NAME" or
-        "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md); None is a built-in one.
+    model_family: what reads the model, if no built-in family does: "module:NAME" or "folder/file.py:NAME" of a
+        `pagedjax.models.Family` (docs/design/models.md). It may replace a built-in one. None: a built-in one.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and
         with any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations
@@ -509,6 +509,8 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
     try:
         values = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
     except ImportError as error:
+        if where.endswith(".py"):  # the folder of a file is not on the path
+            usage = "install what it imports, or add its folder to PYTHONPATH"
         raise ValueError(f"{field} is {name!r}, but {where} cannot be imported ({error}); {usage}") from error
     except FileNotFoundError:
         raise ValueError(f"{field} is {name!r}, but there is no file {where}; {usage}") from None

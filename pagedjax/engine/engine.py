@@ -196,7 +196,11 @@ class Engine:
         return handover.take(self._cache(), blocks)
 
     def padded_pages(self, blocks: Sequence[int]) -> KVCache:
-        """`pages` with further rows of no use, up to a power of two: what `adopt` fetches, with few programs."""
+        """`pages` with padding rows behind them, up to a power of two: what `adopt` fetches, with few programs.
+
+        Raises:
+            ValueError: as in `pages`.
+        """
         return handover.take_padded(self._cache(), blocks)
 
     def _cache(self) -> KVCache:

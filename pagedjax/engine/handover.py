@@ -221,18 +221,25 @@ def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:
     Raises:
         ValueError: an id is no block of the cache.
     """
-    ids, count = np.asarray(blocks, np.int32).reshape(-1), len(cache.tokens)
+    return out_of_cache(cache, _checked(cache, blocks))
+
+
+def _checked(cache: KVCache, blocks: Sequence[int]) -> np.ndarray:
+    """The ids of blocks as int32 [n]. Raises ValueError unless they are ids of the cache."""
+    ids, count = np.asarray(blocks), len(cache.tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"blocks is {blocks!r:.80}; give a sequence of block ids, integers from 0 to {count - 1}")
     if other := ids[(ids < 0) | (ids >= count)].tolist():
         raise ValueError(f"block {other[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of these")
-    return out_of_cache(cache, ids)
+    return ids.astype(np.int32)
 
 
 def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
     """Copies of n whole blocks in as many rows as the next power of two, so that few programs are compiled.
 
-    The rows behind the n blocks are of no use.
+    The rows behind the n blocks are padding. Raises ValueError as `take` does.
     """
-    return out_of_cache(cache, _padded(blocks))
+    return out_of_cache(cache, _padded(_checked(cache, blocks)))
 
 
 def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:

@@ -34,6 +34,7 @@ CONFIG, TENSORS, PARAMS = "adapter_config.json", "adapter_model.safetensors", "p
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
 # Options of PEFT that change what an adapter computes, and are not supported. Off is None, False, or what is empty.
+OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")  # that change an adapter
 UNSUPPORTED = (
     *("use_dora", "modules_to_save", "lora_bias", "layer_replication", "use_qalora", "target_parameters"),
     *("trainable_token_indices", "alora_invocation_tokens"),
@@ -65,7 +66,16 @@ def adapter_of(
     name: str,
     source: str = "",
 ) -> Adapter:
-    """An adapter for an engine from arrays. The arguments, and what is refused, are those of `adapter_parts`."""
+    """An adapter for an engine from arrays. The arguments, and what is refused, are those of `adapter_parts`.
+
+    Raises:
+        ValueError: also for an option that adapters do not have, unless `source` names a folder: PEFT writes many.
+    """
+    if not source:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"options is {options!r:.80}; it must be a mapping, such as {{'lora_alpha': 16}}")
+        for option in options:
+            one_of(f"an option of adapter {name!r}", option, (*OPTIONS, *UNSUPPORTED, "bias"))
     label = f"{name!r} ({source})" if source else repr(name)
     parts = adapter_parts(jax.device_get(dict(factors)), config, options, label)
     return Adapter(name, parts, digest(parts), source)
@@ -139,6 +149,9 @@ def adapter_parts(
             found = f"A {a.shape} and B {b.shape}"
             problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
             continue
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            problems.append(f"{module}: a factor is not finite")
+            continue
         scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
         ends = np.cumsum(outputs).tolist()
         for place, first, last in zip(places, (0, *ends), ends, strict=False):
@@ -202,9 +215,17 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
     if options.get("bias", "none") != "none":
         what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
         raise ValueError(f"{what}; train with bias='none', or merge the adapter into the model's weights")
+    if not isinstance(options.get("use_rslora", False), bool):
+        raise ValueError(f"{file}: use_rslora is {options['use_rslora']!r:.80}; it must be true or false")
     patterns = options.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error})"
+            raise ValueError(f"{what}; write a module's name, such as q_proj") from None
     alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):

@@ -45,7 +45,13 @@ def load_draft_model(options: Speculative | None, target: LoadedModel, *, progre
         raise ValueError(f"speculative.method is {options.method!r} and speculative.model is None; name {what}")
     if options.method == KIND:
         return read_eagle(options.model, target.model.config, target.model.dtype)
-    draft = load_model(options.model, dtype=target.model.dtype, progress=progress)
+    try:
+        draft = load_model(options.model, dtype=target.model.dtype, progress=progress)
+    except ValueError as error:
+        if target.family is None:
+            raise
+        what = f"speculative.model is {options.model!r}, and a draft model is of a built-in family"
+        raise ValueError(f"{what}, also beside a model_family of your own: {error}") from error
     _check_tokenizers(options.model, draft, target)
     return of_decoder(draft.model)
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from pagedjax.config import one_of, own_value
 from pagedjax.weights.architectures import ARCHITECTURES, Family
 from pagedjax.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.param_table import ParamSource
 
 
 def own_family(name: str | None) -> Family | None:
@@ -18,6 +24,9 @@ def own_family(name: str | None) -> Family | None:
     """
     if name is None:
         return None
+    if not isinstance(name, str):
+        what = f"model_family is {name!r:.80}"
+        raise ValueError(f"{what}; it must be a text, module:NAME or folder/file.py:NAME of a Family, or None")
     file = name.rpartition(":")[0]
     return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
 
@@ -43,3 +52,47 @@ def built_in(model_type: str) -> Family:
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family that reads a checkpoint."""
     return checkpoint.family or built_in(checkpoint.config["model_type"])
+
+
+def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The decoder's shape, by the family's `from_hf`. `where`: what the config is of, for errors.
+
+    Raises:
+        ValueError: `from_hf` misses a key, or returns something else.
+    """
+    from pagedjax.device.models.decoder import DecoderConfig
+
+    try:
+        found = family.from_hf(dict(config))
+    except KeyError as error:
+        what = f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config does not have"
+        raise ValueError(f"{what}; add it to the config, or its default to Architecture(defaults=...)") from error
+    if not isinstance(found, DecoderConfig):
+        what = f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}"
+        raise ValueError(f"{what}; it must return a DecoderConfig")
+    return found
+
+
+def check_parameters(family: Family, config: DecoderConfig, table: Sequence[ParamSource]) -> None:
+    """Compare the parameters of a family's table with those of its decoder.
+
+    Raises:
+        ValueError: lists all parameters that one of them lacks, and those of other shapes.
+    """
+    from flax import nnx
+
+    from pagedjax.device.models.decoder import Decoder
+    from pagedjax.weights.tree import named
+
+    wanted = {name: tuple(x.shape) for name, x in named(nnx.eval_shape(lambda: Decoder(config, "float32"))).items()}
+    found = {".".join(map(str, entry.path)): entry for entry in table}
+    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
+    for name, entry in found.items():
+        if name not in wanted:
+            problems += [] if entry.optional else [f"not in the decoder: {name} {entry.shape}"]
+        elif tuple(entry.shape) != wanted[name]:
+            problems.append(f"shape of {name}: {tuple(entry.shape)} in the table, {wanted[name]} in the decoder")
+    if problems:
+        lines = "\n  ".join(problems)
+        what = f"param_table of the family {family.model_type!r} does not fit the decoder of its from_hf"
+        raise ValueError(f"{what}; differences: {len(problems)}\n  {lines}")

@@ -18,6 +18,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
+from pagedjax.weights import families
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import built_in, family_of, own_family
@@ -107,12 +108,16 @@ def read_model(
         ValueError: tensors do not fit (lists all of them).
     """
     family = family_of(checkpoint)
-    config = replace(family.from_hf(checkpoint.config), int8=int8)
+    config = families.config_of(family, checkpoint.config, str(checkpoint.path))
+    table = family.param_table(config)
+    if checkpoint.family is not None:
+        families.check_parameters(family, config, table)
+    config = replace(config, int8=int8)
     config = replace(config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices)))
     placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
     options = {"int8": int8, "progress": progress, "ignore": family.ignored, "placement": placement}
     options |= {"pack": partial(models.packed, config)}
-    params = load_params(checkpoint, family.param_table(config), dtype, **options)
+    params = load_params(checkpoint, table, dtype, **options)
     return models.assemble(config, params, dtype, placement)
 
 
@@ -143,8 +148,13 @@ def from_params(
     """
     started = time.perf_counter()
     family = own_family(model_family)
+    if family is not None and isinstance(config, DecoderConfig):
+        what = f"model_family is {model_family!r} and config is a DecoderConfig, which no family reads"
+        raise ValueError(f"{what}; leave model_family out, or give the content of config.json")
     hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
-    own = config if isinstance(config, DecoderConfig) else (family or built_in(hf["model_type"])).from_hf(hf)
+    own = config
+    if not isinstance(own, DecoderConfig):
+        own = families.config_of(family or built_in(hf["model_type"]), hf, "config")
     model = model_of(params, own, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
     found = _tokenizer(tokenizer)

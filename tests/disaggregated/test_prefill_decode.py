@@ -199,6 +199,12 @@ def test_pages_are_those_that_were_asked_for(model):
     for other in (-1, last + 1):
         with pytest.raises(ValueError, match=f"block {other} is not in the cache; its blocks are 0 to {last}: use ids"):
             llm.engine.pages([0, other])
+    for wrong in ([1.9], [True], 5, ["a"], [[1]]):
+        for take in (llm.engine.pages, llm.engine.padded_pages):
+            with pytest.raises(ValueError, match=r"give a sequence of block ids, integers from 0 to"):
+                take(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"block -1 is not in the cache"):
+        llm.engine.padded_pages([-1])
     llm.engine.cancel("a")
     llm.sleep()
     with pytest.raises(ValueError, match=r"the engine sleeps; call wake_up\(\) first"):

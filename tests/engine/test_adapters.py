@@ -18,6 +18,7 @@ from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedjax.engine import compilations
 from pagedjax.host.types import Sampled
 from pagedjax.models import initial_factors
+from pagedjax.weights.adapter_files import adapter_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 
@@ -364,3 +365,26 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
     ):
         with pytest.raises(ValueError, match=message):
             LoRARequest(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_aplha": 64}, r"'lora_aplha'; it must be one of 'lora_alpha', .*did you mean 'lora_alpha'"),
+        ({"use_rslora": "no"}, r"use_rslora is 'no'; it must be true or false"),
+        (16, r"options is 16; it must be a mapping, such as"),
+        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has '\(', which is no regular expression"),
+    ],
+)
+def test_options_of_arrays_that_mean_nothing_are_refused(tiny, options, message):
+    config = tiny.model.config
+    with pytest.raises(ValueError, match=message):
+        adapter_of(initial_factors(config, 2), options, config, "mine")
+
+
+def test_factors_that_are_not_finite_are_refused(tiny):
+    config = tiny.model.config
+    factors = initial_factors(config, 2)
+    module, (a, b) = next(iter(factors.items()))
+    with pytest.raises(ValueError, match=r"a factor is not finite"):
+        adapter_of({module: (a, b + np.nan)}, {}, config, "mine")

@@ -17,11 +17,14 @@ from experiments.core.config import expand
 from experiments.core.engines import simulated
 from experiments.run import check_models
 from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
+from pagedjax.device.models import FAMILIES
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.models import score
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.architectures import Family, normalised
 from pagedjax.weights.convert import convert
-from pagedjax.weights.families import own_family
+from pagedjax.weights.families import built_in, check_parameters, own_family
+from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.trained import whole
 from tests.weights.tiny import tiny_gguf, tiny_llama, write_tokenizer
 
@@ -217,3 +220,95 @@ def test_a_layer_that_is_no_block_is_refused():
     sizes = {"vocab_size": 8, "hidden": 4, "intermediate": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "max_len": 8}
     with pytest.raises(ValueError, match=r"block is 'Parallel'; it must be a class that inherits from Block, or None"):
         DecoderConfig(**sizes, tied=True, eps=1e-6, kinds=(LayerKind(),), ropes=(Rope(1e4),), block="Parallel")
+
+
+def changed(name: str, **fields: Any) -> Family:
+    """The documented family with other functions."""
+    family = own_family(name)
+    assert family is not None
+    return family._replace(**fields)
+
+
+def opened(folder: Path, family: Family):
+    return read_model(open_checkpoint(folder, family=family), "float32")
+
+
+def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(folder, name):
+    documented = changed(name)
+
+    def narrower(config: dict[str, Any]) -> DecoderConfig:
+        return documented.from_hf({**config, "intermediate_size": 40})
+
+    def wide(config: DecoderConfig):
+        return documented.param_table(replace(config, intermediate=80))
+
+    with pytest.raises(
+        ValueError, match=r"shape of blocks\.0\.mlp\.up\.weight: \(80, 48\) in the table, \(40, 48\) in"
+    ):
+        opened(folder, changed(name, from_hf=narrower, param_table=wide))
+
+    def shorter(config: DecoderConfig):
+        return documented.param_table(config)[:-1]
+
+    with pytest.raises(ValueError, match=r"param_table of the family 'parallel' .*1\n  missing: head\.weight"):
+        opened(folder, changed(name, param_table=shorter))
+
+    def misnamed(config: DecoderConfig):
+        *table, head = documented.param_table(config)
+        return (*table, head._replace(path=("crown", "weight")))
+
+    with pytest.raises(ValueError, match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)"):
+        opened(folder, changed(name, param_table=misnamed))
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_the_tables_of_built_in_families_fit_their_decoders(model_type):
+    sizes = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 80, "sliding_window": 16}
+    sizes |= {"query_pre_attn_scalar": 16, "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}
+    family = built_in(model_type)
+    config = family.from_hf(normalised({**sizes, "model_type": model_type}, "config"))
+    check_parameters(family, config, family.param_table(config))
+
+
+def test_what_a_familys_from_hf_does_wrong_is_said(folder, name):
+    with pytest.raises(ValueError, match=r"from_hf of the family 'parallel' reads 'eps', which the config does not"):
+        opened(folder, changed(name, from_hf=lambda config: config["eps"]))
+    with pytest.raises(ValueError, match=r"from_hf of the family 'parallel' returns dict; it must return a"):
+        opened(folder, changed(name, from_hf=dict))
+
+
+def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
+    with pytest.raises(ValueError, match=r"model_family is .*Path.*; it must be a text, module:NAME or folder"):
+        own_family(Path("mine.py"))  # type: ignore[arg-type]
+    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match=r"config is a DecoderConfig, which no family reads; leave model_family out"):
+        from_params({}, config, model_family=name)
+
+
+def test_a_draft_model_of_ones_own_family_is_refused_with_the_reason(folder, name):
+    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2}
+    with pytest.raises(ValueError, match=r"a draft model is of a built-in family, also beside a model_family"):
+        LLM(str(folder), model_family=name, speculative=drafts, **SIZES)
+
+
+def test_a_file_that_imports_what_is_missing_says_so(tmp_path):
+    (tmp_path / "mine.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ValueError, match=r"No module named 'not_installed_anywhere'\); install what it imports"):
+        own_family(f"{tmp_path / 'mine.py'}:FAMILY")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm": "layernorm"}, r"norm is 'layernorm'; it must be one of 'rms', 'rms_plus_one', 'layer'"),
+        ({"activation": "relu"}, r"activation is 'relu'; it must be one of "),
+        ({"kinds": (LayerKind(rope=3),)}, r"kinds\[0\] has rope 3, and ropes has 1; give a number from 0 to 0"),
+        ({"kinds": (LayerKind(sparse=True),)}, r"kinds\[0\] is sparse, and experts is None; give the layer's experts"),
+    ],
+)
+def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
+    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match=message):
+        replace(config, **fields)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pagedjax.config import one_of
 from pagedjax.device import cache as kv
 from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import AttentionRows, Batch
@@ -140,6 +141,14 @@ class DecoderConfig:
             object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
         if self.block is not None and not (isinstance(self.block, type) and issubclass(self.block, Block)):
             raise ValueError(f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None")
+        one_of("norm", self.norm, ("rms", "rms_plus_one", "layer"))
+        one_of("activation", self.activation, tuple(ACTIVATIONS))
+        for i, kind in enumerate(self.kinds):
+            if self.ropes and not 0 <= kind.rope < len(self.ropes):
+                what = f"kinds[{i}] has rope {kind.rope}, and ropes has {len(self.ropes)}"
+                raise ValueError(f"{what}; give a number from 0 to {len(self.ropes) - 1}")
+            if kind.sparse and self.experts is None:
+                raise ValueError(f"kinds[{i}] is sparse, and experts is None; give the layer's experts")
 
     @property
     def layers(self) -> int:
