@@ -252,7 +252,7 @@ def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
     return into_cache(cache, rows, near)
 
 
-def _padded(blocks: Sequence[int]) -> np.ndarray:
+def _padded(blocks: Sequence[int] | np.ndarray) -> np.ndarray:
     """Block ids, and the trash block up to a power of two, so that few programs are compiled."""
     found = np.zeros(1 << max(len(blocks) - 1, 0).bit_length(), np.int32)
     found[: len(blocks)] = blocks
