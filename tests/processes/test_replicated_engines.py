@@ -349,7 +349,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_taken(pair, tmp_path):
     pair.follow()
     with pytest.raises(TypeError):
         pair.leader.add("a", tokens(5, 1), GREEDY, user=object())
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=r"has no folder; make .*, or name a file elsewhere"):
         pair.leader.record(tmp_path / "nowhere" / "run.jsonl")
     pair.leader.add("a", np.array(tokens(5, 1)), GREEDY, priority=np.int64(3))
     while pair.leader.has_work:
