@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(describe(plan, done, folder))
             return 0
+        require_report()
         if on_ray and left.missing:
             workers = cluster.connect(left.missing, options.engines, resources, options.jobs)
             measure_all: sweep.Measure = partial(cluster.results, workers=workers)
@@ -121,15 +122,18 @@ def prepare(
 
     Raises:
         ValueError: a model is missing or damaged.
-        ImportError: pandas or matplotlib is missing.
     """
     plan, folder = plan_runs(points, engines), Path(out) / points[0].experiment.name
     store.clean(folder)
     found = Prepared(plan, folder, sweep.finished_runs(plan, folder) if resume else {})
     check_models([run.point.experiment for run in found.missing], download=download)
-    for module in ("pandas", "matplotlib"):  # fails now, not after minutes of measuring
-        require(module)
     return found
+
+
+def require_report() -> None:
+    """Raises ImportError, now and not after minutes of measuring, if what the report needs is missing."""
+    for module in ("pandas", "matplotlib"):
+        require(module)
 
 
 def measure(
@@ -148,6 +152,7 @@ def measure(
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     parallel.check(points, jobs, "loky")
+    require_report()
     plan, folder, done = prepare(points, out, engines)
     several = partial(parallel.results, jobs=jobs)
     alone = partial(sweep.in_turn, engines=sweep.make_engines(engines, quiet=quiet))

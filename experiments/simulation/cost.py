@@ -169,10 +169,10 @@ def shape_of(
         ValueError: the model is not supported.
     """
     from pagedjax.weights.architectures import normalised
-    from pagedjax.weights.families import built_in  # imports jax, but starts no backend
+    from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
     known = normalised(config, "the model's config.json", family)
-    c = (family or built_in(known["model_type"])).from_hf(known)
+    c = config_of(family or built_in(known["model_type"]), known, "the model's config.json")
     shape = Shape(
         layers=c.layers,
         hidden=c.hidden,

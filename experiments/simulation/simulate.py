@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from immutables import Map
 
 from experiments.simulation import cost, profiles
@@ -265,7 +266,7 @@ class SimulatedEngine:
         hashes = scheduler.NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
-                new = [sampled(seq.arrival, length + step, self._vocab_size) for step in range(steps)]
+                new = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)
                 data = self._sequences[seq.request_id]
                 if (longer := extended(data, length, new, self._spare)) is not data:
                     self._sequences = self._sequences.set(seq.request_id, longer)

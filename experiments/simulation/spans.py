@@ -43,12 +43,12 @@ class DecodeSpan(NamedTuple):
     @property
     def tokens(self) -> list[list[int]]:
         """Of each sequence, its new tokens."""
-        steps, rows = range(len(self.allocated)), zip(self.seqs, self.lengths, strict=True)
-        return [[sampled(seq.arrival, length + step, self.vocabulary) for step in steps] for seq, length in rows]
+        steps, rows = np.arange(len(self.allocated)), zip(self.seqs, self.lengths, strict=True)
+        return [sampled(seq.arrival, length + steps, self.vocabulary).tolist() for seq, length in rows]
 
 
-def sampled(arrival: int, length: int, vocabulary: int) -> int:
-    """The token that a sequence gets after `length` known ones.
+def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
+    """The token that a sequence gets after `length` known ones: an int, or int64 [n] for n lengths.
 
     Different sequences get different tokens, so the prefix cache finds only what was computed.
     """

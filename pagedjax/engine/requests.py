@@ -81,7 +81,7 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
     return data
 
 
-def extended(data: SequenceData, length: int, token_ids: Sequence[int], spare: int) -> SequenceData:
+def extended(data: SequenceData, length: int, token_ids: Sequence[int] | np.ndarray, spare: int) -> SequenceData:
     """The record with several tokens after its first `length` tokens, see `appended`."""
     end = length + len(token_ids)
     data = _longer(data, length, end + spare) if end + spare > len(data.tokens) else data
