@@ -100,20 +100,6 @@ def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
     )
 
 
-def summarize(
-    requests: Sequence[RequestRecord],
-    steps: Sequence[StepRecord],
-    block_size: int,
-    slo: Slo | None = None,
-    *,
-    speculates: bool = False,
-    replicas: int = 1,
-) -> dict[str, Any]:
-    """The summary of a run that kept all records, see `summary`. Raises ValueError without a step."""
-    sums = of_steps(steps), of_tokens(requests)
-    return summary(requests, *sums, block_size, slo, speculates=speculates, replicas=replicas)
-
-
 def summary(
     requests: Sequence[RequestRecord],
     steps: OfSteps,

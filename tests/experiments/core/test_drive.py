@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from experiments.core.drive import LONGEST_SLEEP, drive, why_failed
-from experiments.core.metrics import summarize
 from experiments.core.records import request_records, step_records
 from experiments.core.workloads import WorkItem
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request, StepResult
 from pagedjax.params import SamplingParams
+from tests.experiments.core.summaries import summarize
 
 
 class Clock:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core.config import Slo
-from experiments.core.metrics import steady_rate, summarize
+from experiments.core.metrics import steady_rate
 from experiments.core.records import BranchRecord, request_records, step_records
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host import scheduler
@@ -31,6 +31,7 @@ from pagedjax.host.types import (
     Verified,
 )
 from pagedjax.load_client.summary import spread
+from tests.experiments.core.summaries import summarize
 
 S = 4  # block size
 START = 100.0

@@ -14,7 +14,6 @@ from experiments.core import config, store
 from experiments.core.config import Replicas, expand, load
 from experiments.core.drive import drive, measure
 from experiments.core.engines import simulated
-from experiments.core.metrics import summarize
 from experiments.core.records import request_records, step_records
 from experiments.core.replicas import drive_replicas
 from experiments.core.submit import with_arrivals
@@ -26,6 +25,7 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
+from tests.experiments.core.summaries import summarize
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
