@@ -171,7 +171,11 @@ def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int
 
 
 def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
-    """The matrices that may have adapters, by their names in transformers, and the parts of ours that each one is."""
+    """The matrices that may have adapters, by their names in transformers, and the parts of ours that each one is.
+
+    Raises:
+        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a gated MLP.
+    """
     found = {}
     family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
     for entry in family.param_table(config):
@@ -181,6 +185,9 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
         layer, count = int(entry.path[1]), len(config.parts[matrix])
         parts = [Part(layer, matrix, i) for i in range(count)]
         each = [parts] if len(entry.sources) == 1 else [[part] for part in parts]
+        if len(each) != len(entry.sources):
+            what = f"{matrix} of this model has {count} part, and a Llama's has {len(entry.sources)}"
+            raise ValueError(f"adapters are for Llama's matrices with a gated MLP, and {what}; leave adapters out")
         for source, own in zip(entry.sources, each, strict=True):
             found[source.removesuffix(".weight")] = own
     return found

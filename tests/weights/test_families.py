@@ -19,7 +19,7 @@ from experiments.run import check_models
 from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
 from pagedjax.device.models import FAMILIES
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
-from pagedjax.models import score
+from pagedjax.models import initial_factors, score
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.architectures import Family, normalised
 from pagedjax.weights.convert import convert
@@ -312,3 +312,11 @@ def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
     config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(ValueError, match=message):
         replace(config, **fields)
+
+
+def test_adapters_of_a_family_without_llamas_matrices_are_refused(name):
+    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    with pytest.raises(
+        ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"
+    ):
+        initial_factors(config)
