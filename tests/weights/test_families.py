@@ -316,7 +316,5 @@ def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
 
 def test_adapters_of_a_family_without_llamas_matrices_are_refused(name):
     config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
-    with pytest.raises(
-        ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"
-    ):
+    with pytest.raises(ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"):
         initial_factors(config)
