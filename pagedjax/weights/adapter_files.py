@@ -77,7 +77,13 @@ def adapter_of(
         for option in options:
             one_of(f"an option of adapter {name!r}", option, (*OPTIONS, *UNSUPPORTED, "bias"))
     label = f"{name!r} ({source})" if source else repr(name)
-    parts = adapter_parts(jax.device_get(dict(factors)), config, options, label)
+    given = jax.device_get(dict(factors))
+    parts = adapter_parts(given, config, options, label)
+    wrong = [module for module, (a, b) in given.items() if not (np.isfinite(a).all() and np.isfinite(b).all())]
+    if wrong:
+        raise ValueError(
+            f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load another state"
+        )
     return Adapter(name, parts, digest(parts), source)
 
 
@@ -148,9 +154,6 @@ def adapter_parts(
         if a.ndim != 2 or not len(a) or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
             found = f"A {a.shape} and B {b.shape}"
             problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
-            continue
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            problems.append(f"{module}: a factor is not finite")
             continue
         scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
         ends = np.cumsum(outputs).tolist()

@@ -386,5 +386,5 @@ def test_factors_that_are_not_finite_are_refused(tiny):
     config = tiny.model.config
     factors = initial_factors(config, 2)
     module, (a, b) = next(iter(factors.items()))
-    with pytest.raises(ValueError, match=r"a factor is not finite"):
+    with pytest.raises(ValueError, match=r"a factor of .* is not finite; train it again"):
         adapter_of({module: (a, b + np.nan)}, {}, config, "mine")
