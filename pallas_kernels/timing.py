@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+QUEUED = 3  # programs that are started before the host waits
 
 
 class Inputs(NamedTuple):
@@ -59,17 +62,41 @@ def inputs(shape: Shape, seed: int = 0) -> Inputs:
     return Inputs(q, k, v, tables, jnp.full(shape.rows, shape.context, jnp.int32), first)
 
 
-def device_seconds(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> float:
-    """Returns the median time on the GPU of one call, over rounds through all `sets` of arguments.
+class Times(NamedTuple):
+    """Seconds of one call, medians. busy: the sum of its kernels' times on the device; None if no profiler saw them.
+    wall: from call to call when the host does not hold the device up, with the gaps between kernels."""
 
-    Raises:
-        RuntimeError: CUPTI sees no kernel run.
-    """
+    busy: float | None
+    wall: float
+
+    @property
+    def seconds(self) -> float:
+        """The busy time, or the wall time where that is not known."""
+        return self.wall if self.busy is None else self.busy
+
+
+def device_times(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> Times:
+    """Returns the times of one call on the GPU, over rounds through all `sets` of arguments."""
     from jax.experimental.mosaic.gpu import profiler
 
-    # One program a round: CUPTI adds up its kernels, without time of the host.
-    whole = jax.jit(lambda many: [call(*one) for one in many])
-    _, times = profiler.measure(whole, iterations=rounds)(sets)
-    if times is None:
-        raise RuntimeError("CUPTI saw no kernel run")
-    return statistics.median(times) / 1e3 / len(sets)
+    # One program a round, so that no time of the host is in it. The inner jit is traced once for all sets.
+    each = jax.jit(call)
+    whole = jax.jit(lambda many: [each(*one) for one in many]).lower(sets).compile()
+    jax.block_until_ready(whole(sets))
+    walls = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        jax.block_until_ready([whole(sets) for _ in range(QUEUED)])
+        walls.append((time.perf_counter() - began) / QUEUED / len(sets))
+    try:
+        _, times = profiler.measure(whole, iterations=rounds)(sets)
+    except RuntimeError as error:  # the driver has no CUPTI, or other kernels ran between
+        print(f"  CUPTI: {error}", flush=True)
+        times = None
+    busy = statistics.median(times) / 1e3 / len(sets) if times else None
+    return Times(busy, statistics.median(walls))
+
+
+def device_seconds(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> float:
+    """Returns the `seconds` of `device_times`."""
+    return device_times(call, sets, rounds).seconds

@@ -10,6 +10,7 @@ they have no races, and that they compile for Hopper without spilling registers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ MAX_GROUP = 16  # query heads of a key head
 MOST_COLUMNS = 64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
 
 
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "tiles"))  # one trace for all layers of a model
 def paged_attention(
     q,
     k_pages,

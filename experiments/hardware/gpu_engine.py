@@ -1,0 +1,196 @@
+"""A Llama of random weights in the engine on a GPU: output tokens/s, share of the roofline, and what a step is made of.
+
+    python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
+    python -m experiments.hardware.gpu_engine --impls pallas_gpu --lookahead 1 --profile 8
+
+The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and 100 to 1,024 output
+tokens each, all at once. For each attention implementation and each `lookahead`, the same engine settings serve them.
+
+roofline    for each step, the time in which the card could read the weights, keys and values, or compute the products,
+            whichever is longer, at the measured rates (--bandwidth, --rate); summed over the steps
+idle        1 - the time in which a kernel runs / wall time, over a few decode steps, in XLA's own trace of the device
+
+Random weights make random tokens, so tokens are not checked here; `gpu_goldens` does that with a real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+from experiments.bench.random_llama import SHAPES, random_model
+from experiments.core.environment import environment
+from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
+from pagedjax import Engine, EngineConfig, SamplingParams
+
+Request = tuple[list[int], int]  # prompt, output tokens
+TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
+
+
+def requests_of(count: int, least: int, most: int, vocabulary: int, seed: int = 0) -> list[Request]:
+    """Prompts and numbers of output tokens, both of `least` to `most`, drawn as nano-vllm's bench.py draws them."""
+    draw = random.Random(seed)
+    prompts = [[draw.randint(0, vocabulary - 1) for _ in range(draw.randint(least, most))] for _ in range(count)]
+    return [(prompt, draw.randint(least, most)) for prompt in prompts]
+
+
+def add(engine: Engine, requests: Iterable[Request]) -> None:
+    for i, (prompt, tokens) in enumerate(requests):
+        engine.add(str(i), prompt, SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, seed=i))
+
+
+def serve(engine: Engine, requests: Sequence[Request], roofline: Roofline) -> dict[str, Any]:
+    """The figures of all requests, served at once."""
+    add(engine, requests)
+    began, bound, steps, device, compiled, decodes = time.perf_counter(), 0.0, 0, 0.0, 0, []
+    while engine.has_work:
+        if (result := engine.step()) is None:
+            continue
+        bound += roofline(work_of(result.plan, result.plan.num_tokens))
+        steps, device, compiled = steps + 1, device + result.device_seconds, compiled + result.compilations
+        if max(result.plan.counts, default=0) == 1:
+            decodes.append(result.finished - result.started)
+    seconds, tokens = time.perf_counter() - began, sum(tokens for _, tokens in requests)
+    return {
+        "seconds": seconds,
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / seconds,
+        "total_tokens_per_s": (tokens + sum(len(prompt) for prompt, _ in requests)) / seconds,
+        "roofline_s": bound,
+        "share_of_roofline": bound / seconds,
+        "steps": steps,
+        "device_s": device,
+        "decode_step_p50": statistics.median(decodes),
+        "compilations": compiled,
+    }
+
+
+def profile(engine: Engine, requests: Sequence[Request], steps: int, warm: int = 12) -> dict[str, Any]:
+    """A trace of some decode steps: the share in which no kernel runs, and the time of each kernel in a step."""
+    add(engine, [(prompt, TRACED) for prompt, _ in requests])
+    while engine.has_work:
+        result = engine.step()
+        if result is not None and max(result.plan.counts, default=0) == 1:
+            warm -= 1
+            if warm <= 0:
+                break
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.host_tracer_level, options.python_tracer_level = 1, 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(steps):
+                engine.step()
+            jax.effects_barrier()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        kernels = sorted(kernels_of(ProfileData.from_file(os.fspath(file))))
+    engine.reset()
+    return {**busy(kernels), "steps": steps, "kernels": by_name(kernels, steps)}
+
+
+def kernels_of(trace: ProfileData) -> Iterable[tuple[float, float, str]]:
+    """(begin, end, name) of what ran on a GPU, in nanoseconds."""
+    for plane in trace.planes:
+        if not (plane.name or "").startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if "Stream" in (line.name or ""):
+                yield from ((event.start_ns, event.end_ns, event.name) for event in line.events)
+
+
+def busy(kernels: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+    """The time from the first kernel's begin to the last one's end, and the share in which none runs."""
+    if not kernels:
+        return {}
+    covered, until = 0.0, kernels[0][0]
+    for begin, end, _ in kernels:
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    whole = until - kernels[0][0]
+    return {"traced_s": whole / 1e9, "idle": 1 - covered / whole, "launches": len(kernels)}
+
+
+def by_name(kernels: Sequence[tuple[float, float, str]], steps: int, most: int = 25) -> list[dict[str, Any]]:
+    """The kernels that take most of a step's time, with their launches and microseconds a step."""
+    found: dict[str, list[float]] = {}
+    for begin, end, name in kernels:
+        found.setdefault(name, []).append(end - begin)
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
+    return [
+        {"name": name[:120], "launches": len(times) / steps, "us": round(sum(times) / 1e3 / steps, 1)}
+        for name, times in longest
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
+    parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[1])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--buckets", type=int, nargs="+", help="token buckets (default: 64, 128, 256, the budget)")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", type=int, default=10, metavar="STEPS", help="trace so many decode steps; 0: none")
+    parser.add_argument("--no-serve", action="store_true", help="only the trace")
+    parser.add_argument("--bandwidth", type=float, default=4e12, help="bytes/s of the card, see gpu_attention")
+    parser.add_argument("--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as they come")
+    args = parser.parse_args(argv)
+    model = random_model(SHAPES[args.shape], args.dtype)
+    number = 4 if args.dtype == "float32" else 2
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]}
+    shape = shape_of(described, number, number)
+    roofline = Roofline(shape, Chip(args.bandwidth, args.rate, 0.0, launch=0.0), block_size=args.block_size)
+    requests = requests_of(args.requests, *args.lengths, model.config.vocab_size)
+    figures: dict[str, Any] = {"where": environment(), **{k: str(v) for k, v in vars(args).items()}, "runs": []}
+    blocks = (args.lengths[1] + max(args.lengths[1], TRACED)) // args.block_size
+    buckets = args.buckets or sorted({64, 128, 256, args.budget})
+    for impl in args.impls:
+        for lookahead in args.lookahead:
+            one: dict[str, Any] = {"impl": impl, "lookahead": lookahead}
+            began = time.perf_counter()
+            try:
+                config = EngineConfig(
+                    attention_impl=impl,
+                    dtype=args.dtype,
+                    lookahead=lookahead,
+                    block_size=args.block_size,
+                    max_num_seqs=args.requests,
+                    max_num_batched_tokens=args.budget,
+                    max_model_len=min(4096, SHAPES[args.shape]["max_position_embeddings"]),
+                    token_buckets=tuple(buckets),
+                    num_blocks=args.requests * (blocks + 2),
+                )
+                engine = Engine(model, config)
+                one["startup_s"] = time.perf_counter() - began
+                if args.profile:
+                    one["profile"] = profile(engine, requests, args.profile)
+                if not args.no_serve:
+                    serve(engine, requests[:8], roofline)
+                    one |= serve(engine, requests, roofline)
+                del engine
+            except Exception as error:
+                one["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
+            figures["runs"].append(one)
+            print(json.dumps(one), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    return 1 if any("failed" in one for one in figures["runs"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
