@@ -39,7 +39,7 @@ gpu_device_info {{
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} device_memory_size: {memory}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
 }}
 platform_name: "CUDA" device_description_str: "{name}"

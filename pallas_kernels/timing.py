@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     v_pages: jax.Array
     block_tables: jax.Array  # [B, M]
     seq_lens: jax.Array  # [B]
-    first_tokens: jax.Array  # [B + 1]
+    first_tokens: jax.Array | None  # [B + 1]; None of decodes
 
 
 class Shape(NamedTuple):
@@ -52,13 +52,22 @@ class Shape(NamedTuple):
 
 def inputs(shape: Shape, seed: int = 0) -> Inputs:
     """Returns bfloat16 arguments. Every row has its own pages in random order; page 0 is unused."""
+    return _inputs(shape, seed)
+
+
+def arguments(shape: Shape) -> Inputs:
+    """Returns the shapes of `inputs`."""
+    return jax.eval_shape(lambda: _inputs(shape, 0))
+
+
+def _inputs(shape: Shape, seed: int) -> Inputs:
     width = -(-shape.context // shape.s)
     keys = jax.random.split(jax.random.key(seed), 4)
     cache = (shape.rows * width + 1, shape.heads, shape.s, shape.d)
     k, v = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
     q = jax.random.normal(keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16)
     tables = jax.random.permutation(keys[3], shape.rows * width).reshape(shape.rows, width).astype(jnp.int32) + 1
-    first = jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
+    first = None if shape.queries == 1 else jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
     return Inputs(q, k, v, tables, jnp.full(shape.rows, shape.context, jnp.int32), first)
 
 
@@ -75,28 +84,43 @@ class Times(NamedTuple):
         return self.wall if self.busy is None else self.busy
 
 
-def device_times(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> Times:
-    """Returns the times of one call on the GPU, over rounds through all `sets` of arguments."""
-    from jax.experimental.mosaic.gpu import profiler
+def compiled(call: Callable[..., Any], arguments: Any, sets: int) -> Any:
+    """Returns the program that calls `call` once on each of `sets` sets of arguments.
 
-    # One program a round, so that no time of the host is in it. The inner jit is traced once for all sets.
-    each = jax.jit(call)
-    whole = jax.jit(lambda many: [each(*one) for one in many]).lower(sets).compile()
-    jax.block_until_ready(whole(sets))
+    It is one program, so that no time of the host is between the calls. Compiling takes one core and no arrays, so
+    programs can be compiled side by side in threads.
+
+    Args:
+        arguments: of one call, as arrays or as their shapes.
+    """
+    each = jax.jit(call)  # traced once for all sets
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    return jax.jit(lambda many: [each(*one) for one in many]).lower([shapes] * sets).compile()
+
+
+def device_times(program: Any, sets: Sequence[Any], rounds: int = 9) -> Times:
+    """Returns the times of one call of a program of `compiled` on the GPU, over rounds through all sets of arguments.
+
+    The busy time is None if CUPTI sees no kernels, as on a CPU.
+    """
+    sets = list(sets)
+    jax.block_until_ready(program(sets))
     walls = []
     for _ in range(rounds):
         began = time.perf_counter()
-        jax.block_until_ready([whole(sets) for _ in range(QUEUED)])
+        jax.block_until_ready([program(sets) for _ in range(QUEUED)])
         walls.append((time.perf_counter() - began) / QUEUED / len(sets))
+    busy = _busy(program, sets, rounds) if jax.default_backend() == "gpu" else None
+    return Times(busy and busy / len(sets), statistics.median(walls))
+
+
+def _busy(program: Any, sets: Sequence[Any], rounds: int) -> float | None:
+    """The median sum of the kernels' times of one round."""
+    from jax.experimental.mosaic.gpu import profiler
+
     try:
-        _, times = profiler.measure(whole, iterations=rounds)(sets)
-    except RuntimeError as error:  # the driver has no CUPTI, or other kernels ran between
+        _, times = profiler.measure(program, iterations=rounds)(sets)
+    except RuntimeError as error:  # no CUPTI, or it lost kernels
         print(f"  CUPTI: {error}", flush=True)
-        times = None
-    busy = statistics.median(times) / 1e3 / len(sets) if times else None
-    return Times(busy, statistics.median(walls))
-
-
-def device_seconds(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> float:
-    """Returns the `seconds` of `device_times`."""
-    return device_times(call, sets, rounds).seconds
+        return None
+    return statistics.median(times) / 1e3 if times else None

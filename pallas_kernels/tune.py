@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import jax
 
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
-from pallas_kernels.timing import Shape, device_seconds, inputs
+from pallas_kernels.timing import Shape, arguments, compiled, device_times, inputs
 
 SHARED = 232_448 - 8_192  # bytes that a block of threads can have, less the compiler's share
 ROUNDS = 15
@@ -55,18 +56,26 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
     yield from (tiles._replace(min_split=tokens) for tokens in (128, 256, 512, 1024, 2048))
 
 
-def seconds(shape: Shape, tiles: Tiles) -> float:
-    """Returns the median device time of one call, in turn on two caches."""
+def program(shape: Shape, tiles: Tiles) -> Any:
+    """Returns the compiled calls of a candidate, on two caches; the error if it does not compile."""
     call = partial(pallas_gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
-    return device_seconds(call, [inputs(shape, seed) for seed in range(2)], ROUNDS)
+    try:
+        return compiled(call, arguments(shape), 2)
+    except Exception as error:
+        return error
 
 
 def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
     """Returns the fastest candidate. Prints them all, also those that do not compile."""
     timed: list[tuple[float, Tiles]] = []
-    for tiles in candidates:
+    chosen, sets = list(candidates), [inputs(shape, seed) for seed in range(2)]
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(partial(program, shape), chosen))
+    for tiles, made in zip(chosen, programs, strict=True):
         try:
-            timed.append((seconds(shape, tiles), tiles))
+            if isinstance(made, Exception):
+                raise made
+            timed.append((device_times(made, sets, ROUNDS).seconds, tiles))
             print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)

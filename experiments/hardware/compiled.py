@@ -115,10 +115,12 @@ def on_mesh(placement: Placement) -> Model:
     return Model(placement.model, part.graphdef, jax.tree.unflatten(tree, each), DTYPE, placement)
 
 
-def blank_batch(model: Model, plan: Plan) -> Any:
-    """The largest step of an engine, which computes nothing."""
+def blank_batch(model: Model, plan: Plan, decodes_alone: bool = False) -> Any:
+    """The largest step of an engine, which computes nothing: of decodes alone, where it has as many rows as tokens."""
     width = -(-plan.length // plan.block_size)
     fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size)
+    if decodes_alone and plan.tokens <= plan.rows:
+        fixed = fixed._replace(decodes=(plan.tokens,))
     return pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
 
 
@@ -149,8 +151,8 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     where = placement.cache_sharding if placement else cache.CacheSharding(here, here)
     shape = block_shape(plan.block_size, model, model.dtype, target.impl)
     pages = cache.shapes(blocks=blocks, sharding=where, **shape)
-    step = make_step(model, attention.attend(target.impl, model.config.attn_scale), seed=0)
-    batch = _placed(blank_batch(model, plan), where.copies)
+    step = make_step(model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0)
+    batch = _placed(blank_batch(model, plan, attention.find(target.impl).decodes_alone), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)
     started = time.perf_counter()
     try:

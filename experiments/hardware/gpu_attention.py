@@ -4,7 +4,8 @@ right.
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
 
-1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
+1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
+   8192 matrices.
 2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
    tokens, decodes with drafts to verify, and the ratio of their time to that of a decode of as many rows and tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
@@ -27,10 +28,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.rows import SHORT
 from pallas_kernels.tiles import Tiles
-from pallas_kernels.timing import Shape, Times, device_seconds, device_times, inputs
+from pallas_kernels.timing import Shape, Times, compiled, device_times, inputs
 
 ROUNDS = 9
 BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
@@ -69,29 +71,52 @@ CHUNKS = [
 
 
 def limits() -> dict[str, float]:
-    """The card's limits as measured: bytes/s of a copy (read + written), and FLOP/s of a bfloat16 product."""
+    """The card's limits as measured: bytes/s of copies (read + written) and of reading, FLOP/s of a bfloat16 product.
+
+    The limit of a copy is the faster of a copy by the driver and of a kernel of XLA's that reads and writes.
+    """
+
+    def once(call: Callable[..., Any], *arrays: jax.Array) -> Times:
+        return device_times(compiled(call, arrays, 1), [arrays])
+
     big = jnp.ones((1 << 30,), jnp.bfloat16)
-    copy = device_seconds(lambda x: x * 2, [(big,)])
+    copies = {
+        "copy_by_kernel_bytes_per_s": 2 * big.nbytes / once(lambda x: x * 2, big).seconds,
+        "copy_by_driver_bytes_per_s": 2 * big.nbytes / once(jnp.copy, big).wall,
+    }
+    read = once(lambda x: x.reshape(-1, 1 << 16).max(1), big).seconds
     a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
-    product = device_seconds(lambda a, b: a @ b, [(a, b)])
-    return {"copy_bytes_per_s": 2 * big.nbytes / copy, "product_flops_per_s": 2 * 8192**3 / product}
+    product = once(lambda a, b: a @ b, a, b).seconds
+    rates = {"read_bytes_per_s": big.nbytes / read, "product_flops_per_s": 2 * 8192**3 / product}
+    return {"copy_bytes_per_s": max(copies.values()), **copies, **rates}
 
 
-# --- contenders: each is a function of `Inputs` or, on contiguous keys, of (q [B, T, N, D], k [B, C, K, D], v).
+# --- contenders: functions of `Inputs`, or on contiguous keys of (q [B, T, N, D], k [B, C, K, D], v) ------------------
 
 
-def paged(impl: str, shape: Shape) -> Callable[..., Any]:
-    return partial(paged_attention, scale=shape.d**-0.5, impl=impl)
+class Contender(NamedTuple):
+    """An implementation in JAX: how it is called, and how its arguments are made."""
+
+    call: Callable[..., Any]
+    make: Callable[[Shape, int], tuple[Any, ...]]
 
 
-def triton(shape: Shape) -> Callable[..., Any]:
+def paged(impl: str, shape: Shape) -> Contender:
+    return Contender(partial(paged_attention, scale=shape.d**-0.5, impl=impl), inputs)
+
+
+def triton(shape: Shape) -> Contender:
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as theirs
 
-    def call(q, k_pages, v_pages, tables, lengths, first):
-        swapped = k_pages.swapaxes(0, 1), v_pages.swapaxes(0, 1)  # its layout is [K, P, S, D]
-        return theirs(q * jnp.bfloat16(shape.d**-0.5), *swapped, tables, lengths)
+    def call(q, k_pages, v_pages, tables, lengths):
+        return theirs(q * jnp.bfloat16(shape.d**-0.5), k_pages, v_pages, tables, lengths)
 
-    return call
+    def make(shape: Shape, seed: int) -> tuple[Any, ...]:
+        found = inputs(shape, seed)
+        swapped = found.k_pages.swapaxes(0, 1), found.v_pages.swapaxes(0, 1)  # its layout is [K, P, S, D]
+        return found.q, *swapped, found.block_tables, found.seq_lens
+
+    return Contender(call, make)
 
 
 def causal_from_first_key(shape: Shape) -> bool:
@@ -110,15 +135,16 @@ def sees(shape: Shape) -> Callable[..., Any]:
     return lambda batch, head, query, key: key <= query + offset
 
 
-def cudnn(shape: Shape) -> Callable[..., Any]:
-    return partial(jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn")
+def cudnn(shape: Shape) -> Contender:
+    call = partial(jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn")
+    return Contender(call, contiguous)
 
 
-def mosaic(shape: Shape) -> Callable[..., Any]:
+def mosaic(shape: Shape, keys: int) -> Contender:
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    config = attention_mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, causal=True)
-    return partial(attention_mgpu.attention, config=config)
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True)
+    return Contender(partial(attention_mgpu.attention, config=config), contiguous)
 
 
 def contiguous(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
@@ -161,27 +187,22 @@ def torch_times(shape: Shape, name: str, copies: int) -> Times:
     return Times(None, statistics.median(times))
 
 
-Sets = list[Any]  # the arguments of calls, one set for each cache
-
-
-def contenders(shape: Shape, with_torch: bool) -> dict[str, Callable[[Sets, Sets], Times]]:
-    """Those that compute the attention of a shape: functions of (paged sets, contiguous sets), which return times."""
+def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
+    """Those of JAX that compute the attention of a shape."""
     decode, square = shape.queries == 1, causal_from_first_key(shape)
-    found: dict[str, Callable[[Sets, Sets], Times]] = {
-        "pallas_gpu": lambda pages, dense: device_times(paged("pallas_gpu", shape), pages),
-        "xla": lambda pages, dense: device_times(paged("xla", shape), pages),
-    }
+    found = {name: partial(paged, name, shape) for name in ("pallas_gpu", "xla")}
     if decode or square:
-        found["cudnn, contiguous"] = lambda pages, dense: device_times(cudnn(shape), dense)
+        found["cudnn, contiguous"] = partial(cudnn, shape)
     if decode:
-        found["jax triton (deprecated)"] = lambda pages, dense: device_times(triton(shape), pages)
+        found["jax triton (deprecated)"] = partial(triton, shape)
     elif square:
-        found["jax mosaic, contiguous"] = lambda pages, dense: device_times(mosaic(shape), dense)
-    if with_torch and (decode or square):
-        found["torch sdpa"] = lambda pages, dense: torch_times(shape, "torch sdpa", len(pages))
-    if with_torch:
-        found["torch flex"] = lambda pages, dense: torch_times(shape, "torch flex", len(pages))
+        found |= {f"jax mosaic 64 x {keys}, contiguous": partial(mosaic, shape, keys) for keys in (64, 128)}
     return found
+
+
+def of_torch(shape: Shape) -> tuple[str, ...]:
+    """Those of torch."""
+    return ("torch sdpa", "torch flex") if shape.queries == 1 or causal_from_first_key(shape) else ("torch flex",)
 
 
 def is_decode(shape: Shape) -> bool:
@@ -201,30 +222,64 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict[str, Any]]:
-    """One row for each contender, with its time or its error."""
-    decode = is_decode(shape)
-    copies = min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
-    pages, dense = ([make(shape, seed) for seed in range(copies)] for make in (inputs, contiguous))
-    rows = []
-    for name, run in contenders(shape, with_torch).items():
-        row: dict[str, Any] = {"shape": shape._asdict(), "contender": name}
+class Row(NamedTuple):
+    """A contender at a shape."""
+
+    shape: Shape
+    name: str
+    contender: Contender | None  # None: torch's
+    program: Any  # compiled, or the error
+
+
+def prepared(shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: bool) -> list[Row]:
+    """Compile every contender at every shape, side by side in threads; `names`: only these. Nothing is timed meanwhile,
+    because XLA tries programs on the GPU."""
+
+    def prepare(shape: Shape, name: str, find: Callable[[], Contender] | None) -> Row:
+        if find is None:
+            return Row(shape, name, None, None)
         try:
-            times = run(pages, dense)
-            row |= {"seconds": times.seconds, **times._asdict()}
-            row["share"] = (
-                shape.cache_bytes / row["seconds"] / card["copy_bytes_per_s"]
-                if decode
-                else shape.flops / row["seconds"] / card["product_flops_per_s"]
-            )
-            wall = "" if times.busy is None else f", {1e6 * times.wall:.1f} us with gaps"
-            facts = f"{1e6 * row['seconds']:10.1f} us{wall}   {row['share']:6.1%} of the card's limit"
-            print(f"  {name:26} {facts}", flush=True)
+            found = find()
+            made = compiled(found.call, jax.eval_shape(lambda: found.make(shape, 0)), copies_of(shape))
+            return Row(shape, name, found, made)
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            print(f"  {name:26} {row['error'][:100]}", flush=True)
-        rows.append(row)
-    return rows
+            return Row(shape, name, None, error)
+
+    wanted = []
+    for shape in shapes:
+        torch: dict[str, Any] = dict.fromkeys(of_torch(shape)) if with_torch else {}
+        wanted += [(shape, name, find) for name, find in (contenders(shape) | torch).items()]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda one: prepare(*one), [one for one in wanted if names is None or one[1] in names]))
+
+
+def copies_of(shape: Shape) -> int:
+    """The caches of a measurement."""
+    return min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
+
+
+def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
+    """The row with its times and its share of the card's limit, or with its error."""
+    shape, copies = row.shape, copies_of(row.shape)
+    found: dict[str, Any] = {"shape": shape._asdict(), "contender": row.name}
+    try:
+        if isinstance(row.program, Exception):
+            raise row.program
+        if row.contender is None:
+            times = torch_times(shape, row.name, copies)
+        else:
+            times = device_times(row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        print(f"  {row.name:30} {found['error'][:100]}", flush=True)
+        return found
+    if is_decode(shape):
+        share = shape.cache_bytes / times.seconds / card["copy_bytes_per_s"]
+    else:
+        share = shape.flops / times.seconds / card["product_flops_per_s"]
+    wall = "" if times.busy is None else f", {1e6 * times.wall:.1f} us with gaps"
+    print(f"  {row.name:30} {1e6 * times.seconds:10.1f} us{wall}   {share:6.1%} of the card's limit", flush=True)
+    return found | {"seconds": times.seconds, **times._asdict(), "share": share}
 
 
 def versions() -> dict[str, Any]:
@@ -246,6 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write results to this file as they are measured")
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
+    parser.add_argument("--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -264,11 +320,15 @@ def main() -> int:
     card = limits()
     keep(card=card)
     print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")
-    rows: list[dict[str, Any]] = []
     few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
-    for shape in few if args.quick else all_shapes:
-        print(shape)
-        rows += measure(shape, card, not args.no_torch)
+    began, rows, before = time.perf_counter(), [], None
+    every = prepared(few if args.quick else all_shapes, args.contenders, not args.no_torch)
+    print(f"{len(every)} programs compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for row in every:
+        if row.shape != before:
+            print(row.shape, flush=True)
+        before = row.shape
+        rows.append(measure(row, card))
         keep(rows=rows, drafts=compared(rows))
     for row in compared(rows):
         print(f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode")

@@ -34,8 +34,15 @@ from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
 from pagedjax import Engine, EngineConfig, SamplingParams
+from pagedjax.engine import programs
 
 Request = tuple[list[int], int]  # prompt, output tokens
+BUFFERS = "xla_gpu_enable_command_buffer"
+GRAPHS = {  # what XLA puts into CUDA graphs
+    "all": programs.GPU_OPTIONS[BUFFERS],
+    "no loops": str(programs.GPU_OPTIONS[BUFFERS]).replace(",WHILE", ""),
+    "none": "INVALID",
+}
 TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
 
 
@@ -99,7 +106,7 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int, warm: int =
     return {**busy(kernels), "steps": steps, "kernels": by_name(kernels, steps)}
 
 
-def kernels_of(trace: ProfileData) -> Iterable[tuple[float, float, str]]:
+def kernels_of(trace: Any) -> Iterable[tuple[float, float, str]]:
     """(begin, end, name) of what ran on a GPU, in nanoseconds."""
     for plane in trace.planes:
         if not (plane.name or "").startswith("/device:GPU"):
@@ -149,19 +156,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, default=4e12, help="bytes/s of the card, see gpu_attention")
     parser.add_argument("--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention")
     parser.add_argument("--json", type=Path, help="write the figures to this file as they come")
+    parser.add_argument("--graphs", choices=sorted(GRAPHS), default="all", help="what XLA puts into CUDA graphs")
     args = parser.parse_args(argv)
+    programs.GPU_OPTIONS |= {BUFFERS: GRAPHS[args.graphs], "xla_enable_command_buffers_during_profiling": True}
     model = random_model(SHAPES[args.shape], args.dtype)
     number = 4 if args.dtype == "float32" else 2
     described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]}
     shape = shape_of(described, number, number)
     roofline = Roofline(shape, Chip(args.bandwidth, args.rate, 0.0, launch=0.0), block_size=args.block_size)
-    requests = requests_of(args.requests, *args.lengths, model.config.vocab_size)
+    least, most = args.lengths
+    requests = requests_of(args.requests, least, most, model.config.vocab_size)
     figures: dict[str, Any] = {"where": environment(), **{k: str(v) for k, v in vars(args).items()}, "runs": []}
     blocks = (args.lengths[1] + max(args.lengths[1], TRACED)) // args.block_size
     buckets = args.buckets or sorted({64, 128, 256, args.budget})
+
+    def keep() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
     for impl in args.impls:
         for lookahead in args.lookahead:
-            one: dict[str, Any] = {"impl": impl, "lookahead": lookahead}
+            one: dict[str, Any] = {"impl": impl, "lookahead": lookahead, "graphs": args.graphs}
+            figures["runs"].append(one)
             began = time.perf_counter()
             try:
                 config = EngineConfig(
@@ -177,18 +193,17 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 engine = Engine(model, config)
                 one["startup_s"] = time.perf_counter() - began
-                if args.profile:
-                    one["profile"] = profile(engine, requests, args.profile)
                 if not args.no_serve:
                     serve(engine, requests[:8], roofline)
                     one |= serve(engine, requests, roofline)
+                    keep()
+                if args.profile:
+                    one["profile"] = profile(engine, requests, args.profile)
                 del engine
             except Exception as error:
                 one["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
-            figures["runs"].append(one)
             print(json.dumps(one), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+            keep()
     return 1 if any("failed" in one for one in figures["runs"]) else 0
 
 

@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 
 GROUPS = (1, 3, 4, 8, 16)
 TOLERANCE = 2.0**-6  # of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
+ALONE = "decodes alone"  # in a call of their own
 KINDS = {"decode": (1, 1), "rows of 2 to 4": (2, 4), "rows of 5 to 8": (5, 8), "chunks": (9, 1 << 30)}
 
 
@@ -81,9 +83,12 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
         for position in range(length):
             at = tables[row, position // s], slice(None), position % s
             k_pages[at], v_pages[at] = k[row, position], v[row, position]
-    call = jax.jit(partial(impl or pallas_gpu.paged_attention, scale=d**-0.5, **case.options))
+    call = jax.jit(partial(impl or partial(paged_attention, impl="pallas_gpu"), scale=d**-0.5, **case.options))
     got = np.asarray(call(*map(jnp.asarray, (q, k_pages, v_pages, tables, lengths, first))), np.float64)
-    found = dict.fromkeys(KINDS, 0.0)
+    singles = np.flatnonzero(counts == 1)
+    alone = call(*map(jnp.asarray, (q[first[singles]], k_pages, v_pages, tables[singles], lengths[singles])), None)
+    alone = dict(zip(singles.tolist(), np.asarray(alone, np.float64), strict=True))
+    found = dict.fromkeys((*KINDS, ALONE), 0.0)
     largest = 0.0
     for row, (count, length) in enumerate(rows):
         kind = next((name for name, (least, most) in KINDS.items() if least <= count <= most), None)
@@ -93,6 +98,9 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
         expected = exact(q[mine], k[row, :length], v[row, :length], group, case)
         error = float(np.abs(got[mine] - expected).max())
         found[kind] = max(found[kind], error if np.isfinite(got[mine]).all() else float("inf"))
+        if row in alone:
+            error = float(np.abs(alone[row] - expected).max())
+            found[ALONE] = max(found[ALONE], error if np.isfinite(alone[row]).all() else float("inf"))
         largest = max(largest, float(np.abs(expected).max()))
     return {kind: error / max(1.0, largest) for kind, error in found.items()}
 
@@ -156,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     wrong = [one for one in results if not one["right"]]
-    for kind in KINDS:
+    for kind in (*KINDS, ALONE):
         worst = max((one["errors"][kind] for one in results if "errors" in one), default=float("nan"))
         print(f"{kind}: worst error {worst:.1e} of the largest value")
     print(f"{len(results)} cases, {len(wrong)} wrong")

@@ -105,13 +105,19 @@ class Bound:
         return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
 
 
-def attend(impl: str, scale: float, *, invariant: bool = False) -> Attend:
-    """Returns `paged_attention` with its implementation and scale; invariant: in its batch-invariant form.
+def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = True) -> Attend:
+    """Returns `paged_attention` with its implementation and scale.
+
+    Args:
+        invariant: in its batch-invariant form.
+        drafts: whether rows may have drafts to verify.
 
     Raises:
         ValueError: an unknown name, or there is no such form.
     """
     found = find(impl)
+    if not drafts and found.without_drafts:
+        found = found._replace(attend=found.without_drafts)
     if not invariant:
         return Bound(found, scale)
     if found.invariant is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.device.layer_groups import LayerGroups
@@ -96,7 +97,7 @@ class Batch(NamedTuple):
     slots: Any  # [T] block * S + offset
     block_tables: Any  # [B, M]
     seq_lens: Any  # [B] context including this step's tokens
-    cu_q_lens: Any  # [B + 1]
+    cu_q_lens: Any  # [B + 1]; None in a step of decodes alone, in which row b has the token b
     last: Any  # [R] index into T of the token that each sample follows
     sampled_row: Any  # [R] its row
     targets: Any  # [T] the prompt token after this one where its log-probability is wanted, else -1
@@ -109,13 +110,20 @@ class Batch(NamedTuple):
     adapters: TokenAdapters | None = None  # in every step of an engine with adapters
 
     @property
+    def offsets(self) -> Any:
+        """[B + 1] where the tokens of each row begin."""
+        if self.cu_q_lens is None:
+            return jnp.cumsum(jnp.pad(self.seq_lens > 0, (1, 0)), dtype=jnp.int32)
+        return self.cu_q_lens
+
+    @property
     def used_tokens(self) -> Any:
         """[1] how many of the T tokens are not padding."""
-        return self.cu_q_lens[-1:]
+        return self.offsets[-1:]
 
     @property
     def attention(self) -> tuple[Any, Any, Any]:
-        """(block tables, context lengths, offsets) of the rows of attention."""
+        """(block tables, context lengths, offsets or None) of the rows of attention."""
         rows = self.seen or self
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
@@ -160,6 +168,7 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
+    decodes: bool = False  # every row has one token: `Batch.cu_q_lens` is None
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ class Shapes(NamedTuple):
     view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
     layout: LayerGroups | None = None  # of several groups of layers
     selection: Selection | None = None  # of a KV policy
+    decodes: tuple[int, ...] = ()  # T of the steps that have a program of their own for decodes alone
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -205,8 +215,9 @@ class Shapes(NamedTuple):
     def steps(self) -> tuple[StepShape, ...]:
         """The shapes of all steps, the largest last."""
         kinds = (False, True) if self.drafts else (False,)
-        found = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
-        return tuple(dict.fromkeys(found))
+        decodes = [StepShape(t, self.samples(t, False), True) for t in self.decodes]
+        mixed = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
+        return tuple(dict.fromkeys((*decodes, *mixed)))
 
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.

@@ -214,7 +214,7 @@ def _check(batch: Batch) -> None:
     for name in ("positions", "slots", "targets"):
         check_shape(name, getattr(batch, name), (t,))
     check_shape("block_tables", batch.block_tables, (b, None))
-    check_shape("cu_q_lens", batch.cu_q_lens, (b + 1,))
+    check_shape("cu_q_lens", batch.offsets, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)
     if batch.seen is not None:
         (a,) = batch.seen.seq_lens.shape

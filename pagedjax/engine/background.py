@@ -104,7 +104,9 @@ class BackgroundPrograms(dict[Shape, Any]):
         return True
 
     def _present(self) -> Shapes:
-        return self.shapes._replace(tokens=tuple(shape.tokens for shape in self.shapes.steps if shape in self))
+        found = [shape for shape in self.shapes.steps if shape in self]
+        mixed, decodes = (tuple(one.tokens for one in found if one.decodes == kind) for kind in (False, True))
+        return self.shapes._replace(tokens=mixed, decodes=decodes)
 
 
 def in_order(shapes: Sequence[StepShape], decodes: int) -> list[StepShape]:

@@ -20,7 +20,17 @@ from pagedjax.engine import compilations
 Shape = StepShape | DraftShape
 Build = Callable[[Shape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
 
+# What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one graph, which the host
+# launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some.
+GPU_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+}
 THREADS = 4  # at most: each compilation uses several processors for a part of its time
+
+
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """XLA's options for the programs of an engine on a platform of JAX."""
+    return GPU_OPTIONS if platform == "gpu" else {}
 
 
 def compile_all(

@@ -286,20 +286,22 @@ def _compiler(
     wanted: Wanted = NOTHING,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
-    attend = attention.attend(c.attention_impl, model.config.attn_scale, invariant=c.batch_invariant)
+    kinds = {"invariant": c.batch_invariant, "drafts": c.speculative is not None}
+    attend = attention.attend(c.attention_impl, model.config.attn_scale, **kinds)
     bound = None
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
     common = c.seed, device_tile(), options
     step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
+    xla = programs.compiler_options(jax.default_backend())
 
     def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:
         pages = _cache_shapes(c, model, draft_model)
         if isinstance(shape, DraftShape):
             assert draft is not None
-            return draft.lower(leaves, pages, inputs.drafts[shape]).compile()
-        return step.lower(leaves, pages, inputs.steps[shape]).compile()
+            return draft.lower(leaves, pages, inputs.drafts[shape]).compile(xla)
+        return step.lower(leaves, pages, inputs.steps[shape]).compile(xla)
 
     return compile_one
 
@@ -382,7 +384,8 @@ def _blank_batch(
     table: AdapterTable | None,
 ) -> Batch:
     """A step of a shape that computes nothing."""
-    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(shape.tokens,)), blanks, options)
+    only = sizes._replace(tokens=(shape.tokens,), decodes=(shape.tokens,) if shape.decodes else ())
+    batch = pack(EMPTY_PLAN, {}, only, blanks, options)
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)
         seen = batch.seen and batch.seen._replace(of_samples=last)

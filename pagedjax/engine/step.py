@@ -147,7 +147,7 @@ def send(
     batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
     wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
-    shape = StepShape(len(batch.tokens), len(batch.last))
+    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
     cache, output = program(runtime.leaves, cache, batch)
     return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)

@@ -27,7 +27,7 @@ def paged_attention(
     v_pages: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    cu_q_lens: jax.Array,
+    cu_q_lens: jax.Array | None,
     *,
     scale: float,
     impl: str | Implementation,
@@ -48,7 +48,8 @@ def paged_attention(
             of several tokens, [P, K, S D / L, L].
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
-        cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
+        cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens. None:
+            a batch of decodes, in which T is B and row b has the token b; padding rows are the last ones.
         scale: factor of q k^T. It has no default, because a wrong one gives no error.
         impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback gives no error.
         window: a query sees the last `window` tokens up to itself; None is all.
@@ -73,14 +74,23 @@ def paged_attention(
         raise ValueError(f"impl {chosen.name!r} {wrong}; impl 'xla' has no such limit")
     k_pages, v_pages = (a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages))
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if cu_q_lens is None and not chosen.decodes_alone:
+        cu_q_lens = offsets_of_decodes(seq_lens)
     return chosen.attend(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
+
+
+def offsets_of_decodes(seq_lens: jax.Array) -> jax.Array:
+    """[B] -> the `cu_q_lens` [B + 1] of a batch of decodes."""
+    return jnp.cumsum(jnp.pad(seq_lens > 0, (1, 0)), dtype=jnp.int32)
 
 
 def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
     shapes = (
         f"q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}, block_tables {block_tables.shape}, "
-        f"seq_lens {seq_lens.shape}, cu_q_lens {cu_q_lens.shape}"
+        f"seq_lens {seq_lens.shape}, cu_q_lens {None if cu_q_lens is None else cu_q_lens.shape}"
     )
+    of_decodes = cu_q_lens is None
+    cu_q_lens = jax.ShapeDtypeStruct((len(q) + 1,), jnp.int32) if of_decodes else cu_q_lens
     ranks = (q.ndim, k_pages.ndim, v_pages.ndim, block_tables.ndim, seq_lens.ndim, cu_q_lens.ndim)
     if ranks != (3, 4, 4, 2, 1, 1):
         raise ValueError(f"expected ranks 3, 4, 4, 2, 1, 1; got {shapes}")
@@ -91,6 +101,8 @@ def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
         raise ValueError(f"k_pages and v_pages must both be [P, K, S, D] with q's head size {d}; got {shapes}")
     if n % k:
         raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")
+    if of_decodes and len(q) != b:
+        raise ValueError(f"without cu_q_lens every row has one token, so T must be seq_lens's B = {b}; got {shapes}")
     if block_tables.shape[0] != b or cu_q_lens.shape[0] != b + 1:
         raise ValueError(f"block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = {b}; got {shapes}")
     for name, a in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_q_lens", cu_q_lens)):

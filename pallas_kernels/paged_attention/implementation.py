@@ -43,6 +43,9 @@ class Implementation(NamedTuple):
         implementation that reads both.
     invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
         rows, in any chunk, with any block size and number of threads. None: it has no such form.
+    without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few tokens; None: `attend`.
+    decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then have programs for steps
+        of decodes alone, beside those of mixed steps. For others, `api.paged_attention` makes the offsets.
     probabilities: what it weighs values with, for some heads of single queries, the contract of
         `probabilities.probabilities`; None: they cannot be had. Those in `api.IMPLS` share that function.
     """
@@ -55,4 +58,6 @@ class Implementation(NamedTuple):
     prepare: Callable[[str], None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
     invariant: Callable[..., jax.Array] | None = None
+    without_drafts: Callable[..., jax.Array] | None = None
+    decodes_alone: bool = False
     probabilities: Callable[..., jax.Array] | None = None

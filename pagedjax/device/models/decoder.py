@@ -549,7 +549,7 @@ def samples_of(batch: Batch) -> Batch:
         slots=batch.slots[batch.last],
         block_tables=batch.block_tables[batch.sampled_row],
         seq_lens=jnp.where(used, positions + 1, 0),
-        cu_q_lens=jnp.minimum(each, count),
+        cu_q_lens=None if selecting is None else jnp.minimum(each, count),
         seen=seen,
         groups=groups,
         selecting=selecting and selecting._replace(tokens=selecting.tokens[batch.last]),

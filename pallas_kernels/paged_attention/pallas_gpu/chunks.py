@@ -63,7 +63,7 @@ def chunks(
     ends = jnp.cumsum(items_of)
     items = -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1  # rows of two tokens or more, each with one item begun
     item = jnp.arange(items, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), b).astype(jnp.int32)
+    row = jnp.minimum((item[:, None] >= ends).sum(1, dtype=jnp.int32), b)  # `searchsorted` would be a loop of launches
     offset = (item - (ends - items_of)[row]) * GROUPS * tokens  # of the item's first token in its row
     number = jnp.clip(jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens)  # of its tokens
     position = (seq_lens - counts)[row] + offset  # of its first token in the row's context
@@ -71,7 +71,7 @@ def chunks(
     row_of_table = jnp.minimum(row, b - 1)
     of_items = [a.astype(jnp.int32) for a in (row_of_table, firsts[row] + offset, number, position, length)]
 
-    def body(q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch):
+    def paged_chunks(q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch):
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
         head, item, me = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
         length = lengths[item]
@@ -177,7 +177,7 @@ def chunks(
 
     ring, runs = swizzled((stages, tile, d), dtype), (GROUPS, LANES, d)
     kernel = plgpu.kernel(
-        body,
+        paged_chunks,
         out_type=jax.ShapeDtypeStruct((total, n, d), dtype),
         scratch_types=(
             plgpu.SMEM(runs, dtype),

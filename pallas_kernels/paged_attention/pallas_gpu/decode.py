@@ -12,12 +12,11 @@ so that the long side of both products is the side of which WGMMA needs 64 rows.
 A page is read once for all columns. Only tiles that some query does not see whole are masked.
 
 A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised sum and the log of
-its weights, and XLA merges them. All arithmetic of the softmax is in powers of two.
+its weights, and XLA merges them. A context that is not split, of one query token, is written where it belongs in the
+result, so that a decode is one launch. All arithmetic of the softmax is in powers of two.
 """
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +40,11 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
-    """Returns the number of parts of a context: enough to fill the device twice, of at least `min_split` tokens."""
-    wanted = math.ceil(2 * tiles.multiprocessors / (rows * heads))
+    """Returns the number of parts of a context: as many as fit on the device at once, of at least `min_split` tokens.
+
+    One more would not fit beside the others, and its blocks of threads would begin when these end.
+    """
+    wanted = 2 * tiles.multiprocessors // (rows * heads)
     return max(1, min(wanted, longest // tiles.min_split))
 
 
@@ -84,15 +86,17 @@ def decode_several(
 def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale, window, soft_cap, tiles: Tiles):
     b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    dtype, group = k_pages.dtype, n // heads
+    dtype, wanted, group = k_pages.dtype, q.dtype, n // heads
     tile, stages, columns = _tile(d, group, queries, tiles), tiles.decode_stages, _columns(group * queries)
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     several = bool(rows_and_counts)
+    whole = parts == 1 and not several  # the result needs no merge
 
-    def body(q_ref, k_ref, v_ref, tables, lengths, *refs):
+    def paged_decode(q_ref, k_ref, v_ref, tables, lengths, *refs):
         rows, counts = refs[:2] if several else (None, None)
-        o_ref, log_ref, q_s, k_s, v_s, p_s, o_s, log_s, *barriers = refs[len(rows_and_counts) :]
-        q_full, k_full, v_full, k_free, v_free = barriers
+        first_scratch = len(rows_and_counts) + len(out_s)
+        results, scratch = refs[len(rows_and_counts) : first_scratch], refs[first_scratch:]
+        q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
@@ -170,27 +174,38 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
             norm = weights.sum(axis=0)
             some = norm > 0
             safe = jnp.where(some, norm, 1.0)
-            o_s[...] = o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1])
-            log_s[...] = jnp.where(some, top + jnp.log2(safe), -jnp.inf)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s, o_ref.at[row, head, part])
-            plgpu.copy_smem_to_gmem(log_s, log_ref.at[row, head, part])
+            o = o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1])
+            if whole:
+                (o_ref,), (o_s,) = results, results_s
+                o_s.transpose((1, 0))[...] = o.astype(wanted)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], o_ref.at[row, pl.ds(head * group, group)])
+            else:
+                (o_ref, log_ref), (o_s, log_s) = results, results_s
+                o_s[...] = o
+                log_s[...] = jnp.where(some, top + jnp.log2(safe), -jnp.inf)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_s, o_ref.at[row, head, part])
+                plgpu.copy_smem_to_gmem(log_s, log_ref.at[row, head, part])
             plgpu.wait_smem_to_gmem(0)
 
     ring = swizzled((stages, tile, d), dtype)
+    if whole:
+        out_type = (jax.ShapeDtypeStruct((b, n, d), wanted),)
+        out_s = (plgpu.SMEM((columns, d), wanted),)
+    else:
+        shapes = (d, columns), (columns,)
+        out_type = tuple(jax.ShapeDtypeStruct((b, heads, parts, *shape), jnp.float32) for shape in shapes)
+        out_s = tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
     kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((b, heads, parts, d, columns), jnp.float32),
-            jax.ShapeDtypeStruct((b, heads, parts, columns), jnp.float32),
-        ),
+        paged_decode,
+        out_type=out_type,
         scratch_types=(
             swizzled((columns, d), dtype),
             ring,
             ring,
             swizzled((columns, tile), dtype),
-            plgpu.SMEM((d, columns), jnp.float32),
-            plgpu.SMEM((columns,), jnp.float32),
+            *out_s,
             plgpu.Barrier(),
             barrier_of_pages(tile, s, stages),
             barrier_of_pages(tile, s, stages),
@@ -210,8 +225,10 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
     padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
     grouped = q.reshape(b, queries, heads, group, d).transpose(0, 2, 3, 1, 4).reshape(b, heads, group * queries, d)
     of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
-    o, logs = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
-    out = _merge(o, logs)[..., : group * queries].reshape(b, heads, d, group, queries)
+    results = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
+    if whole:
+        return results[0][:, None]
+    out = _merge(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
     return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
 
 

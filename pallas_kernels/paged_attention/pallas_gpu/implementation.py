@@ -2,10 +2,8 @@
 
 A row with one query token goes to `decode.py`, and so does a short row, of 2 to 4 or of 5 to 8, with more columns. All
 other rows go to `chunks.py`. Every call runs all programs that its tokens can need, because only the device knows the
-rows' lengths. All read pages in place, multiply in 16 bit and add in float32.
-
-No GPU has run them yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what they compute, that
-they have no races, and that they compile for Hopper without spilling registers.
+rows' lengths. A call of decodes alone says so, and is the decode kernel alone. All read pages in place, multiply in 16
+bit and add in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ MAX_GROUP = 16  # query heads of a key head
 MOST_COLUMNS = 64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "tiles"))  # one trace for all layers of a model
 def paged_attention(
     q,
     k_pages,
@@ -41,6 +38,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    short_rows: bool = True,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. NaN in pages and slots outside all contexts does not spread.
@@ -48,6 +46,8 @@ def paged_attention(
     Args:
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2).
+        short_rows: rows of 2 to 8 tokens have programs of their own. Without drafts to verify such rows are rare, the
+            ends of prompts, and those programs would run in every mixed step; False takes these rows as chunks.
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
@@ -65,11 +65,13 @@ def paged_attention(
 
     tiles = tiles or Tiles.of(device_kind())
     pages, options = (k_pages, v_pages, block_tables), {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if cu_q_lens is None:  # one launch
+        return decode.decode(q, *pages, seq_lens, tiles=tiles, **options)
     first, q_lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
     single = q_lens == 1
     rows = q[jnp.minimum(first, t - 1)]
     decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
-    out, shorts = jnp.zeros_like(q), sizes_of_short_rows(t, MOST_COLUMNS // (n // heads))
+    out, shorts = jnp.zeros_like(q), sizes_of_short_rows(t, MOST_COLUMNS // (n // heads)) if short_rows else []
     longest = max((most for _, most in shorts), default=1)  # query tokens of a row that is no chunk
     if t > longest:
         chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)
@@ -118,4 +120,10 @@ def obstacle(
     return wrong
 
 
-IMPLEMENTATION = Implementation("pallas_gpu", paged_attention, obstacle)
+IMPLEMENTATION = Implementation(
+    "pallas_gpu",
+    paged_attention,
+    obstacle,
+    without_drafts=partial(paged_attention, short_rows=False),
+    decodes_alone=True,
+)

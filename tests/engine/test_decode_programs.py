@@ -1,0 +1,134 @@
+"""Steps of decodes alone have programs of their own, where the attention implementation is faster for them."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.device import attention
+from pagedjax.device.batch import StepShape
+from pagedjax.host.replay import verify
+from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+
+SIZES = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_blocks": 64, "max_model_len": 32}
+BUCKETS = (2, 4, 16)
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+]
+
+
+def attend(*arrays, **options) -> jax.Array:
+    """The reference. Without offsets it reads the query of row b at b, as the contract says."""
+    *rest, seq_lens, offsets = arrays
+    if offsets is None:
+        offsets = jnp.minimum(jnp.arange(len(seq_lens) + 1), (seq_lens > 0).sum()).astype(jnp.int32)
+    return IMPLS["reference"].attend(*rest, seq_lens, offsets, **options)
+
+
+def without_drafts(*arrays, **options) -> jax.Array:
+    return attend(*arrays, **options)
+
+
+SEPARATE = Implementation("separate", attend, without_drafts=without_drafts, decodes_alone=True)
+OWN = f"{__name__}:SEPARATE"
+
+
+def make(tiny, impl: str, **config) -> LLM:
+    return LLM(tiny, progress=False, attention_impl=impl, **{"token_buckets": BUCKETS, **SIZES, **config})
+
+
+def outputs(llm: LLM):
+    return [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"lookahead": 2}, {"speculative": {"method": "ngram", "num_tokens": 2}}, {"compilation": "lazy"}],
+    ids=lambda config: next(iter(config), "plain"),
+)
+def test_tokens_are_those_of_mixed_programs(tiny, config):
+    separate, mixed = make(tiny, OWN, **config), make(tiny, "reference", **config)
+    found, expected = outputs(separate), outputs(mixed)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    values = [
+        np.array([each[token].logprob for each, token in zip(one[0].logprobs, one[0].token_ids, strict=True)])
+        for one in (found, expected)
+    ]
+    chex.assert_trees_all_close(*values, atol=1e-5)
+    shapes = set(separate.engine.runtime.programs)
+    assert {StepShape(t, t, True) for t in (2, 4)} <= shapes or config.get("compilation") == "lazy"
+    assert any(shape.decodes for shape in shapes)
+    assert not any(shape.decodes for shape in mixed.engine.runtime.programs)
+
+
+def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(tiny):
+    llm, ran = make(tiny, OWN), []
+    programs = llm.engine.runtime.programs
+    for shape, program in list(programs.items()):
+        programs[shape] = lambda *arrays, shape=shape, program=program: (ran.append(shape), program(*arrays))[1]
+    steps = []
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        llm.engine.add(str(i), prompt, params)
+    while llm.engine.has_work:
+        steps.append(llm.engine.step())
+    alone = [max(one.plan.counts) == 1 for one in steps]
+    assert [shape.decodes for shape in ran] == alone
+    assert set(alone) == {True, False}
+
+
+def test_buckets_above_the_sequences_have_mixed_programs_alone(tiny):
+    llm = make(tiny, OWN, max_num_seqs=3)
+    assert {shape for shape in llm.engine.runtime.programs if shape.decodes} == {StepShape(2, 2, True)}
+    assert make(tiny, OWN, kv_policy="streaming").engine.runtime.shapes.decodes == ()
+
+
+def test_programs_that_come_in_later_serve_the_steps_after_them(tiny, tmp_path):
+    llm = make(tiny, OWN, compilation="background")
+    llm.engine.record(tmp_path / "events.jsonl")
+    expected = [one.token_ids for one in outputs(make(tiny, "reference"))]
+    assert [one.token_ids for one in outputs(llm)] == expected
+    background = llm.engine.background
+    assert background is not None
+    background.join(120)
+    assert background.present.decodes == (2, 4)
+    assert background.present.tokens == BUCKETS
+    assert [one.token_ids for one in outputs(llm)] == expected
+    llm.engine.record(None)
+    verify(tmp_path / "events.jsonl")
+
+
+def test_an_engine_without_drafts_has_the_attention_for_it():
+    assert attention.attend(OWN, 1.0, drafts=False).impl.attend is without_drafts
+    assert attention.attend(OWN, 1.0).impl.attend is attend
+    assert attention.attend("xla", 1.0, drafts=False) == attention.attend("xla", 1.0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla", "cpu"])
+@pytest.mark.parametrize("lengths", [(3, 9, 1), (5, 2, 0), (0, 0, 0)])
+def test_a_call_without_offsets_is_a_batch_of_decodes(impl, lengths):
+    draw = np.random.default_rng(0)
+    rows, heads, group, d, s, width = len(lengths), 2, 2, 8, 4, 3
+    q = draw.standard_normal((rows, heads * group, d)).astype(np.float32)
+    k, v = draw.standard_normal((2, 1 + rows * width, heads, s, d)).astype(np.float32)
+    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    offsets = np.concatenate([[0], np.cumsum(np.array(lengths) > 0)]).astype(np.int32)
+    arrays = q, k, v, tables, np.array(lengths, np.int32)
+    found = paged_attention(*arrays, None, scale=0.3, impl=impl)
+    expected = paged_attention(*arrays, offsets, scale=0.3, impl="reference")
+    chex.assert_shape(found, q.shape)
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+def test_without_offsets_there_are_as_many_tokens_as_rows():
+    q, pages = jnp.zeros((4, 2, 8)), jnp.zeros((3, 2, 4, 8))
+    tables, lengths = jnp.zeros((3, 2), jnp.int32), jnp.ones(3, jnp.int32)
+    with pytest.raises(ValueError, match=r"without cu_q_lens every row has one token, so T must be seq_lens's B = 3"):
+        paged_attention(q, pages, pages, tables, lengths, None, scale=1.0, impl="xla")
