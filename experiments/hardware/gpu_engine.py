@@ -16,6 +16,7 @@ Random weights make random tokens, so tokens are not checked here; `gpu_goldens`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -84,15 +85,18 @@ def serve(engine: Engine, requests: Sequence[Request], roofline: Roofline) -> di
     }
 
 
-def profile(engine: Engine, requests: Sequence[Request], steps: int, warm: int = 12) -> dict[str, Any]:
-    """A trace of some decode steps: the share in which no kernel runs, and the time of each kernel in a step."""
+def decode_all(engine: Engine, requests: Sequence[Request], warm: int = 12) -> None:
+    """Bring the engine to where all requests decode, `warm` steps after the first such step."""
     add(engine, [(prompt, TRACED) for prompt, _ in requests])
-    while engine.has_work:
+    while engine.has_work and warm > 0:
         result = engine.step()
         if result is not None and max(result.plan.counts, default=0) == 1:
             warm -= 1
-            if warm <= 0:
-                break
+
+
+def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str, Any]:
+    """A trace of some decode steps: the share in which no kernel runs, and the time of each kernel in a step."""
+    decode_all(engine, requests)
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level, options.python_tracer_level = 1, 0
@@ -104,6 +108,41 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int, warm: int =
         kernels = sorted(kernels_of(ProfileData.from_file(os.fspath(file))))
     engine.reset()
     return {**busy(kernels), "steps": steps, "kernels": by_name(kernels, steps)}
+
+
+def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> dict[str, float]:
+    """What a decode step is made of, in seconds: its program alone, and with arrays from the host.
+
+    The program of one step is called again and again, behind one another. The engine cannot be used afterwards.
+    """
+    decode_all(engine, requests)
+    programs, caught = engine.runtime.programs, []
+
+    class Catching(dict[Any, Any]):
+        def __missing__(self, shape: Any) -> Any:
+            caught.append(programs[shape])
+            return lambda *arguments: (caught.append(arguments), programs[shape](*arguments))[1]
+
+    object.__setattr__(engine.runtime, "programs", Catching())
+    engine.step()
+    program, (leaves, _, batch) = caught[-2:]
+    cache = engine._cache()  # what the last step left
+    object.__setattr__(engine.runtime, "programs", programs)
+    there = [jax.device_put(batch) for _ in range(2)]
+    found = {}
+    for name, turns in {"device arrays": there[:1], "two sets of them": there, "host arrays": [batch]}.items():
+        called = []
+        for i in range(calls + 3):
+            if i == 3:
+                jax.block_until_ready(cache)
+                began = time.perf_counter()
+            at = time.perf_counter()
+            cache, output = program(leaves, cache, turns[i % len(turns)])
+            called.append(time.perf_counter() - at)
+        jax.block_until_ready((cache, output))
+        found[name] = (time.perf_counter() - began) / calls
+        found[f"{name}, the call"] = statistics.median(called[3:])
+    return found
 
 
 def kernels_of(trace: Any) -> Iterable[tuple[float, float, str]]:
@@ -199,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
                     keep()
                 if args.profile:
                     one["profile"] = profile(engine, requests, args.profile)
+                    keep()
+                one["breakdown"] = breakdown(engine, requests)
                 del engine
             except Exception as error:
                 one["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
