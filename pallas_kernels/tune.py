@@ -1,11 +1,13 @@
 """Times the GPU kernels with different tiles on this machine's GPU, and writes the best to tiles/<device>.json.
 
     python -m pallas_kernels.tune --name h200
-    python -m pallas_kernels.tune --name h200 --dry-run     # print, write nothing
+    python -m pallas_kernels.tune --name h200 --dry-run     # print, write no tiles
+    python -m pallas_kernels.tune --name h200 --rehearse    # the same program on a CPU, with plain XLA; no tiles
 
 Each number is chosen with the shape that depends on it most, and the other numbers stay: tile and stages of a decode
 with 64 rows of 4,096 tokens, `min_split` with one row of 32,768, stages of a chunk with 4 prompts of 2,048. Candidates
-that do not fit into shared memory are skipped. Times are medians on the device (CUPTI).
+that do not fit into shared memory are skipped. Times are medians on the device (CUPTI). The file is written after each
+number, so a tuning that is stopped leaves what it found.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, device_seconds, inputs
@@ -61,12 +64,21 @@ def seconds(shape: Shape, tiles: Tiles) -> float:
     return device_seconds(call, [inputs(shape, seed) for seed in range(2)], ROUNDS)
 
 
-def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
+def rehearsed(shape: Shape, tiles: Tiles) -> float:
+    """Returns seconds of plain XLA, which has no tiles, for few tokens: to run this program without a GPU."""
+    small = shape._replace(rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1)
+    call = partial(paged_attention, scale=shape.d**-0.5, impl="xla")
+    return device_seconds(call, [inputs(small)], rounds=1)
+
+
+def best(
+    name: str, candidates: Iterable[Tiles], shape: Shape, timer: Callable[[Shape, Tiles], float] | None = None
+) -> Tiles:
     """Returns the fastest candidate. Prints them all, also those that do not compile."""
     timed: list[tuple[float, Tiles]] = []
     for tiles in candidates:
         try:
-            timed.append((seconds(shape, tiles), tiles))
+            timed.append(((timer or seconds)(shape, tiles), tiles))
             print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
@@ -75,12 +87,13 @@ def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
     return min(timed)[1]
 
 
-def tuned(start: Tiles) -> Tiles:
+def tuned(start: Tiles, timer: Callable[[Shape, Tiles], float] | None = None) -> Iterator[Tiles]:
+    """Yields the tiles after each number that was chosen; the last ones are the result."""
     tiles = start
     for d in pallas_gpu.HEAD_SIZES:
-        tiles = best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
-    tiles = best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768))
-    return best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
+        yield (tiles := best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d), timer))
+    yield (tiles := best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768), timer))
+    yield best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048), timer)
 
 
 def as_json(tiles: Tiles, note: str) -> str:
@@ -92,18 +105,24 @@ def as_json(tiles: Tiles, note: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="write no tiles")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: time plain XLA, and write no tiles")
+    parser.add_argument("--json", type=Path, help="write the tiles to this file too")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if wrong := pallas_gpu.wrong_device(device):
+    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
         print(f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr)
         return 2
-    tiles = tuned(Tiles.of(device.device_kind))
     note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."
-    text = as_json(tiles, note)
+    note = f"A rehearsal. {note}" if args.rehearse else note
+    kept = Path(__file__).parent / "tiles" / f"{args.name}.json"
+    files = [args.json] * bool(args.json) + [kept] * (not args.dry_run and not args.rehearse)
+    text = ""
+    for tiles in tuned(Tiles.of(device.device_kind), rehearsed if args.rehearse else None):
+        text = as_json(tiles, note)
+        for file in files:
+            file.write_text(text, encoding="utf-8")
     print(text)
-    if not args.dry_run:
-        (Path(__file__).parent / "tiles" / f"{args.name}.json").write_text(text, encoding="utf-8")
     return 0
 
 

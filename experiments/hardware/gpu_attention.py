@@ -3,6 +3,7 @@ right.
 
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
+    python -m experiments.hardware.gpu_attention --rehearse       # the same program on a CPU: plain XLA, tiny shapes
 
 1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
 2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
@@ -63,18 +64,22 @@ CHUNKS = [
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
 ]
+REHEARSED = [
+    *(Shape(2, queries, 32, 2, 3, 64, 16) for queries in (1, 4)),
+    Shape(2, 32, 32, 2, 3, 64, 16),
+]
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
-def limits() -> dict[str, float]:
+def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
     """The card's limits as measured: bytes/s of a copy (read + written), and FLOP/s of a bfloat16 product."""
-    big = jnp.ones((1 << 30,), jnp.bfloat16)
+    big = jnp.ones((numbers,), jnp.bfloat16)
     copy = device_seconds(lambda x: x * 2, [(big,)])
-    a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
+    a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     product = device_seconds(lambda a, b: a @ b, [(a, b)])
-    return {"copy_bytes_per_s": 2 * big.nbytes / copy, "product_flops_per_s": 2 * 8192**3 / product}
+    return {"copy_bytes_per_s": 2 * big.nbytes / copy, "product_flops_per_s": 2 * side**3 / product}
 
 
 # --- contenders: each is a function of `Inputs` or, on contiguous keys, of (q [B, T, N, D], k [B, C, K, D], v).
@@ -201,13 +206,17 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict[str, Any]]:
-    """One row for each contender, with its time or its error."""
+def measure(
+    shape: Shape, card: dict[str, float], with_torch: bool, beyond: int = BEYOND_L2, only: str = ""
+) -> list[dict[str, Any]]:
+    """One row for each contender, or for one only, with its time or its error."""
     decode = is_decode(shape)
-    copies = min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
+    copies = min(max(2, -(-beyond // shape.cache_bytes)), 64)
     pages, dense = ([make(shape, seed) for seed in range(copies)] for make in (inputs, contiguous))
     rows = []
     for name, run in contenders(shape, with_torch).items():
+        if only not in ("", name):
+            continue
         row: dict[str, Any] = {"shape": shape._asdict(), "contender": name}
         try:
             times = run(pages, dense)
@@ -247,9 +256,10 @@ def main() -> int:
     parser.add_argument("--json", help="write results to this file as they are measured")
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: plain XLA alone, tiny shapes, wall times")
     args = parser.parse_args()
     device = jax.devices()[0]
-    if wrong := pallas_gpu.wrong_device(device):
+    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
         sys.exit(
             f"error: pallas_gpu {wrong}; nothing to measure. Without a GPU, pallas_kernels.aot compiles the kernels"
         )
@@ -261,14 +271,15 @@ def main() -> int:
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
-    card = limits()
+    card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)
     print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, Any]] = []
     few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
-    for shape in few if args.quick else all_shapes:
+    options: dict[str, Any] = {"beyond": 0, "only": "xla"} if args.rehearse else {}
+    for shape in REHEARSED if args.rehearse else few if args.quick else all_shapes:
         print(shape)
-        rows += measure(shape, card, not args.no_torch)
+        rows += measure(shape, card, not args.no_torch, **options)
         keep(rows=rows, drafts=compared(rows))
     for row in compared(rows):
         print(f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode")
