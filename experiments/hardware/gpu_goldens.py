@@ -15,7 +15,8 @@ decoded    All prompts are continued greedily, in one batch. This runs decodes. 
 Wrong is: a mean difference above the limit of the dtype (`MOST`); a mean or largest difference of the kernels above
 `FACTOR` times that of XLA; another token where the reference has no near tie. A token other than the golden one needs
 two errors whose sum is the reference's margin, so the bound of a margin is twice the largest difference. In float32 all
-tokens must be equal.
+tokens must be equal. Plain XLA on a CPU has a mean of 0.0016 in float16, with 28 of 31 continuations identical, and of
+0.011 in bfloat16, with 17.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens" / "greedy.json"
-MOST = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}  # of the mean; plain XLA on a CPU has 0.011 in bfloat16
+MOST = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}  # of the mean difference
 FACTOR = 2.0
+TOKENS = 64  # of each golden continuation
 BLOCK, ROWS, BUDGET = 16, 32, 512
 
 
@@ -168,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--impls", nargs="+", default=["xla", "pallas_gpu"])
     parser.add_argument("--dtypes", nargs="+", choices=sorted(MOST), default=["bfloat16", "float16"])
     parser.add_argument("--prompts", type=int, default=ROWS, help="the shortest ones (default: all)")
-    parser.add_argument("--tokens", type=int, default=64, help="of each continuation (default, and most: 64)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each continuation (default, and most: 64)")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: few prompts and tokens, in float32")
@@ -176,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.rehearse:
         parser.set_defaults(impls=["xla", "cpu"], dtypes=["float32"], prompts=8, tokens=8)
         args = parser.parse_args(argv)
+    if not 1 <= args.tokens <= TOKENS:
+        parser.error(f"--tokens is {args.tokens}; the reference has {TOKENS}, and one is the least")
     kept = json.loads(GOLDENS.read_text(encoding="utf-8"))
     try:
         model = checked_model(args.model, kept["sha256"])
