@@ -12,6 +12,7 @@ compile. Nothing is written over the study's kept findings, which are of a CPU.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -20,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.core.environment import environment
-from experiments.reproduce import STUDIES, module
-from experiments.studies.findings import dig
 from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-STUDY = "010_prediction"
+STUDY = "experiments.studies.010_prediction.study"
 RUNS = ("four fifths of the load", "budget of 64", "other requests", "half the load")
 
 
@@ -46,7 +45,7 @@ def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str,
         },
         "runs": {
             name: {
-                metric: {way: [dig(one, path) for one in summaries] for way, summaries in runs._asdict().items()}
+                metric: {way: [study.dig(one, path) for one in summaries] for way, summaries in runs._asdict().items()}
                 for metric, path in study.METRICS.items()
             }
             for name, runs in found.items()
@@ -73,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"error: --model {args.model}: {error}", file=sys.stderr)
         return 2
-    study, where = module(STUDY), environment()
+    study, where = importlib.import_module(STUDY), environment()
+    file = Path(study.__file__ or "").parent / "config.yaml"
     overrides = [
         *(f"model={model}", f"workload.count={args.requests}"),
         *(f"engine.attention_impl={args.impl}", f"engine.dtype={args.dtype}"),
@@ -85,9 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         print(f"{len(found[study.FIT].measured)} of {args.repeats} repeats", flush=True)
 
-    found, fit_error = study.compare(
-        STUDIES / STUDY / "config.yaml", overrides, args.repeats, False, only=args.runs, keep=keep
-    )
+    found, fit_error = study.compare(file, overrides, args.repeats, False, only=args.runs, keep=keep)
     for metric, means in summary(study, found, fit_error)["errors"].items():
         print(f"{metric:22} " + ", ".join(f"{name} {value} %" for name, value in means.items()))
     return 0

@@ -166,11 +166,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the running part is then killed too
     every = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
     plan = [part for part in every if args.only is None or part.name in args.only]
     return 0 if session(plan, args.out, args.minutes, facts_of(args.name, args.rehearse)) else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the running part is then killed too
     sys.exit(main())

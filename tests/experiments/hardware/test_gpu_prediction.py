@@ -8,7 +8,7 @@ import pytest
 
 from experiments.hardware.gpu_prediction import RUNS, STUDY, main, summary
 
-study = importlib.import_module(f"experiments.studies.{STUDY}.study")
+study = importlib.import_module(STUDY)
 
 
 def repeats(*rates):
