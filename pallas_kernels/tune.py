@@ -1,11 +1,13 @@
 """Times the GPU kernels with different tiles on this machine's GPU, and writes the best to tiles/<device>.json.
 
     python -m pallas_kernels.tune --name h200
-    python -m pallas_kernels.tune --name h200 --dry-run     # print, write nothing
+    python -m pallas_kernels.tune --name h200 --dry-run     # print, write no tiles
+    python -m pallas_kernels.tune --name h200 --rehearse    # the same program on a CPU, with plain XLA; no tiles
 
 Each number is chosen with the shape that depends on it most, and the other numbers stay: tile and stages of a decode
 with 64 rows of 4,096 tokens, `min_split` with one row of 32,768, stages of a chunk with 4 prompts of 2,048. Candidates
-that do not fit into shared memory are skipped. Times are medians on the device (CUPTI).
+that do not fit into shared memory are skipped. Times are medians on the device (CUPTI). The file is written after each
+number, so a tuning that is stopped leaves what it found.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, arguments, compiled, device_times, inputs
@@ -56,26 +59,35 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
     yield from (tiles._replace(min_split=tokens) for tokens in (128, 256, 512, 1024, 2048))
 
 
-def program(shape: Shape, tiles: Tiles) -> Any:
+def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
     """Returns the compiled calls of a candidate, on two caches; the error if it does not compile."""
-    call = partial(pallas_gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
+    if rehearse:
+        call = partial(paged_attention, scale=shape.d**-0.5, impl="xla")
+    else:
+        call = partial(pallas_gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
     try:
         return compiled(call, arguments(shape), 2)
     except Exception as error:
         return error
 
 
-def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
-    """Returns the fastest candidate. Prints them all, also those that do not compile."""
+def best(name: str, candidates: Iterable[Tiles], shape: Shape, rehearse: bool = False) -> Tiles:
+    """Returns the fastest candidate. Prints them all, also those that do not compile.
+
+    Args:
+        rehearse: time plain XLA, which has no tiles, for few tokens: to run this program without a GPU.
+    """
+    if rehearse:
+        shape = shape._replace(rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1)
     timed: list[tuple[float, Tiles]] = []
     chosen, sets = list(candidates), [inputs(shape, seed) for seed in range(2)]
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(partial(program, shape), chosen))
+        programs = list(pool.map(partial(program, shape, rehearse), chosen))
     for tiles, made in zip(chosen, programs, strict=True):
         try:
             if isinstance(made, Exception):
                 raise made
-            timed.append((device_times(made, sets, ROUNDS).seconds, tiles))
+            timed.append((device_times(made, sets, 1 if rehearse else ROUNDS).seconds, tiles))
             print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
@@ -84,12 +96,13 @@ def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
     return min(timed)[1]
 
 
-def tuned(start: Tiles) -> Tiles:
+def tuned(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
+    """Yields the tiles after each number that was chosen; the last ones are the result."""
     tiles = start
     for d in pallas_gpu.HEAD_SIZES:
-        tiles = best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
-    tiles = best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768))
-    return best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
+        yield (tiles := best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d), rehearse))
+    yield (tiles := best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768), rehearse))
+    yield best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048), rehearse)
 
 
 def as_json(tiles: Tiles, note: str) -> str:
@@ -101,18 +114,24 @@ def as_json(tiles: Tiles, note: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="write no tiles")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: time plain XLA, and write no tiles")
+    parser.add_argument("--json", type=Path, help="write the tiles to this file too")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if wrong := pallas_gpu.wrong_device(device):
+    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
         print(f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr)
         return 2
-    tiles = tuned(Tiles.of(device.device_kind))
     note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."
-    text = as_json(tiles, note)
+    note = f"A rehearsal. {note}" if args.rehearse else note
+    kept = Path(__file__).parent / "tiles" / f"{args.name}.json"
+    files = [args.json] * bool(args.json) + [kept] * (not args.dry_run and not args.rehearse)
+    text = ""
+    for tiles in tuned(Tiles.of(device.device_kind), args.rehearse):
+        text = as_json(tiles, note)
+        for file in files:
+            file.write_text(text, encoding="utf-8")
     print(text)
-    if not args.dry_run:
-        (Path(__file__).parent / "tiles" / f"{args.name}.json").write_text(text, encoding="utf-8")
     return 0
 
 

@@ -3,6 +3,7 @@ right.
 
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
+    python -m experiments.hardware.gpu_attention --rehearse       # the same program on a CPU: plain XLA, tiny shapes
 
 1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
    8192 matrices.
@@ -65,12 +66,16 @@ CHUNKS = [
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
 ]
+REHEARSED = [
+    *(Shape(2, queries, 32, 2, 3, 64, 16) for queries in (1, 4)),
+    Shape(2, 32, 32, 2, 3, 64, 16),
+]
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
-def limits() -> dict[str, float]:
+def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
     """The card's limits as measured: bytes/s of copies (read + written) and of reading, FLOP/s of a bfloat16 product.
 
     The limit of a copy is the faster of a copy by the driver and of a kernel of XLA's that reads and writes.
@@ -79,15 +84,15 @@ def limits() -> dict[str, float]:
     def once(call: Callable[..., Any], *arrays: jax.Array) -> Times:
         return device_times(compiled(call, arrays, 1), [arrays])
 
-    big = jnp.ones((1 << 30,), jnp.bfloat16)
+    big = jnp.ones((numbers,), jnp.bfloat16)
     copies = {
         "copy_by_kernel_bytes_per_s": 2 * big.nbytes / once(lambda x: x * 2, big).seconds,
         "copy_by_driver_bytes_per_s": 2 * big.nbytes / once(jnp.copy, big).wall,
     }
-    read = once(lambda x: x.reshape(-1, 1 << 16).max(1), big).seconds
-    a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
+    read = once(lambda x: x.reshape(-1, 1 << 12).max(1), big).seconds
+    a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     product = once(lambda a, b: a @ b, a, b).seconds
-    rates = {"read_bytes_per_s": big.nbytes / read, "product_flops_per_s": 2 * 8192**3 / product}
+    rates = {"read_bytes_per_s": big.nbytes / read, "product_flops_per_s": 2 * side**3 / product}
     return {"copy_bytes_per_s": max(copies.values()), **copies, **rates}
 
 
@@ -303,9 +308,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
     parser.add_argument("--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: plain XLA alone, tiny shapes, wall times")
     args = parser.parse_args()
     device = jax.devices()[0]
-    if wrong := pallas_gpu.wrong_device(device):
+    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
         sys.exit(
             f"error: pallas_gpu {wrong}; nothing to measure. Without a GPU, pallas_kernels.aot compiles the kernels"
         )
@@ -317,12 +323,14 @@ def main() -> int:
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
-    card = limits()
+    card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)
     print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")
     few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
     began, rows, before = time.perf_counter(), [], None
-    every = prepared(few if args.quick else all_shapes, args.contenders, not args.no_torch)
+    shapes = REHEARSED if args.rehearse else few if args.quick else all_shapes
+    names = ["xla"] if args.rehearse else args.contenders
+    every = prepared(shapes, names, not args.no_torch)
     print(f"{len(every)} programs compiled in {time.perf_counter() - began:.0f} s", flush=True)
     for row in every:
         if row.shape != before:

@@ -2,6 +2,7 @@
 
     python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
     python -m experiments.hardware.gpu_engine --impls pallas_gpu --lookahead 1 --profile 8
+    python -m experiments.hardware.gpu_engine --rehearse          # the same program on a CPU: plain XLA, a tiny model
 
 The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and 100 to 1,024 output
 tokens each, all at once. For each attention implementation and each `lookahead`, the same engine settings serve them.
@@ -16,7 +17,6 @@ Random weights make random tokens, so tokens are not checked here; `gpu_goldens`
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -45,6 +45,10 @@ GRAPHS = {  # what XLA puts into CUDA graphs
     "none": "INVALID",
 }
 TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
+REHEARSED: dict[str, Any] = {
+    **{"shape": "small", "impls": ["xla"], "dtype": "float32", "lookahead": [0, 1], "profile": 4},
+    **{"requests": 4, "lengths": (8, 32), "budget": 64, "buckets": [8, 64], "bandwidth": 1e10, "rate": 1e11},
+}
 
 
 def requests_of(count: int, least: int, most: int, vocabulary: int, seed: int = 0) -> list[Request]:
@@ -196,7 +200,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention")
     parser.add_argument("--json", type=Path, help="write the figures to this file as they come")
     parser.add_argument("--graphs", choices=sorted(GRAPHS), default="all", help="what XLA puts into CUDA graphs")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few requests to a tiny model")
     args = parser.parse_args(argv)
+    if args.rehearse:
+        parser.set_defaults(**REHEARSED)
+        args = parser.parse_args(argv)
     programs.GPU_OPTIONS |= {BUFFERS: GRAPHS[args.graphs], "xla_enable_command_buffers_during_profiling": True}
     model = random_model(SHAPES[args.shape], args.dtype)
     number = 4 if args.dtype == "float32" else 2

@@ -2,6 +2,7 @@
 
     python -m experiments.hardware.gpu_numerics --json numerics.json
     python -m experiments.hardware.gpu_numerics --every 7      # a seventh of the shapes
+    python -m experiments.hardware.gpu_numerics --rehearse     # two shapes, interpreted on a CPU; needs JAX 0.11 too
 
 Every head size, block size and 5 group sizes, each as one ragged batch of decodes, short rows and chunks, in bfloat16,
 against float64 on the host. Every fifth shape also has a window and a soft cap. Slots outside all contexts are NaN.
@@ -14,18 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from experiments.hardware.processes import results
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 
@@ -55,6 +56,9 @@ class Case(NamedTuple):
         return [*rows, (3, s + 1), (4, 700), (5, 5), (8, 2 * s + 3)]
 
 
+REHEARSED = [Case(64, 16, 3), Case(128, 32, 4, soft_cap=5.0)]
+
+
 def cases(every: int = 1) -> Iterator[Case]:
     shapes = [Case(d, s, group) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES for group in GROUPS]
     for i, shape in enumerate(shapes):
@@ -67,7 +71,6 @@ def cases(every: int = 1) -> Iterator[Case]:
 
 def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
     """The largest error of each kind of row over the largest value; infinite where a result is not finite."""
-    import jax
     import jax.numpy as jnp
 
     d, s, group = case[:3]
@@ -119,10 +122,12 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -
     return np.einsum("nqc,cnd->qnd", p / p.sum(-1, keepdims=True), values)
 
 
-def checked(case: Case) -> dict[str, Any]:
-    """The case with its errors, or with the reason why there are none."""
+def checked(case: Case, anywhere: bool = False) -> dict[str, Any]:
+    """The case with its errors, or with the reason why there are none. anywhere: also where there is no such GPU."""
     began, found = time.perf_counter(), {"case": str(case)[4:], **case._asdict()}
     try:
+        if (wrong := pallas_gpu.wrong_device(jax.devices()[0])) and not anywhere:
+            raise ValueError(f"pallas_gpu {wrong}; --rehearse interprets the kernels on a CPU")
         found["errors"] = errors(case)
         found["right"] = all(error <= TOLERANCE for error in found["errors"].values())
     except Exception as error:
@@ -130,23 +135,22 @@ def checked(case: Case) -> dict[str, Any]:
     return found | {"took_s": round(time.perf_counter() - began, 1)}
 
 
-def check_all(chosen: Sequence[Case], processes: int, seconds: float) -> Iterator[dict[str, Any]]:
+def interpreted(case: Case) -> dict[str, Any]:
+    """`checked` on a CPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    newer: Any = plgpu  # JAX 0.10 has no interpretation
+    with newer.force_gpu_interpret_mode(newer.InterpretGPUParams()):
+        return checked(case, anywhere=True)
+
+
+def check_all(
+    chosen: Sequence[Case], processes: int, seconds: float, check: Callable[[Case], dict[str, Any]] = checked
+) -> Iterator[dict[str, Any]]:
     """Yields each case as it is checked. Those that are not done after `seconds` are yielded as failed."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # read by the processes
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    waiting = {pool.submit(checked, case): case for case in chosen}
-    try:
-        for done in as_completed(list(waiting), timeout=seconds):
-            case = waiting.pop(done)
-            error = done.exception()
-            yield done.result() if error is None else {"case": str(case)[4:], "failed": repr(error), "right": False}
-    except TimeoutError:
-        for case in waiting.values():
-            yield {"case": str(case)[4:], "failed": f"not done after {seconds:.0f} s", "right": False}
-    finally:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+    for case, found in results(check, chosen, processes, seconds):
+        failed = isinstance(found, BaseException)
+        yield {"case": str(case)[4:], "failed": str(found) or repr(found), "right": False} if failed else found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,19 +159,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="check one shape of N")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: two shapes, interpreted")
     args = parser.parse_args(argv)
-    chosen, results = list(cases(args.every)), []
-    for result in check_all(chosen, args.processes, args.seconds):
-        results.append(result)
+    if args.rehearse and jax.__version_info__ < pallas_gpu.JAX_NEEDED:
+        print(f"error: --rehearse needs JAX 0.11 or newer, and this is {jax.__version__}", file=sys.stderr)
+        return 2
+    chosen, check, found = (REHEARSED, interpreted, []) if args.rehearse else (list(cases(args.every)), checked, [])
+    for result in check_all(chosen, args.processes, args.seconds, check):
+        found.append(result)
         if not result["right"]:
             print(f"wrong: {result}", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    wrong = [one for one in results if not one["right"]]
+            args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    wrong = [one for one in found if not one["right"]]
     for kind in (*KINDS, ALONE):
-        worst = max((one["errors"][kind] for one in results if "errors" in one), default=float("nan"))
+        worst = max((one["errors"][kind] for one in found if "errors" in one), default=float("nan"))
         print(f"{kind}: worst error {worst:.1e} of the largest value")
-    print(f"{len(results)} cases, {len(wrong)} wrong")
+    print(f"{len(found)} cases, {len(wrong)} wrong")
     return 1 if wrong else 0
 
 

@@ -1,80 +1,154 @@
 """All measurements on a GPU in one command, the most important first; results go to a folder.
 
     python -m experiments.hardware.on_gpu --name h200 --out experiments/results/h200
+    python -m experiments.hardware.on_gpu --name h200 --out /tmp/session --only goldens predict --model FILE.gguf
+    python -m experiments.hardware.on_gpu --name h200 --out /tmp/session --rehearse      # on a CPU
 
-    first     experiments.hardware.gpu_attention --quick: are the kernels correct, and how fast before tuning?
-    tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json
-    kernels   experiments.hardware.gpu_attention: all shapes with the tuned tiles, compared with alternatives, and rows
-              with 3 and 7 drafts compared with rows without
-    llama     experiments.bench.random_llama: a Llama of 1.1 B parameters, through the kernels and through plain XLA
+    right     experiments.hardware.gpu_numerics: are the kernels right? Wrong kernels are not timed: the session ends
+    tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json, which later parts read
+    kernels   experiments.hardware.gpu_attention: how fast are the kernels, beside alternatives?
+    engine    experiments.hardware.gpu_engine: a Llama of random weights in the engine, and what its steps consist of
+    goldens   experiments.hardware.gpu_goldens: a real model against transformers
+    predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
 
-A failed part is reported and the next one runs. A failure of `first` ends the session: wrong kernels are not timed.
-Each part writes its output to <out>/<part>.log and its figures to <out>/<part>.json. `--minutes` limits the session;
-parts that do not fit are listed. Needs JAX 0.11 with CUDA; torch is included if it is installed.
+Each part has a limit of seconds and a process group of its own, of which nothing is left when the part ends or is
+stopped: a kernel that deadlocks never returns. A failed part is reported and the next one runs. Each part writes its
+output to <out>/<part>.log, and its figures to <out>/<part>.json as they come. <out>/session.json has the results of the
+parts, versions, commit and device. `--minutes` limits the session; parts that do not fit are listed.
+
+`--rehearse` runs the same parts with interpreted kernels or other implementations, tiny shapes and the same files.
+
+Needs JAX 0.11, with CUDA unless it is a rehearsal. torch is included if it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-PARTS = ("first", "tune", "kernels", "llama")
-LEAST = 30.0  # seconds; with less time left, no part is started
+import jax
+
+from experiments.core.environment import environment
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+
+LIMITS = {"right": 150, "tune": 150, "kernels": 180, "engine": 180, "goldens": 120, "predict": 150}  # seconds
+PARTS = tuple(LIMITS)
+LEAST = 20.0  # seconds; with less time left, no part is started
+GRACE = 10.0  # seconds that a part has, after its own limit, to write what it found
 
 
 class Part(NamedTuple):
     name: str
     arguments: tuple[str, ...]
+    seconds: float = 600.0
     must: bool = False  # the session ends if this part fails
 
 
-def parts(name: str, out: Path) -> list[Part]:
-    def figures(part: str) -> tuple[str, str]:
-        return "--json", str(out / f"{part}.json")
+def parts(name: str, out: Path, model: str, limits: Mapping[str, float], rehearse: bool = False) -> list[Part]:
+    def part(which: str, module: str, *options: str, **more: Any) -> Part:
+        options = (module, *options, "--json", str(out / f"{which}.json"), *["--rehearse"] * rehearse)
+        return Part(which, options, limits[which], **more)
 
-    llama = ("experiments.bench.random_llama", "--impls", "pallas_gpu", "xla", "--context", "2048")
+    own = {which: ("--seconds", f"{max(limits[which] - GRACE, 1):g}") for which in ("right", "goldens")}
     return [
-        Part("first", ("experiments.hardware.gpu_attention", "--quick", *figures("first")), must=True),
-        Part("tune", ("pallas_kernels.tune", "--name", name)),
-        Part("kernels", ("experiments.hardware.gpu_attention", *figures("kernels"))),
-        Part("llama", (*llama, *figures("llama"))),
+        part("right", "experiments.hardware.gpu_numerics", *own["right"], must=True),
+        part("tune", "pallas_kernels.tune", "--name", name),
+        part("kernels", "experiments.hardware.gpu_attention"),
+        part("engine", "experiments.hardware.gpu_engine"),
+        part("goldens", "experiments.hardware.gpu_goldens", "--model", model, *own["goldens"]),
+        part("predict", "experiments.hardware.gpu_prediction", "--model", model),
     ]
 
 
+def rates(out: Path) -> list[str]:
+    """The card's limits as `kernels` has measured them, as options of `engine`; none if there are none."""
+    try:
+        card = json.loads((out / "kernels.json").read_text(encoding="utf-8"))["card"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return ["--bandwidth", str(card["copy_bytes_per_s"]), "--rate", str(card["product_flops_per_s"])]
+
+
 def run(part: Part, out: Path, seconds: float) -> str:
-    """Run the part in a process, stopped after `seconds`. Returns "ok" or the reason of the failure."""
+    """Run the part in a process group, stopped after `seconds`. Returns "ok" or the reason of the failure."""
+    command = [sys.executable, "-u", "-m", *part.arguments, *(rates(out) if part.name == "engine" else ())]
     with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            done = subprocess.run(
-                [sys.executable, "-u", "-m", *part.arguments], stdout=log, stderr=subprocess.STDOUT, timeout=seconds
-            )
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"stopped after {seconds:.0f} s"
-    return "ok" if done.returncode == 0 else f"failed with exit code {done.returncode}"
+        finally:  # also what a part that ended has left: it would keep its memory of the device
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a device may not end
+                process.wait(GRACE)
+    return "ok" if code == 0 else f"failed with exit code {code}"
 
 
-def session(plan: list[Part], out: Path, minutes: float) -> bool:
-    """Run the parts in order. Returns True if all succeeded."""
+def session(plan: list[Part], out: Path, minutes: float, facts: Mapping[str, Any] | None = None) -> bool:
+    """Run the parts in order, and write session.json after each. Returns True if all succeeded."""
     out.mkdir(parents=True, exist_ok=True)
-    end, succeeded = time.monotonic() + 60 * minutes, True
-    for i, part in enumerate(plan):
-        left = end - time.monotonic()
+    began, done, not_run = time.monotonic(), [], [part.name for part in plan]
+
+    def keep(**more: Any) -> None:
+        kept = {**(facts or {}), "parts": done, "not_run": not_run, **more}
+        (out / "session.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    keep()
+    for part in plan:
+        started = time.monotonic()
+        left = began + 60 * minutes - started
         if left < LEAST:
-            print(f"not run, no time left: {', '.join(one.name for one in plan[i:])}", flush=True)
+            print(f"not run, no time left: {', '.join(not_run)}", flush=True)
             return False
-        result = run(part, out, left)
-        print(f"{part.name}: {result}, {60 * minutes - (end - time.monotonic()):.0f} s so far", flush=True)
+        keep(running=part.name)
+        result = run(part, out, min(left, part.seconds))
+        now = time.monotonic()
+        not_run = not_run[1:]
+        done.append({"part": part.name, "result": result, "seconds": round(now - started, 1), "limit": part.seconds})
+        keep()
+        print(f"{part.name}: {result}, {now - started:.0f} s; {now - began:.0f} s so far", flush=True)
         tail = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
         print("\n".join(f"  | {line[:160]}" for line in tail), flush=True)
-        succeeded = succeeded and result == "ok"
         if part.must and result != "ok":
             print("the other parts are not run: they depend on this one", flush=True)
             return False
-    return succeeded
+    return all(one["result"] == "ok" for one in done)
+
+
+def facts_of(name: str, rehearse: bool) -> dict[str, Any]:
+    """What session.json says beside the parts. JAX opens no device here, because it would take the device's memory."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        gpu = "unknown"
+    where = environment(device=False)
+    where.pop("device")
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"name": name, "rehearsal": rehearse, "date": date, "gpu": gpu, "where": where}
+
+
+def limit(text: str) -> tuple[str, float]:
+    """The name and the seconds of "tune=60"."""
+    name, _, seconds = text.partition("=")
+    if name not in LIMITS or not seconds.isdecimal() or int(seconds) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no limit; write PART=SECONDS, and PART is one of {', '.join(PARTS)}"
+        )
+    return name, float(seconds)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,10 +157,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART")
+    parser.add_argument("--limits", nargs="+", type=limit, default=[], help="other limits", metavar="PART=SECONDS")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="of goldens and predict: its .gguf file")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
     args = parser.parse_args(argv)
-    plan = [part for part in parts(args.name, args.out) if args.only is None or part.name in args.only]
-    return 0 if session(plan, args.out, args.minutes) else 1
+    if jax.__version_info__ < pallas_gpu.JAX_NEEDED:
+        print(f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}", file=sys.stderr)
+        return 2
+    if args.rehearse:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts
+    every = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
+    plan = [part for part in every if args.only is None or part.name in args.only]
+    return 0 if session(plan, args.out, args.minutes, facts_of(args.name, args.rehearse)) else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the running part is then killed too
     sys.exit(main())

@@ -173,6 +173,23 @@ def test_the_fastest_candidate_is_chosen_and_failing_ones_are_skipped(capsys, mo
         tune.best("splits", tune.split_candidates(start), tune.TYPICAL)
 
 
+@needs_kernels
+def test_a_tuning_that_is_stopped_leaves_the_numbers_so_far(tmp_path, monkeypatch):
+    def timer(shape, tiles):
+        if shape.queries > 1:
+            raise KeyboardInterrupt
+        return float(tiles.decode_stages + tiles.min_split / 1000)
+
+    kept, file = Tiles.read("h200"), tmp_path / "tune.json"
+    monkeypatch.setattr(tune, "rehearsed", timer)
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(["--name", "h200", "--rehearse", "--json", str(file)])
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    assert (fields["decode_stages"], fields["min_split"]) == (2, 128)
+    assert fields["chunk_stages"] == kept.chunk_stages
+    assert Tiles.read("h200") == kept, "a rehearsal writes no tiles"
+
+
 def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
     made = timing.inputs(shape, seed=1)

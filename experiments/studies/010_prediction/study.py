@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -100,16 +100,20 @@ def predicted(
     return measure(llm, point, repeat).summary
 
 
-def roofline(model: Model, name: str) -> Roofline:
-    """The roofline of this device now: bytes/s of reading all weights once, operations/s of products with them."""
+def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
+    """A function that measures the roofline of this device: bytes/s of reading all weights once, operations/s of
+    products with them. The two programs are compiled once."""
     weights = lower_bounds.weights_of(model)
-    reading = seconds(lower_bounds.read_weights(model))
-    multiplying = seconds(lower_bounds.weight_products(model, PRODUCT_ROWS))
+    read, multiply = lower_bounds.read_weights(model), lower_bounds.weight_products(model, PRODUCT_ROWS)
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
-    bandwidth = sum(w.nbytes for w, _ in weights) / reading
-    rate = 2 * PRODUCT_ROWS * sum(m.outputs * m.inputs for _, m in weights) / multiplying
-    return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
+
+    def measured_now() -> Roofline:
+        bandwidth = sum(w.nbytes for w, _ in weights) / seconds(read)
+        rate = 2 * PRODUCT_ROWS * sum(m.outputs * m.inputs for _, m in weights) / seconds(multiply)
+        return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
+
+    return measured_now
 
 
 def seconds(work: lower_bounds.Run) -> float:
@@ -122,8 +126,20 @@ def seconds(work: lower_bounds.Run) -> float:
     return statistics.median(times[1:])
 
 
-def compare(file: Path, overrides: Sequence[str], repeats: int, quick: bool) -> tuple[dict[str, Compared], float]:
+def compare(
+    file: Path,
+    overrides: Sequence[str],
+    repeats: int,
+    quick: bool,
+    *,
+    only: Sequence[str] | None = None,
+    keep: Callable[[Mapping[str, Compared], float], None] = lambda found, error: None,
+) -> tuple[dict[str, Compared], float]:
     """Measure and predict every run `repeats` times, in turn, because machines drift. `overrides` apply to all runs.
+
+    Args:
+        only: names of `cases`, if not all of them are measured beside the fitted run.
+        keep: is given the result so far after each repeat.
 
     Returns the runs, and the median difference in per cent between the steps of the fitted runs and the fit. The
     prediction of a repeat uses the fitted run of that repeat only.
@@ -132,14 +148,16 @@ def compare(file: Path, overrides: Sequence[str], repeats: int, quick: bool) -> 
     first = point_of(file, *overrides)
     engines.get(first.experiment)  # compiles and allocates before the rate is measured
     rate = measured(engines, first, 0).summary["requests_per_s"]
-    runs = {FIT: tuple(overrides), **{name: (*overrides, *more) for name, more in cases(rate, quick).items()}}
+    others = {name: more for name, more in cases(rate, quick).items() if only is None or name in only}
+    runs = {FIT: tuple(overrides), **{name: (*overrides, *more) for name, more in others.items()}}
+    roofline = rooflines(engines.get(first.experiment).engine.model, first.experiment.model)
     found, fit_errors = {name: Compared([], [], []) for name in runs}, []
     with tempfile.TemporaryDirectory() as place:
         for repeat in range(repeats):
             folder = Path(place) / str(repeat)
             folder.mkdir()
             llm = engines.get(first.experiment)
-            step_time = roofline(llm.engine.model, first.experiment.model)
+            step_time = roofline()
             for name, of_run in runs.items():
                 point = point_of(file, *of_run)
                 result = measured(engines, point, repeat)
@@ -150,6 +168,7 @@ def compare(file: Path, overrides: Sequence[str], repeats: int, quick: bool) -> 
                     fit_errors.append(100 * cost.fit(cost.read_steps(steps)).error)
                 found[name].fitted.append(predicted(file, of_run, folder, repeat))
                 found[name].roofline.append(predicted(file, of_run, folder, repeat, step_time))
+            keep(found, statistics.median(fit_errors))
     return found, statistics.median(fit_errors)
 
 

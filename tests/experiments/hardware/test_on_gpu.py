@@ -1,60 +1,148 @@
-"""The session on a GPU: its order with parts that need no GPU, and the arguments of its real parts."""
+"""The session on a GPU: its order with parts that need no GPU, the arguments of its real parts, and its rehearsal."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments.hardware import on_gpu
-from experiments.hardware.on_gpu import PARTS, Part, main, parts, session
+from experiments.hardware.on_gpu import LIMITS, PARTS, Part, main, parts, rates, session
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.tiles import Tiles
 
 OK, BAD, SLOW = ("platform",), ("no.such.module",), ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)")
+needs_jax = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
+ROOT = Path(__file__).parents[3]
+
+
+def plan_of(rehearse: bool = False) -> list[Part]:
+    return parts("h200", Path("out"), "smollm2-135m", LIMITS, rehearse)
+
+
+def kept(out: Path) -> dict:
+    return json.loads((out / "session.json").read_text(encoding="utf-8"))
 
 
 def test_failed_part_does_not_stop_next_part(tmp_path, capsys):
-    assert not session([Part("one", BAD), Part("two", OK)], tmp_path, 5)
+    assert not session([Part("one", BAD), Part("two", OK)], tmp_path, 5, {"name": "a card"})
     printed = capsys.readouterr().out
     assert "one: failed with exit code 1" in printed
     assert "two: ok" in printed
     assert "No module named" in (tmp_path / "one.log").read_text()
+    assert kept(tmp_path)["name"] == "a card"
+    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [
+        ("one", "failed with exit code 1"),
+        ("two", "ok"),
+    ]
+    assert kept(tmp_path)["not_run"] == []
 
 
 def test_required_part_failure_stops_session(tmp_path, capsys):
     assert not session([Part("one", BAD, must=True), Part("two", OK)], tmp_path, 5)
     assert "two" not in capsys.readouterr().out
     assert not (tmp_path / "two.log").exists()
+    assert kept(tmp_path)["not_run"] == ["two"]
 
 
 def test_parts_beyond_time_limit_are_listed(tmp_path, capsys):
-    assert not session([Part("one", OK), Part("two", OK)], tmp_path, 0.4)
+    assert not session([Part("one", OK), Part("two", OK)], tmp_path, 0.1)
     assert "not run, no time left: one, two" in capsys.readouterr().out
+    assert kept(tmp_path)["not_run"] == ["one", "two"]
 
 
-def test_part_is_stopped_at_time_limit(tmp_path, capsys, monkeypatch):
+def test_part_is_stopped_at_the_sessions_limit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(on_gpu, "LEAST", 0.0)
     assert not session([Part("one", SLOW)], tmp_path, 2 / 60)
-    assert "one: stopped after" in capsys.readouterr().out
+    assert "one: stopped after 2 s" in capsys.readouterr().out
 
 
-def test_session_without_gpu_ends_with_reason(tmp_path, capsys):
+HANGS = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+if sys.argv[2] == "hang":
+    time.sleep(600)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie, which waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+@pytest.mark.parametrize(("then", "result"), [("hang", "stopped after 4 s"), ("end", "ok")])
+def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, then, result):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    file, began = tmp_path / "pid", time.monotonic()
+    plan = [Part("one", ("hangs", str(file), then), seconds=4), Part("two", OK)]
+    assert session(plan, tmp_path, 5) is (then == "end")
+    assert [one["result"] for one in kept(tmp_path)["parts"]] == [result, "ok"]
+    assert time.monotonic() - began < 60
+    pid, end = int(file.read_text()), time.monotonic() + 5
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not runs(pid)
+
+
+def test_the_engine_gets_the_rates_that_were_measured(tmp_path):
+    assert rates(tmp_path) == []
+    (tmp_path / "kernels.json").write_text('{"where": {}}')
+    assert rates(tmp_path) == []
+    (tmp_path / "kernels.json").write_text('{"card": {"copy_bytes_per_s": 3e12, "product_flops_per_s": 7e14}}')
+    assert rates(tmp_path) == ["--bandwidth", "3000000000000.0", "--rate", "700000000000000.0"]
+
+
+@needs_jax
+def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(LIMITS, "right", 100.0)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["--name", "h200", "--out", str(tmp_path)]) == 1
-    assert "nothing to measure" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "70 cases, 70 wrong" in printed
+    assert "the other parts are not run" in printed
+    assert "runs on platform 'gpu' and not on 'cpu'" in (tmp_path / "right.log").read_text()
+    assert kept(tmp_path)["not_run"] == list(PARTS[1:])
+
+
+@pytest.mark.skipif(jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX has the kernels")
+def test_an_old_jax_is_an_error(tmp_path, capsys):
+    assert main(["--name", "h200", "--out", str(tmp_path), "--rehearse"]) == 2
+    assert "the kernels need JAX 0.11 or newer, and this is 0.1" in capsys.readouterr().err
 
 
 def test_unknown_part_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--name", "h200", "--out", str(tmp_path), "--only", "foo"])
     assert "invalid choice: 'foo'" in capsys.readouterr().err
-    assert tuple(part.name for part in parts("h200", Path())) == PARTS
+    assert tuple(part.name for part in plan_of()) == PARTS
+    with pytest.raises(SystemExit, match="2"):
+        main(["--name", "h200", "--out", str(tmp_path), "--limits", "tune=soon"])
+    assert "'tune=soon' is no limit; write PART=SECONDS" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", parts("h200", Path("out")), ids=lambda part: part.name)
-def test_every_part_is_a_module_that_parses_its_arguments(part, monkeypatch):
+def test_limits_are_those_of_the_parts():
+    few = parts("h200", Path("out"), "model", LIMITS | dict([on_gpu.limit("right=60")]))
+    assert [part.seconds for part in few] == [60.0, *list(LIMITS.values())[1:]]
+    assert few[0].arguments[1:3] == ("--seconds", "50"), "a part that hangs says itself what it has found"
+    assert [part.must for part in few] == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("rehearse", [False, True], ids=["real", "rehearsal"])
+@pytest.mark.parametrize("which", PARTS)
+def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monkeypatch):
     class Parsed(Exception):
         pass
 
@@ -62,16 +150,44 @@ def test_every_part_is_a_module_that_parses_its_arguments(part, monkeypatch):
         raise Parsed(original(parser, words, namespace))
 
     original = argparse.ArgumentParser.parse_args
-    name, *words = part.arguments
+    name, *words = next(part.arguments for part in plan_of(rehearse) if part.name == which)
     module = importlib.import_module(name)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [name, *words])
-    with pytest.raises(Parsed):
+    with pytest.raises(Parsed) as found:
         module.main()
+    (parsed,) = found.value.args
+    assert str(parsed.json) == f"out/{which}.json"
+    assert parsed.rehearse is rehearse
 
 
-@pytest.mark.parametrize("name", ["experiments.hardware.on_gpu", *sorted({p.arguments[0] for p in parts("x", Path())})])
+@pytest.mark.parametrize("name", ["experiments.hardware.on_gpu", *(part.arguments[0] for part in plan_of())])
 def test_every_part_is_a_command(name):
     command = [sys.executable, "-m", name, "--help"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: ")
+
+
+@needs_jax
+@pytest.mark.slow
+def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    tiles = Tiles.read("h200")
+    limits = [f"{part}=600" for part in PARTS]
+    arguments = ["--name", "h200", "--out", str(tmp_path), "--rehearse", "--minutes", "30", "--limits", *limits]
+    assert main(arguments) == 0, capsys.readouterr().out
+    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [(part, "ok") for part in PARTS]
+    assert kept(tmp_path)["rehearsal"]
+    assert {file.name for file in tmp_path.iterdir()} == {"session.json"} | {
+        f"{part}.{kind}" for part in PARTS for kind in ("json", "log")
+    }
+    figures = {part: json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8")) for part in PARTS}
+    assert all(case["right"] for case in figures["right"])
+    assert len(figures["right"]) == 2
+    assert "rehearsal" in figures["tune"]["note"]
+    assert Tiles.read("h200") == tiles, "a rehearsal writes no tiles"
+    assert {row["contender"] for row in figures["kernels"]["rows"]} == {"xla"}
+    assert all(row["seconds"] > 0 for row in figures["kernels"]["rows"])
+    assert all(run["output_tokens_per_s"] > 0 for run in figures["engine"]["runs"])
+    assert [run["wrong"] for run in figures["goldens"]["runs"]] == [[], []]
+    assert set(figures["predict"]["runs"]) == {"all at once", "four fifths of the load"}

@@ -1,0 +1,95 @@
+"""How well does a simulation predict runs on this GPU? Study 010 (experiments/studies/010_prediction) with its kernels.
+
+    python -m experiments.hardware.gpu_prediction --json prediction.json
+    python -m experiments.hardware.gpu_prediction --model SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m experiments.hardware.gpu_prediction --rehearse      # on a CPU: one other run of few requests
+
+The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a smaller budget,
+which needs a second engine. The study's engine with blocks of 128 is left out, because an engine takes half a minute to
+compile. Nothing is written over the study's kept findings, which are of a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.core.environment import environment
+from pagedjax.weights.locate import located
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+STUDY = "experiments.studies.010_prediction.study"
+RUNS = ("four fifths of the load", "budget of 64", "other requests", "half the load")
+
+
+def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str, Any]:
+    """Mean errors in per cent by metric, and the values of every run and repeat."""
+    mean = lambda values: round(statistics.fmean(values), 3) if values else None  # noqa: E731
+    fitted = found[study.FIT]
+    return {
+        "fit_error": fit_error,
+        "errors": {
+            metric: {
+                "fitted to another run": mean(study.held_out(found, study.FITTED, path)),
+                "the fitted run itself": mean(study.errors(fitted.fitted, fitted.measured, path)),
+                "roofline alone": mean(study.held_out(found, study.ROOFLINE, path)),
+                "a repeat of the run": mean(study.repeated(found, path)),
+            }
+            for metric, path in study.METRICS.items()
+        },
+        "runs": {
+            name: {
+                metric: {way: [study.dig(one, path) for one in summaries] for way, summaries in runs._asdict().items()}
+                for metric, path in study.METRICS.items()
+            }
+            for name, runs in found.items()
+        },
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed")
+    parser.add_argument("--impl", default="pallas_gpu", help="attention implementation")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help="to predict")
+    parser.add_argument("--json", type=Path, help="write the figures to this file after each repeat")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: one other run of few requests")
+    args = parser.parse_args(argv)
+    if args.rehearse:
+        parser.set_defaults(impl="xla", dtype="float32", requests=8, repeats=2, runs=["four fifths of the load"])
+        args = parser.parse_args(argv)
+    try:
+        model = located(args.model).resolve(strict=True)
+    except FileNotFoundError as error:
+        print(f"error: --model {args.model}: {error}", file=sys.stderr)
+        return 2
+    study, where = importlib.import_module(STUDY), environment()
+    file = Path(study.__file__ or "").parent / "config.yaml"
+    overrides = [
+        *(f"model={model}", f"workload.count={args.requests}"),
+        *(f"engine.attention_impl={args.impl}", f"engine.dtype={args.dtype}"),
+    ]
+
+    def keep(found: Mapping[str, Any], fit_error: float) -> None:
+        figures = {"where": where, "overrides": overrides[1:], **summary(study, found, fit_error)}
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        print(f"{len(found[study.FIT].measured)} of {args.repeats} repeats", flush=True)
+
+    found, fit_error = study.compare(file, overrides, args.repeats, False, only=args.runs, keep=keep)
+    for metric, means in summary(study, found, fit_error)["errors"].items():
+        print(f"{metric:22} " + ", ".join(f"{name} {value} %" for name, value in means.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

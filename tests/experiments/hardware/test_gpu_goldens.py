@@ -1,0 +1,141 @@
+"""The check of a real model on a GPU, on a CPU: the model is right, and each kind of mistake is found."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from experiments.hardware import gpu_goldens
+from experiments.hardware.gpu_goldens import (
+    FACTOR,
+    GOLDENS,
+    MOST,
+    checked_model,
+    decoded,
+    differences,
+    faults,
+    forced,
+    judged,
+)
+from pagedjax import LLM
+
+TOKENS = 6
+KEPT = json.loads(GOLDENS.read_text(encoding="utf-8"))
+SHORT = sorted(KEPT["prompts"], key=lambda one: len(one["prompt_token_ids"]))[:4]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
+    return LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
+
+
+def found(llm, goldens, dtype="float32", impl="xla"):
+    """The result of an engine on this CPU."""
+    measured = {"forced": forced(llm, goldens, TOKENS), "decoded": decoded(llm, goldens, TOKENS), "seconds": 1.0}
+    return {"dtype": dtype, "impl": impl, **measured}
+
+
+def changed(golden, field, at, value):
+    return {**golden, field: [*golden[field][:at], value, *golden[field][at + 1 :]]}
+
+
+def test_the_model_on_a_cpu_gives_identical_tokens(llm):
+    one = found(llm, SHORT)
+    assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
+    assert max(one["forced"]["largest"], one["decoded"]["largest"]) < 1e-3
+    assert faults(one, None) == []
+
+
+def test_a_wrong_log_probability_is_found(llm):
+    wrong = changed(SHORT[1], "logprobs", 3, SHORT[1]["logprobs"][3] + 0.5)
+    one = found(llm, [SHORT[0], wrong])
+    assert one["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
+    assert one["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
+    assert any("forced: the mean difference is 0.042; the limit is 0.0001" in fault for fault in faults(one, None))
+
+
+def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(llm):
+    other = (SHORT[0]["token_ids"][2] + 1) % 1000
+    golden = changed(changed(SHORT[0], "token_ids", 2, other), "margins", 2, 0.3)
+    one = decoded(llm, [golden], TOKENS)
+    assert one["differ"] == [{"prompt": SHORT[0]["name"], "at": 2, "margin": 0.3}]
+    assert one["identical"] == 0
+    assert one["largest"] < 1e-3, "what follows another token is not compared"
+    result = {"dtype": "bfloat16", "impl": "pallas_gpu", "decoded": one, "forced": {"mean": 0.01, "largest": 0.1}}
+    (fault,) = faults(result, None)
+    assert f"token 2 of {SHORT[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2" in fault
+    assert faults({**result, "forced": {"mean": 0.01, "largest": 0.16}}, None) == []
+    assert len(faults({**result, "dtype": "float32", "forced": {"mean": 0.0, "largest": 1.0}}, None)) == 1
+
+
+def run(impl, mean, largest, dtype="bfloat16"):
+    differ = {"mean": mean, "largest": largest}
+    return {"dtype": dtype, "impl": impl, "forced": differ, "decoded": {**differ, "differ": []}}
+
+
+def test_the_kernels_may_not_be_much_worse_than_xla():
+    xla, near, far = run("xla", 0.01, 0.1), run("pallas_gpu", 0.015, 0.1), run("pallas_gpu", 0.021, 0.3)
+    assert [one["wrong"] for one in judged([near, xla])] == [[], []]
+    wrong = judged([far, xla])[0]["wrong"]
+    assert len(wrong) == 4
+    assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
+    assert judged([far])[0]["wrong"] == [], "the limits of the dtype are all there is without a result of XLA"
+    assert judged([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], "that of another dtype says nothing"
+
+
+@pytest.mark.parametrize("dtype", sorted(MOST))
+def test_both_may_not_be_wrong(dtype):
+    both = judged([run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)])
+    assert all(any("the limit is" in fault for fault in one["wrong"]) for one in both)
+
+
+def test_what_is_not_finite_or_failed_is_wrong():
+    assert differences([0.1, float("nan")]) == differences([]) == {"mean": float("inf"), "largest": float("inf")}
+    assert differences([0.1, -0.3]) == pytest.approx({"mean": 0.2, "largest": 0.3})
+    infinite = run("pallas_gpu", float("inf"), float("inf"))
+    assert any("the limit is" in fault for fault in faults(infinite, run("xla", 0.01, 0.1)))
+    failed = {"dtype": "bfloat16", "impl": "xla", "failed": "ValueError: no memory"}
+    assert judged([failed, run("pallas_gpu", 0.01, 0.1)])[0]["wrong"] == ["ValueError: no memory"]
+
+
+def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(tmp_path, monkeypatch, capsys):
+    def results(function, jobs, processes, seconds):
+        assert [(job.dtype, job.impl, job.tokens) for job in jobs] == [("bfloat16", "xla", 3), ("bfloat16", "cpu", 3)]
+        yield jobs[1], {**run("cpu", 0.01, 0.1), "seconds": 1.0} | {"decoded": DECODED}
+        assert len(json.loads(file.read_text())["runs"]) == 1
+        yield jobs[0], RuntimeError("no memory")
+
+    file = tmp_path / "goldens.json"
+    monkeypatch.setattr(gpu_goldens, "results", results)
+    options = ["--impls", "xla", "cpu", "--dtypes", "bfloat16", "--tokens", "3", "--json", str(file)]
+    assert gpu_goldens.main(options) == 1
+    right, failed = json.loads(file.read_text())["runs"]
+    assert right["wrong"] == []
+    assert failed["wrong"] == ["RuntimeError: no memory"]
+    printed = capsys.readouterr().out
+    assert "3 of 4 identical" in printed
+    assert "wrong: bfloat16 xla: RuntimeError: no memory" in printed
+
+
+DECODED = {"mean": 0.01, "largest": 0.1, "identical": 3, "of": 4, "differ": [{"prompt": "a", "at": 1, "margin": 0.1}]}
+
+
+def test_another_model_is_an_error(tmp_path, capsys):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"another model")
+    assert gpu_goldens.main(["--model", str(other)]) == 2
+    assert "not that of the goldens, b179c9523d0e..." in capsys.readouterr().err
+    assert gpu_goldens.main(["--model", str(tmp_path)]) == 2
+    assert "which is no file; give the .gguf file of smollm2-135m" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        gpu_goldens.main(["--tokens", "65"])
+    assert "--tokens is 65; the reference has 64" in capsys.readouterr().err
+    assert os.path.isfile(checked_model("smollm2-135m", KEPT["sha256"]))
+
+
+def test_the_reference_has_as_many_tokens_and_prompts_as_an_engine_is_made_for():
+    assert {len(one["token_ids"]) for one in KEPT["prompts"]} == {gpu_goldens.TOKENS}
+    assert len(KEPT["prompts"]) <= gpu_goldens.ROWS

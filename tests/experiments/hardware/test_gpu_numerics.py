@@ -1,0 +1,110 @@
+"""The check of the GPU kernels' numbers, without a GPU: its oracle, and what it says of wrong kernels."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.hardware import gpu_numerics
+from experiments.hardware.gpu_numerics import KINDS, TOLERANCE, Case, cases, checked, errors, exact
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.paged_attention.reference import paged_attention as reference
+
+SMALL = Case(64, 8, 3)
+xla = partial(paged_attention, impl="xla")
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 19), (5, 19), (19, 19)])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
+def test_exact_attention_equals_the_reference(count, length, options):
+    case, rng = Case(64, 8, 3, **options), np.random.default_rng(count)
+    q = rng.standard_normal((count, 6, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((length, 2, 64)).astype(np.float32) for _ in "kv")
+    paged = [np.pad(a, ((0, -length % 8), (0, 0), (0, 0))).reshape(-1, 8, 2, 64).swapaxes(1, 2) for a in (k, v)]
+    table, lengths = np.arange(len(paged[0]), dtype=np.int32)[None], np.array([length], np.int32)
+    first = np.array([0, count], np.int32)
+    expected = reference(q, *paged, table, lengths, first, scale=64**-0.5, **options)
+    np.testing.assert_allclose(exact(q, k, v, 3, case), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [SMALL, Case(64, 16, 4, window=33), Case(64, 16, 1, soft_cap=5.0)], ids=str)
+def test_plain_xla_is_right(case):
+    found = errors(case, impl=xla)
+    assert set(found) == set(KINDS)
+    assert 0 < max(found.values()) <= TOLERANCE
+
+
+def test_a_wrong_kernel_has_large_errors():
+    wrong_scale = lambda *args, scale, **options: xla(*args, scale=2 * scale, **options)  # noqa: E731
+    assert min(errors(SMALL, impl=wrong_scale).values()) > TOLERANCE
+
+
+def test_one_wrong_row_is_an_error_of_its_kind():
+    def last_token_forgotten(q, k, v, tables, lengths, first, **options):
+        shorter = jnp.where((first[1:] - first[:-1] == 1) & (lengths > 1), lengths - 1, lengths)
+        return xla(q, k, v, tables, shorter, first, **options)
+
+    found = errors(SMALL, impl=last_token_forgotten)
+    assert found.pop("decode") > TOLERANCE
+    assert max(found.values()) <= TOLERANCE
+
+
+def test_a_result_that_is_not_finite_is_an_infinite_error():
+    found = errors(SMALL, impl=lambda *args, **options: xla(*args, **options).at[0].set(jnp.nan))
+    assert found["decode"] == float("inf")
+
+
+def test_a_wrong_kernel_is_reported_as_wrong(monkeypatch):
+    wrong_scale = lambda *args, scale, **options: xla(*args, scale=2 * scale, **options)  # noqa: E731
+    for kernel, right in ((wrong_scale, False), (xla, True)):
+        monkeypatch.setattr(gpu_numerics.pallas_gpu, "paged_attention", kernel)
+        found = checked(SMALL, anywhere=True)
+        assert found["right"] is right
+        assert set(found["errors"]) == set(KINDS)
+
+
+def test_a_device_that_is_no_gpu_is_the_reason():
+    found = checked(SMALL)
+    assert not found["right"]
+    assert "runs on platform 'gpu' and not on 'cpu'; --rehearse interprets the kernels" in found["failed"]
+
+
+def hang_or_not(case: Case) -> dict[str, object]:
+    if case.window:
+        time.sleep(600)
+    return {"case": str(case)[4:], "errors": dict.fromkeys(KINDS, 0.0), "right": True}
+
+
+def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_numerics, "cases", lambda every: [SMALL._replace(window=33), SMALL])
+    monkeypatch.setattr(gpu_numerics, "checked", hang_or_not)
+    file = tmp_path / "found.json"
+    assert gpu_numerics.main(["--processes", "2", "--seconds", "10", "--json", str(file)]) == 1
+    right, hung = json.loads(file.read_text())
+    assert right["right"]
+    assert hung["failed"] == "not done after 10 s"
+    assert "window=33" in hung["case"]
+    assert "2 cases, 1 wrong" in capsys.readouterr().out
+
+
+def test_cases_have_every_size_and_every_option():
+    every = list(cases())
+    assert len(every) == 70
+    assert {case.d for case in every} == set(pallas_gpu.HEAD_SIZES)
+    assert {case.s for case in every} == set(pallas_gpu.BLOCK_SIZES)
+    assert any(case.window for case in every)
+    assert any(case.soft_cap for case in every)
+    assert len(list(cases(7))) < 15
+
+
+@pytest.mark.skipif(jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX interprets GPU kernels")
+def test_a_rehearsal_with_an_old_jax_is_an_error(capsys):
+    assert gpu_numerics.main(["--rehearse"]) == 2
+    assert "--rehearse needs JAX 0.11 or newer, and this is 0.1" in capsys.readouterr().err
