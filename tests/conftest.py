@@ -1,15 +1,20 @@
-"""Models and a browser that several tests share, and compilations that are kept between runs in .cache/."""
+"""Models and a browser that several tests share, compilations that are kept between runs in .cache/, and room for them
+in a process of thousands of tests."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import mappings
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
@@ -33,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     selected = any("[" in item.nodeid and "::" in argument for item in items[:1] for argument in item.config.args)
     if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
         raise pytest.UsageError(f"default_cases names cases that do not exist: {wrong}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """JAX keeps the program of each operation and shape that any test used. After thousands of tests they are all
+    the memory mappings that Linux allows a process, and the next engine's compilation is a segmentation fault. Programs
+    of engines that live on stay: the engines own them."""
+    yield
+    if "jax" in sys.modules and mappings.used() > mappings.limit() // 2:
+        sys.modules["jax"].clear_caches()
+        gc.collect()  # circles that hold engines
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device import step
 from pagedjax.engine import compilations, programs
 from pagedjax.engine.resolve import resolve
+from tests import mappings
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (4, 8, 16), "num_blocks": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -171,3 +173,22 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(tiny, mo
     assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
     with pytest.raises(AssertionError, match="traced > 3 times"):
         LLM(tiny, progress=False, **SIZES)  # the count is not blind: another engine traces again
+
+
+@pytest.mark.skipif(not mappings.used(), reason="this system does not count memory mappings")
+def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(tiny):
+    """Else a sweep of many engines ends in a segmentation fault, when Linux gives the process no more of them."""
+
+    def mapped() -> tuple[int, int]:
+        """By this process while an engine lives, and after it."""
+        llm = LLM(tiny, progress=False, **SIZES)
+        llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
+        while_it_lives = mappings.used()
+        del llm
+        gc.collect()
+        return while_it_lives, mappings.used()
+
+    _, before = mapped()  # JAX keeps programs of single operations, once for each shape
+    alive, after = zip(*(mapped() for _ in range(3)), strict=True)
+    assert min(alive) - before > 100 * len(SIZES["token_buckets"])
+    assert max(after) - before < (min(alive) - before) / 10
