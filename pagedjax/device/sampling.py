@@ -187,8 +187,24 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     logp = log_softmax(logits)
     chosen = jnp.take_along_axis(logp, tokens[:, None], axis=-1)
     width = min(MAX_TOP, logp.shape[-1])
-    top, ids = jax.lax.top_k(logp, width)
+    top, ids = jax.lax.platform_dependent(
+        logp, cuda=partial(by_maxima, k=width), default=lambda x: tuple(jax.lax.top_k(x, width))
+    )
     fill = ((0, 0), (0, MAX_TOP - width))
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
     ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)  # of a small vocabulary: no token
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
+
+
+def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` of finite x [B, V] as k maxima: ([B, k], [B, k] int32), of equal numbers the first ones.
+
+    XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA graph.
+    """
+    column, top, ids = jnp.arange(x.shape[-1], dtype=jnp.int32), [], []
+    for _ in range(k):
+        at = jnp.argmax(x, axis=-1).astype(jnp.int32)
+        top.append(x.max(-1))
+        ids.append(at)
+        x = jnp.where(column == at[:, None], -jnp.inf, x)
+    return jnp.stack(top, axis=-1), jnp.stack(ids, axis=-1)

@@ -139,8 +139,12 @@ def make_step(
             return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
 
         # the last layer of tokens that nobody samples after is needed for their log-probabilities alone
-        fewer = len(batch.last) < len(batch.tokens)
-        hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples) if fewer else every()
+        if len(batch.last) < len(batch.tokens):
+            hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples)
+        elif batch.targets is None:
+            hidden, prompt = finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
+        else:
+            hidden, prompt = every()
         sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
         return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
@@ -212,7 +216,8 @@ def make_draft(
 def _check(batch: Batch) -> None:
     (t,), (b,) = batch.tokens.shape, batch.seq_lens.shape
     for name in ("positions", "slots", "targets"):
-        check_shape(name, getattr(batch, name), (t,))
+        if name != "targets" or batch.targets is not None:
+            check_shape(name, getattr(batch, name), (t,))
     check_shape("block_tables", batch.block_tables, (b, None))
     check_shape("cu_q_lens", batch.offsets, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)

@@ -5,7 +5,8 @@
     cu_q_lens [B+1]  0      1      2      3                 8 8 ... 8       B = min(T, max_num_seqs)
     last [R]            0      1      2               7       0 0 ... 0       R = B without drafts
 
-In a step of decodes alone, row b has the token b. Where such steps have a program of their own, cu_q_lens is None.
+In a step of decodes alone, row b has the token b. Where such steps have a program of their own, cu_q_lens is None, and
+so is `targets`: a step in which a decode wants a prompt's log-probability is a mixed one.
 A row with k drafts has k more tokens, which are drafts, and k more samples: one after its known tokens and one after
 each draft. Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0.
 """
@@ -86,8 +87,9 @@ def pack(
         selects = np.zeros(t, bool)
         selects[:total] = positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
         selecting = Selecting(shapes.selection, selects)
-    offsets = None if total == rows and t in shapes.decodes else cu_q_lens
-    rows_and_samples = seq_lens, offsets, last, sampled_row, targets, sampling
+    if total == rows and t in shapes.decodes and (targets < 0).all():
+        cu_q_lens = targets = None
+    rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
     return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups, selecting=selecting)
 
 

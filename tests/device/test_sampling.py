@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.truncation import TOP_K, TOP_P
-from pagedjax.device.sampling import History, prompt_logprobs, sample
+from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
 from pagedjax.params import SamplingParams
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
@@ -716,3 +717,13 @@ def test_histories_of_any_length_take_no_memory():
     logits = jax.ShapeDtypeStruct((b, v), jnp.float32)
     compiled = jax.jit(sample).lower(logits, s, history, jnp.uint32(0)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 40), (4, 1000)])
+def test_maxima_are_those_of_a_sort(shape):
+    """On a GPU, log-probabilities are found by maxima; equal numbers come in the order of their ids."""
+    x = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32) / 4
+    k = min(20, shape[-1])
+    found, expected = jax.jit(partial(by_maxima, k=k))(x), tuple(jax.lax.top_k(x, k))
+    chex.assert_shape(found, (shape[0], k))
+    chex.assert_trees_all_equal(found, expected)
