@@ -160,33 +160,35 @@ def test_the_fastest_candidate_is_chosen_and_failing_ones_are_skipped(capsys, mo
     start = Tiles.read("h200")
     speeds = {128: 3.0, 256: None, 512: 1.0, 1024: 2.0, 2048: 4.0}
 
-    def seconds(shape, tiles):
-        if speeds[tiles.min_split] is None:
-            raise RuntimeError("out of registers")
-        return speeds[tiles.min_split]
+    def program(shape, rehearse, tiles):
+        return RuntimeError("out of registers") if speeds[tiles.min_split] is None else tiles
 
-    monkeypatch.setattr(tune, "seconds", seconds)
+    monkeypatch.setattr(tune, "inputs", lambda shape, seed: seed)
+    monkeypatch.setattr(tune, "program", program)
+    monkeypatch.setattr(tune, "device_times", lambda tiles, *_: timing.Times(speeds[tiles.min_split], 0.0))
     assert tune.best("splits", tune.split_candidates(start), tune.TYPICAL).min_split == 512
     assert "out of registers" in capsys.readouterr().out
-    monkeypatch.setattr(tune, "seconds", lambda *_: 1 / 0)
+    monkeypatch.setattr(tune, "device_times", lambda *_: 1 / 0)
     with pytest.raises(SystemExit, match="no candidate of splits runs"):
         tune.best("splits", tune.split_candidates(start), tune.TYPICAL)
 
 
 @needs_kernels
 def test_a_tuning_that_is_stopped_leaves_the_numbers_so_far(tmp_path, monkeypatch):
-    def timer(shape, tiles):
+    def program(shape, rehearse, tiles):
         if shape.queries > 1:
             raise KeyboardInterrupt
-        return float(tiles.decode_stages + tiles.min_split / 1000)
+        return tiles
 
-    kept, file = Tiles.read("h200"), tmp_path / "tune.json"
-    monkeypatch.setattr(tune, "rehearsed", timer)
+    kept, start, file = Tiles.read("h200"), Tiles.of("cpu"), tmp_path / "tune.json"
+    monkeypatch.setattr(tune, "program", program)
+    time = lambda tiles, *_: timing.Times(tiles.decode_stages + tiles.min_split / 1000, 0.0)  # noqa: E731
+    monkeypatch.setattr(tune, "device_times", time)
     with pytest.raises(KeyboardInterrupt):
         tune.main(["--name", "h200", "--rehearse", "--json", str(file)])
     fields = json.loads(file.read_text(encoding="utf-8"))
     assert (fields["decode_stages"], fields["min_split"]) == (2, 128)
-    assert fields["chunk_stages"] == kept.chunk_stages
+    assert fields["chunk_stages"] == start.chunk_stages
     assert Tiles.read("h200") == kept, "a rehearsal writes no tiles"
 
 

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from experiments.hardware import gpu_attention
-from experiments.hardware.gpu_attention import CHUNKS, DECODES, VERIFIED, compared, contenders, sees
+from experiments.hardware.gpu_attention import (
+    CHUNKS,
+    DECODES,
+    VERIFIED,
+    compared,
+    contenders,
+    measure,
+    of_torch,
+    prepared,
+    sees,
+)
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 from pallas_kernels.timing import Shape
 
@@ -15,11 +25,23 @@ DECODE, PROMPT, CHUNK = Shape(2, 1, 9, 2, 3, 8, 4), Shape(2, 8, 8, 2, 3, 8, 4), 
 
 
 def test_contenders_without_a_mask_for_chunks_are_left_out():
-    contiguous = {"cudnn, contiguous", "torch sdpa"}
-    assert set(contenders(DECODE, True)) == {"pallas_gpu", "xla", "jax triton (deprecated)", "torch flex"} | contiguous
-    assert set(contenders(PROMPT, True)) == {"pallas_gpu", "xla", "jax mosaic, contiguous", "torch flex"} | contiguous
-    assert set(contenders(CHUNK, True)) == {"pallas_gpu", "xla", "torch flex"}
-    assert set(contenders(CHUNK, False)) == {"pallas_gpu", "xla"}
+    mosaic = {f"jax mosaic 64 x {keys}, contiguous" for keys in (64, 128)}
+    assert set(contenders(DECODE)) == {"pallas_gpu", "xla", "cudnn, contiguous", "jax triton (deprecated)"}
+    assert set(contenders(PROMPT)) == {"pallas_gpu", "xla", "cudnn, contiguous"} | mosaic
+    assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
+    assert of_torch(DECODE) == of_torch(PROMPT) == ("torch sdpa", "torch flex")
+    assert of_torch(CHUNK) == ("torch flex",)
+
+
+def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
+    """cuDNN, which a CPU does not have."""
+    names, card = ["xla", "cudnn, contiguous"], {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9}
+    rows = [measure(row, card) for row in prepared([DECODE], names, with_torch=True)]
+    assert [row["contender"] for row in rows] == names
+    assert rows[0]["seconds"] > 0
+    assert rows[0]["share"] == pytest.approx(DECODE.cache_bytes / rows[0]["seconds"] / 1e9)
+    assert "seconds" not in rows[1]
+    assert rows[1]["error"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
@@ -47,7 +69,7 @@ def test_attention_on_contiguous_keys_equals_the_reference(shape, monkeypatch):
     """With XLA in place of cuDNN, which takes the same arguments."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", with_xla(jax.nn.dot_product_attention))
     q, k, v = (a.astype("float32") for a in gpu_attention.contiguous(shape, 0))
-    got = gpu_attention.cudnn(shape)(q, k, v)
+    got = gpu_attention.cudnn(shape).call(q, k, v)
     rows, width = shape.rows, -(-shape.context // shape.s)
     room = ((0, 0), (0, width * shape.s - shape.context), (0, 0), (0, 0))
     paged = [np.pad(a, room).reshape(rows * width, shape.s, shape.heads, shape.d).swapaxes(1, 2) for a in (k, v)]

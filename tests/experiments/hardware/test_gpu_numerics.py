@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from experiments.hardware import gpu_numerics
-from experiments.hardware.gpu_numerics import KINDS, TOLERANCE, Case, cases, checked, errors, exact
+from experiments.hardware.gpu_numerics import ALONE, KINDS, TOLERANCE, Case, cases, checked, errors, exact
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 
 SMALL = Case(64, 8, 3)
+EVERY = {*KINDS, ALONE}
 xla = partial(paged_attention, impl="xla")
 
 
@@ -37,7 +38,7 @@ def test_exact_attention_equals_the_reference(count, length, options):
 @pytest.mark.parametrize("case", [SMALL, Case(64, 16, 4, window=33), Case(64, 16, 1, soft_cap=5.0)], ids=str)
 def test_plain_xla_is_right(case):
     found = errors(case, impl=xla)
-    assert set(found) == set(KINDS)
+    assert set(found) == EVERY
     assert 0 < max(found.values()) <= TOLERANCE
 
 
@@ -47,27 +48,33 @@ def test_a_wrong_kernel_has_large_errors():
 
 
 def test_one_wrong_row_is_an_error_of_its_kind():
-    def last_token_forgotten(q, k, v, tables, lengths, first, **options):
-        shorter = jnp.where((first[1:] - first[:-1] == 1) & (lengths > 1), lengths - 1, lengths)
+    def last_token_forgotten(q, k, v, tables, lengths, first, *, alone, **options):
+        """Of decodes: of those in a call of their own, or of those among other rows."""
+        decodes = alone if first is None else (first[1:] - first[:-1] == 1) & (not alone)
+        shorter = jnp.where(decodes & (lengths > 1), lengths - 1, lengths)
         return xla(q, k, v, tables, shorter, first, **options)
 
-    found = errors(SMALL, impl=last_token_forgotten)
-    assert found.pop("decode") > TOLERANCE
-    assert max(found.values()) <= TOLERANCE
+    for alone, wrong in ((True, ALONE), (False, "decode")):
+        found = errors(SMALL, impl=partial(last_token_forgotten, alone=alone))
+        assert found.pop(wrong) > TOLERANCE
+        assert max(found.values()) <= TOLERANCE
 
 
 def test_a_result_that_is_not_finite_is_an_infinite_error():
     found = errors(SMALL, impl=lambda *args, **options: xla(*args, **options).at[0].set(jnp.nan))
-    assert found["decode"] == float("inf")
+    assert found["decode"] == found[ALONE] == float("inf")
 
 
 def test_a_wrong_kernel_is_reported_as_wrong(monkeypatch):
-    wrong_scale = lambda *args, scale, **options: xla(*args, scale=2 * scale, **options)  # noqa: E731
-    for kernel, right in ((wrong_scale, False), (xla, True)):
-        monkeypatch.setattr(gpu_numerics.pallas_gpu, "paged_attention", kernel)
+    def kernel(*args, scale, impl, factor, **options):
+        assert impl == "pallas_gpu"
+        return xla(*args, scale=factor * scale, **options)
+
+    for factor, right in ((2, False), (1, True)):
+        monkeypatch.setattr(gpu_numerics, "paged_attention", partial(kernel, factor=factor))
         found = checked(SMALL, anywhere=True)
         assert found["right"] is right
-        assert set(found["errors"]) == set(KINDS)
+        assert set(found["errors"]) == EVERY
 
 
 def test_a_device_that_is_no_gpu_is_the_reason():
@@ -79,7 +86,7 @@ def test_a_device_that_is_no_gpu_is_the_reason():
 def hang_or_not(case: Case) -> dict[str, object]:
     if case.window:
         time.sleep(600)
-    return {"case": str(case)[4:], "errors": dict.fromkeys(KINDS, 0.0), "right": True}
+    return {"case": str(case)[4:], "errors": dict.fromkeys(EVERY, 0.0), "right": True}
 
 
 def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
