@@ -13,8 +13,9 @@ right.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
 `jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
-scaled_dot_product_attention and FlexAttention. The table names those that are missing or fail. All compute the same
-causal attention: an alternative that has no causal mask for fewer queries than context tokens is left out there.
+scaled_dot_product_attention. They are timed at the shapes of `COMPARED`. The table names those that are missing or
+fail. All compute the same causal attention: an alternative that has no causal mask for fewer queries than context
+tokens is left out there.
 
 Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches whose pages together
 exceed the L2 cache; no rows share pages.
@@ -46,14 +47,15 @@ from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, Times, compiled, device_times, inputs
 
 ROUNDS = 9
-BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
+BEYOND_L2 = 128 << 20  # least bytes of the caches of a measurement
 
 
 DECODES = [
     *(Shape(64, 1, 4096, 8, 4, 128, s) for s in pallas_gpu.BLOCK_SIZES),
+    *(Shape(64, 1, 4096, heads, group, d, 16) for heads, group, d in ((8, 4, 64), (4, 8, 128), (4, 8, 64))),
     *(Shape(1, 1, 32768, 8, 4, 128, s) for s in (16, 128)),
     Shape(8, 1, 8192, 8, 4, 128, 16),
-    Shape(256, 1, 1024, 8, 4, 64, 16),
+    Shape(256, 1, 1024, 4, 8, 64, 16),
     Shape(64, 1, 1024, 3, 3, 64, 16),  # SmolLM2-135M
 ]
 VERIFIED = [  # for each number of rows the decode first, with which the others are compared
@@ -65,6 +67,12 @@ CHUNKS = [
     Shape(8, 2048, 2048, 8, 4, 128, 128),
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
+]
+# Where alternatives are timed too. Elsewhere it is the kernels alone: alternatives have no blocks, or take minutes.
+COMPARED = [
+    *(Shape(64, 1, 4096, 8, 4, d, 16) for d in (128, 64)),
+    Shape(8, 1, 8192, 8, 4, 128, 16),
+    Shape(8, 2048, 2048, 8, 4, 128, 16),
 ]
 REHEARSED = [
     *(Shape(2, queries, 32, 2, 3, 64, 16) for queries in (1, 4)),
@@ -97,6 +105,9 @@ def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
 
 
 # --- contenders: functions of `Inputs`, or on contiguous keys of (q [B, T, N, D], k [B, C, K, D], v) ------------------
+
+
+KERNELS, TORCH = ("pallas_gpu",), "torch sdpa, contiguous"
 
 
 class Contender(NamedTuple):
@@ -134,12 +145,6 @@ def causal_from_first_key(shape: Shape) -> bool:
     return shape.queries == shape.context
 
 
-def sees(shape: Shape) -> Callable[..., Any]:
-    """The mask of FlexAttention: the queries are the last tokens of the context."""
-    offset = shape.context - shape.queries
-    return lambda batch, head, query, key: key <= query + offset
-
-
 def cudnn(shape: Shape) -> Contender:
     call = partial(jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn")
     return Contender(call, contiguous)
@@ -159,8 +164,8 @@ def contiguous(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
     return q, k, v
 
 
-def torch_times(shape: Shape, name: str, copies: int) -> Times:
-    """Median device time of torch's attention on contiguous keys, by CUDA events."""
+def torch_times(shape: Shape, copies: int) -> Times:
+    """Median device time of torch's scaled_dot_product_attention on contiguous keys, by CUDA events."""
     import torch  # pyright: ignore[reportMissingImports]  (on the GPU machine)
     from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
@@ -169,15 +174,7 @@ def torch_times(shape: Shape, name: str, copies: int) -> Times:
 
     n = shape.heads * shape.group
     sets = [(tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv")) for _ in range(copies)]
-    if name == "torch flex":
-        from torch.nn.attention import flex_attention as flex  # pyright: ignore[reportMissingImports]
-
-        sizes = {"B": None, "H": None, "Q_LEN": shape.queries, "KV_LEN": shape.context}
-        mask = flex.create_block_mask(sees(shape), **sizes, device="cuda") if shape.queries > 1 else None
-        call: Any = partial(torch.compile(flex.flex_attention), enable_gqa=True, block_mask=mask)
-    else:
-        causal = shape.queries > 1
-        call = partial(functional.scaled_dot_product_attention, enable_gqa=True, is_causal=causal)
+    call: Any = partial(functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1)
     for one in sets:
         call(*one)
     times = []
@@ -203,11 +200,6 @@ def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
     elif square:
         found |= {f"jax mosaic 64 x {keys}, contiguous": partial(mosaic, shape, keys) for keys in (64, 128)}
     return found
-
-
-def of_torch(shape: Shape) -> tuple[str, ...]:
-    """Those of torch."""
-    return ("torch sdpa", "torch flex") if shape.queries == 1 or causal_from_first_key(shape) else ("torch flex",)
 
 
 def is_decode(shape: Shape) -> bool:
@@ -237,8 +229,11 @@ class Row(NamedTuple):
 
 
 def prepared(shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: bool) -> list[Row]:
-    """Compile every contender at every shape, side by side in threads; `names`: only these. Nothing is timed meanwhile,
-    because XLA tries programs on the GPU."""
+    """Compile the contenders at every shape, side by side in threads.
+
+    Nothing is timed meanwhile, because XLA tries programs on the GPU. `names`: only these; None is the kernels, and
+    all others at the shapes of COMPARED.
+    """
 
     def prepare(shape: Shape, name: str, find: Callable[[], Contender] | None) -> Row:
         if find is None:
@@ -252,15 +247,17 @@ def prepared(shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: b
 
     wanted = []
     for shape in shapes:
-        torch: dict[str, Any] = dict.fromkeys(of_torch(shape)) if with_torch else {}
-        wanted += [(shape, name, find) for name, find in (contenders(shape) | torch).items()]
+        torch = with_torch and (shape.queries == 1 or causal_from_first_key(shape))
+        found: dict[str, Any] = contenders(shape) | ({TORCH: None} if torch else {})
+        chosen = names or (found if shape in COMPARED else KERNELS)
+        wanted += [(shape, name, find) for name, find in found.items() if name in chosen]
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one: prepare(*one), [one for one in wanted if names is None or one[1] in names]))
+        return list(pool.map(lambda one: prepare(*one), wanted))
 
 
 def copies_of(shape: Shape) -> int:
     """The caches of a measurement."""
-    return min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
+    return min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 16)
 
 
 def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
@@ -271,7 +268,7 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
         if isinstance(row.program, Exception):
             raise row.program
         if row.contender is None:
-            times = torch_times(shape, row.name, copies)
+            times = torch_times(shape, copies)
         else:
             times = device_times(row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS)
     except Exception as error:

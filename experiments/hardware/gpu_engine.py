@@ -186,12 +186,12 @@ def by_name(kernels: Sequence[tuple[float, float, str]], steps: int, most: int =
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
-    parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
-    parser.add_argument("--lookahead", type=int, nargs="+", default=[1])
+    parser.add_argument("--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU")
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--buckets", type=int, nargs="+", help="token buckets (default: 64, 128, 256, the budget)")
+    parser.add_argument("--buckets", type=int, nargs="+", help="token buckets (default: the requests and the budget)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", type=int, default=10, metavar="STEPS", help="trace so many decode steps; 0: none")
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     requests = requests_of(args.requests, least, most, model.config.vocab_size)
     figures: dict[str, Any] = {"where": environment(), **{k: str(v) for k, v in vars(args).items()}, "runs": []}
     blocks = (args.lengths[1] + max(args.lengths[1], TRACED)) // args.block_size
-    buckets = args.buckets or sorted({64, 128, 256, args.budget})
+    buckets = args.buckets or sorted({args.requests, args.budget})
 
     def keep() -> None:
         if args.json:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import lower_bounds
-from experiments.hardware.gpu_attention import BEYOND_L2
 from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
@@ -36,6 +35,7 @@ from pagedjax.host.types import Plan, Request
 from pagedjax.params import SamplingParams
 from pallas_kernels.paged_attention import IMPLS
 
+BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
 SIZES = (16, 128)  # tokens a block
 TOGETHER = 10  # layers in a program of attention alone, which share the cost of its call
 WIDE = 256  # rows of the products that measure the rate of arithmetic

@@ -9,14 +9,13 @@ import pytest
 from experiments.hardware import gpu_attention
 from experiments.hardware.gpu_attention import (
     CHUNKS,
+    COMPARED,
     DECODES,
     VERIFIED,
     compared,
     contenders,
     measure,
-    of_torch,
     prepared,
-    sees,
 )
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 from pallas_kernels.timing import Shape
@@ -29,8 +28,6 @@ def test_contenders_without_a_mask_for_chunks_are_left_out():
     assert set(contenders(DECODE)) == {"pallas_gpu", "xla", "cudnn, contiguous", "jax triton (deprecated)"}
     assert set(contenders(PROMPT)) == {"pallas_gpu", "xla", "cudnn, contiguous"} | mosaic
     assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
-    assert of_torch(DECODE) == of_torch(PROMPT) == ("torch sdpa", "torch flex")
-    assert of_torch(CHUNK) == ("torch flex",)
 
 
 def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
@@ -44,11 +41,16 @@ def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
     assert rows[1]["error"] in capsys.readouterr().out
 
 
+def test_alternatives_are_timed_where_they_are_compared():
+    assert set(COMPARED) <= {*DECODES, *CHUNKS}
+    rows = prepared([CHUNK, DECODE], None, with_torch=True)
+    assert [(row.shape, row.name) for row in rows] == [(CHUNK, "pallas_gpu"), (DECODE, "pallas_gpu")]
+
+
 @pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
-def test_the_mask_of_flex_attention_shows_the_counted_pairs(shape):
-    shown = sees(shape)(0, 0, np.arange(shape.queries)[:, None], np.arange(shape.context)[None])
-    np.testing.assert_array_equal(shown, np.tri(shape.queries, shape.context, shape.context - shape.queries, bool))
-    assert 4 * shape.rows * shape.heads * shape.group * shape.d * shown.sum() == shape.flops
+def test_operations_are_those_of_the_pairs_that_are_seen(shape):
+    seen = np.tri(shape.queries, shape.context, shape.context - shape.queries, bool).sum()
+    assert 4 * shape.rows * shape.heads * shape.group * shape.d * seen == shape.flops
 
 
 def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_tokens():
@@ -58,7 +60,7 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
         for shape in VERIFIED
         for contender, factor in (("pallas_gpu", 1.0), ("xla", 10.0))
     ]
-    rows += [{"shape": VERIFIED[1]._asdict(), "contender": "torch flex", "error": "missing"}]
+    rows += [{"shape": VERIFIED[1]._asdict(), "contender": "torch sdpa, contiguous", "error": "missing"}]
     found = [(one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"]) for one in compared(rows)]
     assert found == [(n, queries, ratio) for n in (64, 1) for queries, ratio in ((4, 1.5), (8, 2.5)) for _ in range(2)]
     assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {(64, 1, 2048), (64, 4, 2048)}
