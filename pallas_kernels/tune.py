@@ -5,7 +5,7 @@
     python -m pallas_kernels.tune --name h200 --rehearse    # the same program on a CPU, with plain XLA; no tiles
 
 Each number is chosen with the shape that depends on it most, and the other numbers stay: tile and stages of a decode
-with 64 rows of 4,096 tokens, `min_split` with one row of 32,768, stages of a chunk with 4 prompts of 2,048. Candidates
+with 64 rows of 4,096 tokens, `min_split` with one row of 32,768 and one of 2,048, stages of a chunk with 4 prompts of 2,048. Candidates
 that do not fit into shared memory are skipped. Times are medians on the device (CUPTI). The file is written after each
 number, so a tuning that is stopped leaves what it found.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -71,38 +72,50 @@ def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
         return error
 
 
-def best(name: str, candidates: Iterable[Tiles], shape: Shape, rehearse: bool = False) -> Tiles:
-    """Returns the fastest candidate. Prints them all, also those that do not compile.
+def best(name: str, candidates: Iterable[Tiles], *shapes: Shape, rehearse: bool = False) -> Tiles:
+    """Returns the candidate with the smallest product of its times. Prints them all, also those that do not compile.
 
     Args:
         rehearse: time plain XLA, which has no tiles, for few tokens: to run this program without a GPU.
     """
-    if rehearse:
-        shape = shape._replace(rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1)
-    timed: list[tuple[float, Tiles]] = []
-    chosen, sets = list(candidates), [inputs(shape, seed) for seed in range(2)]
-    with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(partial(program, shape, rehearse), chosen))
-    for tiles, made in zip(chosen, programs, strict=True):
-        try:
-            if isinstance(made, Exception):
-                raise made
-            timed.append((device_times(made, sets, 1 if rehearse else ROUNDS).seconds, tiles))
-            print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
-    if not timed:
+    chosen = list(candidates)
+    products = [1.0] * len(chosen)
+    for shape in shapes:
+        if rehearse:
+            shape = shape._replace(rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1)
+        sets = [inputs(shape, seed) for seed in range(2)]
+        with ThreadPoolExecutor() as pool:
+            programs = list(pool.map(partial(program, shape, rehearse), chosen))
+        for i, (tiles, made) in enumerate(zip(chosen, programs, strict=True)):
+            products[i] *= timed(name, tiles, made, sets, 1 if rehearse else ROUNDS)
+    if not chosen or min(products) == math.inf:
         raise SystemExit(f"error: no candidate of {name} runs; the kernels are broken on this device")
-    return min(timed)[1]
+    return chosen[products.index(min(products))]
+
+
+def timed(name: str, tiles: Tiles, made: Any, sets: Sequence[Any], rounds: int) -> float:
+    """Returns the seconds of a candidate's program; infinity for one that does not run."""
+    try:
+        if isinstance(made, Exception):
+            raise made
+        seconds = device_times(made, sets, rounds).seconds
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
+        return math.inf
+    print(f"{name}: {1e6 * seconds:9.1f} us  {tiles}", flush=True)
+    return seconds
 
 
 def tuned(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
     """Yields the tiles after each number that was chosen; the last ones are the result."""
     tiles = start
+    choose = partial(best, rehearse=rehearse)
     for d in pallas_gpu.HEAD_SIZES:
-        yield (tiles := best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d), rehearse))
-    yield (tiles := best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768), rehearse))
-    yield best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048), rehearse)
+        yield (tiles := choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d)))
+    # a short context gains most by parts, and a long one loses least by few
+    single = [TYPICAL._replace(rows=1, context=context) for context in (2048, 32768)]
+    yield (tiles := choose("splits", split_candidates(tiles), *single))
+    yield choose("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
 
 
 def as_json(tiles: Tiles, note: str) -> str:

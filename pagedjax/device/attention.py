@@ -23,9 +23,9 @@ from pallas_kernels.shared.page_bits import read, stored
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
 
-# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" and "pallas_tpu" are not in the list
-# until they have run on a GPU and on a TPU.
-DEFAULTS = "cpu", "xla"
+# The first one that can serve is the default. "xla" runs everywhere. "pallas_tpu" is not in the list until it has run on
+# a TPU; "pallas_gpu" is since its first run (experiments/results/h200).
+DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
 def find(name: str) -> Implementation:
