@@ -3,7 +3,6 @@ in a process of thousands of tests."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
@@ -42,13 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs() -> Iterator[None]:
-    """JAX keeps the program of each operation and shape that any test used. After thousands of tests they are all
-    the memory mappings that Linux allows a process, and the next engine's compilation is a segmentation fault. Programs
-    of engines that live on stay: the engines own them."""
+    """JAX keeps the program of each operation and shape that any test used, and FastAPI the engine of each server.
+    After thousands of tests they have all the memory mappings that Linux allows a process, and compiling the next
+    engine is a segmentation fault. Engines of fixtures keep their programs."""
     yield
     if "jax" in sys.modules and mappings.used() > mappings.limit() // 2:
         sys.modules["jax"].clear_caches()
-        gc.collect()  # circles that hold engines
+        mappings.forget_applications()
 
 
 @pytest.fixture(scope="session")

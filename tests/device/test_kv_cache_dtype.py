@@ -50,6 +50,7 @@ def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
         chex.assert_type([*pages.k, *pages.v], jnp.dtype(stored))
 
 
+@pytest.mark.default_cases("drawn")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
     """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads the same."""

@@ -91,7 +91,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.default_cases("cpu", "xla")
+@pytest.mark.default_cases("cpu")
 @pytest.mark.parametrize("name", ENGINES)
 def test_rows_of_many_adapters_are_as_in_models_that_have_them_merged(name, model, folders, alone):
     llm = LLM(model, **SIZES | ENGINES[name], **LORA)

@@ -67,6 +67,7 @@ def test_lazy_programs_are_kept_too(tiny, folder):
     assert options() == before
 
 
+@pytest.mark.default_cases("lazy")
 @pytest.mark.parametrize("compilation", ["eager", "lazy"])
 def test_the_cache_can_be_switched_off(tiny, folder, compilation):
     made = LLM(tiny, progress=False, compilation_cache=False, compilation=compilation, **SIZES)

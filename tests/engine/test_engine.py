@@ -71,10 +71,7 @@ def everyone() -> dict:
     return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.default_cases(
-    "{'block_size': 1, 'num_blocks': 600}",
-    "{'block_size': 16, 'max_num_batched_tokens': 512, 'token_buckets': (8, 512)}",
-)
+@pytest.mark.default_cases("{'block_size': 8, 'max_num_batched_tokens': 16, 'token_buckets': (16,)}")
 @pytest.mark.parametrize(
     "config",
     [

@@ -363,6 +363,7 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
         LLM(tiny, progress=False, speculative={**options, "method": f"{file}:NONE"}, **CONFIG)
 
 
+@pytest.mark.default_cases("320", "-1")
 @pytest.mark.parametrize("wrong", [320, -1, 2**40, 0.5])
 def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, monkeypatch, wrong):
     drafts = [wrong]

@@ -47,7 +47,7 @@ def run(llm, params, forks=()):
     return tokens, events, computed
 
 
-@pytest.mark.default_cases("caching-alone-drawn", "cold-in groups-greedy", "caching-in groups-drawn")
+@pytest.mark.default_cases("cold-in groups-greedy", "caching-in groups-drawn")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("impl", HERE)
+def every(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers. The others are compiled by XLA, a
+    second for two cases, so the default run has two of the four kinds."""
+    kinds = [(impl, int8, dtype) for impl in HERE for int8 in (False, True) for dtype in ("float32", "bfloat16")]
+    cases = [
+        pytest.param(
+            *(impl, name, int8, dtype),
+            marks=() if impl == "cpu" or int8 == (dtype == "bfloat16") else pytest.mark.slow,
+            id="-".join((impl, name, *(["int8"] if int8 else []), dtype)),
+        )
+        for impl, int8, dtype in kinds
+        for name in names
+    ]
+    return pytest.mark.parametrize(("impl", "name", "int8", "dtype"), cases)
+
+
+@every(CASES)
 def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
     assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
 
@@ -241,10 +255,7 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("name", PADDED)
-@pytest.mark.parametrize("impl", HERE)
+@every(PADDED)
 def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, name, int8, dtype):
     """As in a step, whose bucket has more tokens than the step."""
     options = {"t": 40, **PADDED[name]}

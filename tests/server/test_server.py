@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax import LLM, cli
+from pagedjax.server.app import Options, create_app
 from pagedjax.server.metrics import Metrics
+from tests import mappings
 from tests.server.support import (
     ENGINE,
     GREEDY,
@@ -194,6 +197,15 @@ def test_metrics_add_up(tiny):
     assert value("kv_cache_usage_perc") == 0
     inference, queue = value("request_inference_time_seconds_sum"), value("request_queue_time_seconds_sum")
     assert value("e2e_request_latency_seconds_sum") == pytest.approx(inference + queue, rel=0.2)
+
+
+def test_tests_can_free_the_engine_of_a_server_that_is_gone(tiny):
+    """Else the memory mappings of all of them end the process of the tests."""
+    app = create_app(LLM(tiny, progress=False, **ENGINE | {"compilation": "lazy"}), Options(name="tiny"))
+    engine = weakref.ref(app.state.worker.llm.engine)
+    del app
+    mappings.forget_applications()
+    assert engine() is None
 
 
 def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
