@@ -23,8 +23,8 @@ from pallas_kernels.shared.page_bits import read, stored
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
 
-# The first one that can serve is the default. "xla" runs everywhere. "pallas_tpu" is not in the list until it has run on
-# a TPU; "pallas_gpu" is since its first run (experiments/results/h200).
+# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" is here since its first run
+# (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU.
 DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
