@@ -5,9 +5,9 @@
     python -m pallas_kernels.tune --name h200 --rehearse    # the same program on a CPU, with plain XLA; no tiles
 
 Each number is chosen with the shape that depends on it most, and the other numbers stay: tile and stages of a decode
-with 64 rows of 4,096 tokens, `min_split` with one row of 32,768 and one of 2,048, stages of a chunk with 4 prompts of 2,048. Candidates
-that do not fit into shared memory are skipped. Times are medians on the device (CUPTI). The file is written after each
-number, so a tuning that is stopped leaves what it found.
+with 64 rows of 4,096 tokens, `min_split` with one row of 32,768 and one of 2,048, stages of a chunk with 4 prompts of
+2,048. Candidates that do not fit into shared memory are skipped. Times are medians on the device (CUPTI). The file is
+written after each number, so a tuning that is stopped leaves what it found.
 """
 
 from __future__ import annotations
