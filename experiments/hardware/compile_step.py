@@ -14,6 +14,9 @@ time that they take on the chip's links, by a roofline (experiments/simulation/c
 refuses the step, if the cache is not updated in place, if a cache array is copied whole, or if the devices exchange
 anything but what a step must (exchanges.py).
 
+For a GPU it prints too what the host launches (launches.py). A step of no more `--tokens` than `--rows` is one of
+decodes alone.
+
 `--layers` compiles a step of fewer layers. Weights and cache are then those of all layers: they grow linearly with the
 layers. The step's own memory is that of the compiled one.
 """
@@ -27,7 +30,7 @@ import sys
 import jax
 
 from experiments.bench.random_llama import SHAPES
-from experiments.hardware import compilers, exchanges
+from experiments.hardware import compilers, exchanges, launches
 from experiments.hardware.compiled import Plan, Room, Step, fitted, on_mesh, on_one_device, room
 from experiments.hardware.compilers import TARGETS, Target
 from pagedjax.config import MeshConfig, from_dict
@@ -154,6 +157,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {missing}", file=sys.stderr)
         return 2
     compilers.prepare(target)
+    if target.platform == "cuda":
+        launches.log_graphs()
     where = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
     name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
     if left_out := whole.layers - config.layers:
@@ -170,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     lines = [str(placement) if placement else "", memory_lines(has, step, fit, plan, (config.layers, whole.layers))]
     lines.append(exchange_lines(step, config, target, plan, n, left_out))
+    lines.append(launches.lines(step.kinds, step.graphs) if step.kinds else "")
     lines.append(f"{name}: compiled for {where} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}")
     wrong = faults(step)
     print("\n".join(line for line in [*lines, "the cache is updated in place" * (not wrong)] if line))

@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from experiments.hardware import compilers, exchanges, hlo
+from experiments.hardware import compilers, exchanges, hlo, launches
 from experiments.hardware.compilers import Target
 from experiments.hardware.exchanges import Found
 from pagedjax.device import attention, cache, memory
@@ -28,9 +28,11 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
 from pagedjax.engine.pack import pack
+from pagedjax.engine.programs import compiler_options
 from pagedjax.engine.resolve import block_shape
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.weights.tree import name_of
+from pallas_kernels import aot
 
 DTYPE = "bfloat16"  # of activations and of the cache
 NO_MEMORY = re.compile("ran out of memory (on|in memory space) hbm", re.IGNORECASE)
@@ -78,6 +80,7 @@ class Step(NamedTuple):
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
     found: the exchanges. must: those that it must have. rings: how the compiler does them, if it says so.
+    kinds: what the host launches, and graphs: the CUDA graphs of it, for a GPU.
     """
 
     activations: int
@@ -90,6 +93,8 @@ class Step(NamedTuple):
     must: tuple[exchanges.Wanted, ...]
     rings: Counter[str]
     seconds: float
+    kinds: tuple[launches.Kind, ...] = ()
+    graphs: int | None = None
 
 
 # --- the model and the arguments, as shapes --------------------------------------------------------------------------
@@ -154,16 +159,21 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     step = make_step(model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0)
     batch = _placed(blank_batch(model, plan, attention.find(target.impl).decodes_alone), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)
-    started = time.perf_counter()
+    started, gpu = time.perf_counter(), target.platform == "cuda"
     try:
         with nullcontext() if placement else compilers.of_device(device):
             lowered = step.trace(leaves, pages, batch).lower(lowering_platforms=(target.platform,))  # pyright: ignore
-            compiled = lowered.compile()
+            with aot.everything_printed() if gpu else nullcontext(str) as printed:
+                compiled = lowered.compile(compiler_options("gpu" if gpu else target.platform))
     except jax.errors.JaxRuntimeError as error:
         if not NO_MEMORY.search(str(error)):
             raise
         return None
-    return _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started)
+    found = _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started)
+    if not gpu:
+        return found
+    kinds = launches.kinds(hlo.parse(compiled.as_text()))
+    return found._replace(kinds=kinds, graphs=launches.graphs(printed()))
 
 
 def _placed(tree: Any, sharding: Any) -> Any:

@@ -1,0 +1,86 @@
+"""What the host launches in one run of a program that was compiled for a GPU: from the compiler's text and its log.
+
+A launch is an instruction of the program that is a kernel, or a copy. Those in a branch may not run and are not
+counted; those in a loop run as often as its body, where the compiler prints how often. XLA joins launches into CUDA
+graphs, of which the host launches each once. It says so in its log (`graphs`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from experiments.hardware import hlo
+
+# instructions that move and compute nothing
+NOTHING = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "conditional",
+    "while",
+    "call",
+    "after-all",
+}
+ATTENTION = "attention"  # the kernels of pallas_kernels
+NUMBERS = re.compile(r"[.\d]+$|(?<=_)\d+(?=\.)")
+LOGGED = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
+GRAPH = "Creating command buffer thunk with the following thunks"
+
+
+class Kind(NamedTuple):
+    """Launches of one kind: their number, and the bytes of what they return."""
+
+    name: str
+    launches: int
+    nbytes: int
+
+
+def kinds(program: hlo.Program) -> tuple[Kind, ...]:
+    """The launches by kind, the most frequent first.
+
+    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion".
+    """
+    launches: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    for one, times in _launched(hlo.sites(program)):
+        name = ATTENTION if "mosaic_gpu" in one.attributes else NUMBERS.sub("", one.name.removesuffix(".clone"))
+        launches[name] = launches.get(name, 0) + times
+        nbytes[name] = nbytes.get(name, 0) + times * sum(array.nbytes for array in one.results)
+    return tuple(sorted((Kind(name, n, nbytes[name]) for name, n in launches.items()), key=lambda kind: -kind.launches))
+
+
+def _launched(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
+    for site in sites:
+        if not site.fused and not site.branch and site.instruction.opcode not in NOTHING:
+            yield site.instruction, site.times
+
+
+def log_graphs() -> None:
+    """Have XLA log its graphs. It reads this when it is loaded, so before a backend starts."""
+    os.environ["TF_CPP_VMODULE"] = LOGGED
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+
+
+def graphs(log: str) -> int | None:
+    """The CUDA graphs of a program, by what the compiler printed; None if it logged nothing.
+
+    With one, the whole program is a graph: branches that could not be in one would have graphs of their own.
+    """
+    found = log.count(GRAPH)
+    return found if found or "command_buffer_conversion_pass" in log else None
+
+
+def lines(found: tuple[Kind, ...], graph_count: int | None, most: int = 12) -> str:
+    """A table for people."""
+    total = sum(kind.launches for kind in found)
+    said = "" if graph_count is None else f", in {graph_count} CUDA graph{'s' * (graph_count != 1)}"
+    rows = [f"{total} launches outside of branches{said}:"]
+    rows += [f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in found[:most]]
+    if rest := found[most:]:
+        rows.append(f"  {sum(k.launches for k in rest):5}  {sum(k.nbytes for k in rest) / 2**20:9.1f} MiB  other kinds")
+    return "\n".join(rows)

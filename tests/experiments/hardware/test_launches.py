@@ -1,0 +1,87 @@
+"""Launches of a program as text, and its CUDA graphs as the compiler logs them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.hardware import hlo, launches
+from experiments.hardware.launches import ATTENTION, GRAPH, Kind
+
+PROGRAM = """HloModule jit_step
+
+%add (p.1: f32[8,4]) -> f32[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  ROOT %sum.1 = f32[8,4]{1,0} add(%p.1, %p.1)
+}
+
+%body (loop: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %loop = (s32[], f32[8,4]{1,0}) parameter(0)
+  %item = f32[8,4]{1,0} get-tuple-element(%loop), index=1
+  %loop_add_fusion.7 = f32[8,4]{1,0} fusion(%item), kind=kLoop, calls=%add
+  ROOT %next = (s32[], f32[8,4]{1,0}) tuple(%item, %loop_add_fusion.7)
+}
+
+%end (loop.1: (s32[], f32[8,4])) -> pred[] {
+  %loop.1 = (s32[], f32[8,4]{1,0}) parameter(0)
+  ROOT %less.2 = pred[] fusion(%loop.1), kind=kLoop, calls=%add
+}
+
+%yes (x.1: f32[8,4]) -> f32[8,4] {
+  %x.1 = f32[8,4]{1,0} parameter(0)
+  ROOT %only_in_a_branch = f32[8,4]{1,0} fusion(%x.1), kind=kLoop, calls=%add
+}
+
+%no (x.2: f32[8,4]) -> f32[8,4] {
+  ROOT %x.2 = f32[8,4]{1,0} parameter(0)
+}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %loop_add_fusion = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%add
+  %mpmd_map.3 = f32[8,4]{1,0} custom-call(%loop_add_fusion), custom_call_target="mosaic_gpu_v2"
+  %walk = (s32[], f32[8,4]{1,0}) while(%mpmd_map.3), condition=%end, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %got = f32[8,4]{1,0} get-tuple-element(%walk), index=1
+  %copy.12 = f32[8,4]{1,0} copy(%got)
+  ROOT %cond.1.clone = f32[8,4]{1,0} conditional(%copy.12, %x, %x), branch_computations={%yes, %no}
+}
+"""
+
+
+def test_launches_are_counted_by_kind_with_loops_and_without_branches():
+    found = {kind.name: kind for kind in launches.kinds(hlo.parse(PROGRAM))}
+    assert found["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128)
+    assert found[ATTENTION] == Kind(ATTENTION, 1, 128)
+    assert found["copy"] == Kind("copy", 1, 128)
+    assert "only_in_a_branch" not in found
+    assert set(found) == {"loop_add_fusion", ATTENTION, "copy", "less"}
+    assert [kind.launches for kind in launches.kinds(hlo.parse(PROGRAM))] == sorted(
+        (kind.launches for kind in found.values()), reverse=True
+    )
+
+
+def test_a_compiled_program_has_launches():
+    text = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile().as_text()
+    assert sum(kind.launches for kind in launches.kinds(hlo.parse(text))) >= 1
+
+
+@pytest.mark.parametrize(
+    ("log", "number"),
+    [
+        ("", None),
+        ("I command_buffer_conversion_pass.cc:392] Thunk kind kWhile lowering is not enabled", 0),
+        (f"I command_buffer_conversion_pass.cc:1] {GRAPH}: a, b\nother\nI pass.cc] {GRAPH}: c", 2),
+    ],
+)
+def test_graphs_are_counted_in_the_compilers_log(log, number):
+    assert launches.graphs(log) == number
+
+
+def test_the_table_names_the_rest(capsys):
+    many = tuple(Kind(f"kind {i}", 2, 1 << 20) for i in range(15))
+    text = launches.lines(many, 1)
+    assert text.startswith("30 launches outside of branches, in 1 CUDA graph:\n")
+    assert text.endswith("6        3.0 MiB  other kinds")
+    assert launches.lines(many[:1], None).startswith("2 launches outside of branches:\n")
