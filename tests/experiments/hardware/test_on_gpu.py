@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def test_limits_are_those_of_the_parts():
     few = parts("h200", Path("out"), "model", LIMITS | dict([on_gpu.limit("right=60")]))
     assert [part.seconds for part in few] == [60.0, *list(LIMITS.values())[1:]]
     assert few[0].arguments[1:3] == ("--seconds", "50"), "a part that hangs says itself what it has found"
-    assert [part.must for part in few] == [True] + [False] * 5
+    assert [part.must for part in few] == [True] + [False] * (len(PARTS) - 1)
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["real", "rehearsal"])
@@ -174,14 +175,15 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     tiles = Tiles.read("h200")
     limits = [f"{part}=600" for part in PARTS]
+    ran = [part for part in PARTS if part not in on_gpu.OF_TORCH or importlib.util.find_spec("torch")]
     arguments = ["--name", "h200", "--out", str(tmp_path), "--rehearse", "--minutes", "30", "--limits", *limits]
     assert main(arguments) == 0, capsys.readouterr().out
-    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [(part, "ok") for part in PARTS]
+    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [(part, "ok") for part in ran]
     assert kept(tmp_path)["rehearsal"]
     assert {file.name for file in tmp_path.iterdir()} == {"session.json"} | {
-        f"{part}.{kind}" for part in PARTS for kind in ("json", "log")
+        f"{part}.{kind}" for part in ran for kind in ("json", "log")
     }
-    figures = {part: json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8")) for part in PARTS}
+    figures = {part: json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8")) for part in ran}
     assert all(case["right"] for case in figures["right"])
     assert len(figures["right"]) == 2
     assert "rehearsal" in figures["tune"]["note"]

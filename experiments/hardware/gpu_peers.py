@@ -1,0 +1,115 @@
+"""The requests of `gpu_engine` in another engine on the same GPU: transformers' continuous batching, on torch.
+
+    python -m experiments.hardware.gpu_peers --json peers.json
+
+Model, dtype and requests are those of `gpu_engine`: a Llama of random weights, nano-vllm's lengths, all requests at
+once, and every request ends at its own length. Its figures are output tokens/s and seconds, as there. transformers has
+its own choice of blocks and budget; it fills the memory of the GPU with its cache.
+
+vLLM is not here: what it needs is not on every machine. `experiments.bench.peers` has an adapter for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.bench.random_llama import SHAPES
+from experiments.core.environment import environment
+from experiments.hardware.gpu_engine import Request, requests_of
+
+NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name of its own
+WARM = 8  # requests before the timed ones
+REHEARSED: dict[str, Any] = {"shape": "small", "dtype": "float32", "requests": 4, "lengths": (5, 20)}
+
+
+def llama(shape: str, dtype: str) -> Any:
+    """A Llama of random weights on torch, on its GPU if there is one."""
+    import torch  # pyright: ignore[reportMissingImports]  (not a dependency)
+    import transformers
+
+    known = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    attention = "sdpa" if known >= NO_PREFIX else "paged|sdpa"
+    torch.manual_seed(0)
+    options = {"attn_implementation": attention, "dtype": getattr(torch, dtype)}
+    model: Any = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**SHAPES[shape]), **options)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, Any]:
+    """The figures of all requests, served at once, after some that warm the engine up.
+
+    Raises:
+        RuntimeError: a request has not as many tokens as it asked for, or the time is over.
+    """
+    import transformers
+
+    most = max(tokens for _, tokens in requests)
+    settings = transformers.GenerationConfig(
+        do_sample=True, temperature=0.6, max_new_tokens=most, eos_token_id=-1, pad_token_id=0
+    )
+    with model.continuous_batching_context_manager(generation_config=settings, timeout=5) as manager:
+        run(manager, [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]], "warm", seconds)
+        took = run(manager, requests, "timed", seconds)
+    tokens = sum(count for _, count in requests)
+    total = tokens + sum(len(prompt) for prompt, _ in requests)
+    rates = {"output_tokens_per_s": tokens / took, "total_tokens_per_s": total / took}
+    return {"seconds": took, "output_tokens": tokens, **rates}
+
+
+def run(manager: Any, requests: Sequence[Request], name: str, seconds: float) -> float:
+    """The seconds from the first request to the end of the last one."""
+    began, wanted = time.perf_counter(), {}
+    for i, (prompt, tokens) in enumerate(requests):
+        wanted[f"{name} {i}"] = tokens
+        manager.add_request(prompt, request_id=f"{name} {i}", max_new_tokens=tokens, eos_token_id=-1)
+    while wanted:
+        if (left := began + seconds - time.perf_counter()) <= 0:
+            raise RuntimeError(f"{len(wanted)} of {len(requests)} requests were not done after {seconds:.0f} s")
+        found = manager.get_result(timeout=min(left, 5.0))
+        if found is None or not found.is_finished():
+            continue
+        if len(found.generated_tokens) != (asked := wanted.pop(found.request_id)):
+            raise RuntimeError(f"{found.request_id} has {len(found.generated_tokens)} tokens and asked for {asked}")
+    return time.perf_counter() - began
+
+
+def versions() -> dict[str, str]:
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "gpu": gpu}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
+    parser.add_argument("--seconds", type=float, default=110.0, help="stop after this time")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few requests to a tiny model")
+    args = parser.parse_args(argv)
+    if args.rehearse:
+        parser.set_defaults(**REHEARSED)
+        args = parser.parse_args(argv)
+    least, most = args.lengths
+    requests = requests_of(args.requests, least, most, SHAPES[args.shape]["vocab_size"])
+    figures = serve(llama(args.shape, args.dtype), requests, args.seconds)
+    figures = {"engine": "transformers, continuous batching", **versions(), **figures}
+    print(json.dumps(figures), flush=True)
+    if args.json:
+        kept = {"where": environment(device=False), "shape": args.shape, "dtype": args.dtype, "runs": [figures]}
+        args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""transformers' continuous batching as a peer of the engine on a GPU, here on a CPU with a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.bench.random_llama import SHAPES
+from experiments.hardware import gpu_peers
+from experiments.hardware.gpu_engine import requests_of
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture(scope="module")
+def model():
+    pytest.importorskip("torch")
+    return gpu_peers.llama("small", "float32")
+
+
+def test_every_request_has_its_own_length(model):
+    requests = requests_of(3, 4, 9, SHAPES["small"]["vocab_size"])
+    found = gpu_peers.serve(model, requests, 60)
+    assert found["output_tokens"] == sum(tokens for _, tokens in requests)
+    assert found["output_tokens_per_s"] == pytest.approx(found["output_tokens"] / found["seconds"])
+
+
+def test_a_peer_that_is_too_slow_is_an_error(model):
+    with pytest.raises(RuntimeError, match=r"2 of 2 requests were not done after 0 s"):
+        gpu_peers.serve(model, requests_of(2, 4, 9, 1000), 0.0)
+
+
+def test_the_rehearsal_writes_its_figures(tmp_path):
+    pytest.importorskip("torch")
+    assert gpu_peers.main(["--rehearse", "--json", str(tmp_path / "peers.json")]) == 0
+    (run,) = json.loads((tmp_path / "peers.json").read_text())["runs"]
+    assert run["engine"] == "transformers, continuous batching"
+    assert run["seconds"] > 0
