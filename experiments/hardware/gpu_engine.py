@@ -114,24 +114,28 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str
     return {**busy(kernels), "steps": steps, "kernels": by_name(kernels, steps)}
 
 
+def last_call(engine: Engine) -> tuple[Any, Any]:
+    """Make a step. Returns the last program that it called, and the arguments; the cache of these is gone."""
+    compiled, calls = engine.runtime.programs, []
+
+    class Watched(dict[Any, Any]):
+        def __missing__(self, shape: Any) -> Any:
+            return lambda *arguments: (calls.append((compiled[shape], arguments)), compiled[shape](*arguments))[1]
+
+    object.__setattr__(engine.runtime, "programs", Watched())
+    engine.step()
+    object.__setattr__(engine.runtime, "programs", compiled)
+    return calls[-1]
+
+
 def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> dict[str, float]:
     """What a decode step is made of, in seconds: its program alone, and with arrays from the host.
 
     The program of one step is called again and again, behind one another. The engine cannot be used afterwards.
     """
     decode_all(engine, requests)
-    programs, caught = engine.runtime.programs, []
-
-    class Catching(dict[Any, Any]):
-        def __missing__(self, shape: Any) -> Any:
-            caught.append(programs[shape])
-            return lambda *arguments: (caught.append(arguments), programs[shape](*arguments))[1]
-
-    object.__setattr__(engine.runtime, "programs", Catching())
-    engine.step()
-    program, (leaves, _, batch) = caught[-2:]
-    cache = engine._cache()  # what the last step left
-    object.__setattr__(engine.runtime, "programs", programs)
+    program, (leaves, _, batch) = last_call(engine)
+    cache = engine._cache()  # what that call left
     there = [jax.device_put(batch) for _ in range(2)]
     found = {}
     for name, turns in {"device arrays": there[:1], "two sets of them": there, "host arrays": [batch]}.items():

@@ -27,7 +27,7 @@ NOTHING = {
     "after-all",
 }
 ATTENTION = "attention"  # the kernels of pallas_kernels
-NUMBERS = re.compile(r"[.\d]+$|(?<=_)\d+(?=\.)")
+SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and what was done to it
 LOGGED = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
 GRAPH = "Creating command buffer thunk with the following thunks"
 
@@ -43,12 +43,13 @@ class Kind(NamedTuple):
 def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """The launches by kind, the most frequent first.
 
-    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion".
+    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion". The bytes are those of
+    whole results, also of one that is updated in place.
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
     for one, times in _launched(hlo.sites(program)):
-        name = ATTENTION if "mosaic_gpu" in one.attributes else NUMBERS.sub("", one.name.removesuffix(".clone"))
+        name = ATTENTION if "mosaic_gpu" in one.attributes else SUFFIX.sub("", one.name)
         launches[name] = launches.get(name, 0) + times
         nbytes[name] = nbytes.get(name, 0) + times * sum(array.nbytes for array in one.results)
     return tuple(sorted((Kind(name, n, nbytes[name]) for name, n in launches.items()), key=lambda kind: -kind.launches))

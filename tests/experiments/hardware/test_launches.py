@@ -44,8 +44,8 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {
   %walk = (s32[], f32[8,4]{1,0}) while(%mpmd_map.3), condition=%end, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
   %got = f32[8,4]{1,0} get-tuple-element(%walk), index=1
-  %copy.12 = f32[8,4]{1,0} copy(%got)
-  ROOT %cond.1.clone = f32[8,4]{1,0} conditional(%copy.12, %x, %x), branch_computations={%yes, %no}
+  %copy.12.remat3 = f32[8,4]{1,0} copy(%got)
+  ROOT %cond.1.clone = f32[8,4]{1,0} conditional(%copy.12.remat3, %x, %x), branch_computations={%yes, %no}
 }
 """
 
