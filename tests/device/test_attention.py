@@ -123,6 +123,7 @@ def test_own_implementation_that_cannot_serve_raises_with_its_reason(own):
 class Device(NamedTuple):
     platform: str
     device_kind: str = ""
+    compute_capability: str = ""
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,23 @@ def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, dt
     pytest.importorskip("numba")
     sizes = SIZES | {"head_dim": head_dim}
     assert attention.choose(None, Device(platform), dtype=dtype, **sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "jax_version", "dtype", "expected"),
+    [
+        ("9.0", (0, 11, 2), "bfloat16", "pallas_gpu"),
+        ("9.0", (0, 11, 2), "float32", "xla"),
+        ("9.0", (0, 10, 2), "bfloat16", "xla"),
+        ("8.0", (0, 11, 2), "bfloat16", "xla"),
+    ],
+)
+def test_default_on_a_gpu_is_the_kernels_for_hopper_where_they_can_serve(
+    capability, jax_version, dtype, expected, monkeypatch
+):
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    device = Device("gpu", "an NVIDIA GPU", capability)
+    assert attention.choose(None, device, dtype=dtype, **SIZES | {"query_dtype": dtype}) == expected
 
 
 def test_every_implementation_is_a_record_under_its_name():
