@@ -120,12 +120,11 @@ def on_mesh(placement: Placement) -> Model:
     return Model(placement.model, part.graphdef, jax.tree.unflatten(tree, each), DTYPE, placement)
 
 
-def blank_batch(model: Model, plan: Plan, decodes_alone: bool = False) -> Any:
-    """The largest step of an engine, which computes nothing: of decodes alone, where it has as many rows as tokens."""
+def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
+    """The largest step of an engine, which computes nothing; decodes: the one of decodes alone."""
     width = -(-plan.length // plan.block_size)
     fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size)
-    if decodes_alone and plan.tokens <= plan.rows:
-        fixed = fixed._replace(decodes=(plan.tokens,))
+    fixed = fixed._replace(decodes=(plan.tokens,) if decodes else ())
     return pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
 
 
@@ -157,7 +156,8 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     shape = block_shape(plan.block_size, model, model.dtype, target.impl)
     pages = cache.shapes(blocks=blocks, sharding=where, **shape)
     step = make_step(model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0)
-    batch = _placed(blank_batch(model, plan, attention.find(target.impl).decodes_alone), where.copies)
+    decodes = attention.find(target.impl).decodes_alone and plan.tokens <= plan.rows
+    batch = _placed(blank_batch(model, plan, decodes), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)
     started, gpu = time.perf_counter(), target.platform == "cuda"
     try:
@@ -169,7 +169,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
         if not NO_MEMORY.search(str(error)):
             raise
         return None
-    found = _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started)
+    found = _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started, decodes)
     if not gpu:
         return found
     kinds = launches.kinds(hlo.parse(compiled.as_text()))
@@ -180,7 +180,9 @@ def _placed(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def _read(compiled: Any, output: StepOutput, model: Model, plan: Plan, pages: cache.KVCache, seconds: float) -> Step:
+def _read(
+    compiled: Any, output: StepOutput, model: Model, plan: Plan, pages: cache.KVCache, seconds: float, decodes: bool
+) -> Step:
     program, stats = hlo.parse(compiled.as_text()), compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
     samples = output.sampled.tokens.shape[0]
@@ -194,7 +196,7 @@ def _read(compiled: Any, output: StepOutput, model: Model, plan: Plan, pages: ca
         aliased=stats.alias_size_in_bytes,
         copies=whole_arrays(program, memory.nbytes(layer)),
         found=exchanges.found(program, n),
-        must=exchanges.wanted(model.config, model.part, n, plan.tokens, samples, columns),
+        must=exchanges.wanted(model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes),
         rings=exchanges.rings(program),
         seconds=seconds,
     )

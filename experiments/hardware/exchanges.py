@@ -9,6 +9,8 @@ A step of T tokens and R samples over n devices exchanges (docs/design/devices.m
     all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of PROMPT_TILE tokens
     all-gather   R C           the same: C numbers of each sample
 
+A program for steps of decodes alone has no such branch.
+
 A compiler may combine several exchanges into one instruction, or split one. Such a program is right, so numbers are
 compared and not instructions; a difference between the two is named.
 """
@@ -114,7 +116,14 @@ def _said(arrays: Sequence[hlo.Array]) -> str:
 
 
 def wanted(
-    model: DecoderConfig, part: DecoderConfig, n: int, tokens: int, samples: int, columns: tuple[int, int]
+    model: DecoderConfig,
+    part: DecoderConfig,
+    n: int,
+    tokens: int,
+    samples: int,
+    columns: tuple[int, int],
+    *,
+    decodes: bool = False,
 ) -> tuple[Wanted, ...]:
     """What a step must exchange; () for one device.
 
@@ -122,18 +131,22 @@ def wanted(
         part: of the model, on one device.
         tokens, samples: T and R.
         columns: numbers of each sample that all devices get, and of each prompt token.
+        decodes: the step is one of decodes alone.
     """
     if n == 1:
         return ()
     rows, tile = (-(-count // n) * n for count in (samples, min(PROMPT_TILE, tokens)))
     last = (samples, tokens) if samples < tokens else ()  # the last layer's tokens, in the two branches of the step
+    prompts = (
+        Wanted("all-to-all", part.vocab_size * tile, branch=True),
+        Wanted("all-gather", columns[1] * tile, branch=True),
+    )
     return (
         Wanted("all-reduce", model.hidden * tokens, 2 * model.layers + 1 - 2 * bool(last)),
         *(Wanted("all-reduce", model.hidden * count, 2, branch=True) for count in last),
         Wanted("all-to-all", part.vocab_size * rows),
         Wanted("all-gather", columns[0] * rows),
-        Wanted("all-to-all", part.vocab_size * tile, branch=True),
-        Wanted("all-gather", columns[1] * tile, branch=True),
+        *(() if decodes else prompts),
     )
 
 

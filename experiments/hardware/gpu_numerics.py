@@ -26,13 +26,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments.core.environment import environment
 from experiments.hardware.processes import results
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.shared.device import device_kind
+from pallas_kernels.tiles import Tiles
 
 GROUPS = (1, 3, 4, 8, 16)
 TOLERANCE = 2.0**-6  # of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
-ALONE = "decodes alone"  # in a call of their own
+ALONE = {"decodes alone": 1 << 30, "decodes alone, in parts": 64}  # in a call of their own; with this `min_split`
 KINDS = {"decode": (1, 1), "rows of 2 to 4": (2, 4), "rows of 5 to 8": (5, 8), "chunks": (9, 1 << 30)}
 
 
@@ -64,9 +67,18 @@ def cases(every: int = 1) -> Iterator[Case]:
     for i, shape in enumerate(shapes):
         if i % every == 0:
             yield shape
-            if i % 5 == 0:
+            if i % 5 == i // 5 % 5:  # every group size in turn
                 yield shape._replace(window=33)
                 yield shape._replace(soft_cap=5.0)
+
+
+def kernels(min_split: int | None) -> Any:
+    """`paged_attention` by the kernels; min_split: instead of the number in the device's tiles."""
+    implementation = pallas_gpu.IMPLEMENTATION
+    if min_split is not None:
+        tiles = Tiles.of(device_kind())._replace(min_split=min_split)
+        implementation = implementation._replace(attend=partial(pallas_gpu.paged_attention, tiles=tiles))
+    return partial(paged_attention, impl=implementation)
 
 
 def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
@@ -86,12 +98,16 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
         for position in range(length):
             at = tables[row, position // s], slice(None), position % s
             k_pages[at], v_pages[at] = k[row, position], v[row, position]
-    call = jax.jit(partial(impl or partial(paged_attention, impl="pallas_gpu"), scale=d**-0.5, **case.options))
-    got = np.asarray(call(*map(jnp.asarray, (q, k_pages, v_pages, tables, lengths, first))), np.float64)
+
+    def call(*arrays: Any, min_split: int | None = None) -> np.ndarray:
+        function = partial(impl or kernels(min_split), scale=d**-0.5, **case.options)
+        return np.asarray(jax.jit(function)(*[None if a is None else jnp.asarray(a) for a in arrays]), np.float64)
+
+    got = call(q, k_pages, v_pages, tables, lengths, first)
     singles = np.flatnonzero(counts == 1)
-    alone = call(*map(jnp.asarray, (q[first[singles]], k_pages, v_pages, tables[singles], lengths[singles])), None)
-    alone = dict(zip(singles.tolist(), np.asarray(alone, np.float64), strict=True))
-    found = dict.fromkeys((*KINDS, ALONE), 0.0)
+    decodes = q[first[singles]], k_pages, v_pages, tables[singles], lengths[singles], None
+    alone = {kind: dict(zip(singles.tolist(), call(*decodes, min_split=n), strict=True)) for kind, n in ALONE.items()}
+    found = dict.fromkeys((*KINDS, *ALONE), 0.0)
     largest = 0.0
     for row, (count, length) in enumerate(rows):
         kind = next((name for name, (least, most) in KINDS.items() if least <= count <= most), None)
@@ -101,9 +117,9 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
         expected = exact(q[mine], k[row, :length], v[row, :length], group, case)
         error = float(np.abs(got[mine] - expected).max())
         found[kind] = max(found[kind], error if np.isfinite(got[mine]).all() else float("inf"))
-        if row in alone:
-            error = float(np.abs(alone[row] - expected).max())
-            found[ALONE] = max(found[ALONE], error if np.isfinite(alone[row]).all() else float("inf"))
+        for kind, result in alone.items() if count == 1 else ():
+            error = float(np.abs(result[row] - expected).max())
+            found[kind] = max(found[kind], error if np.isfinite(result[row]).all() else float("inf"))
         largest = max(largest, float(np.abs(expected).max()))
     return {kind: error / max(1.0, largest) for kind, error in found.items()}
 
@@ -170,9 +186,10 @@ def main(argv: list[str] | None = None) -> int:
         if not result["right"]:
             print(f"wrong: {result}", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            kept = {"where": environment(device=False), "cases": found}
+            args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     wrong = [one for one in found if not one["right"]]
-    for kind in (*KINDS, ALONE):
+    for kind in (*KINDS, *ALONE):
         worst = max((one["errors"][kind] for one in found if "errors" in one), default=float("nan"))
         print(f"{kind}: worst error {worst:.1e} of the largest value")
     print(f"{len(found)} cases, {len(wrong)} wrong")

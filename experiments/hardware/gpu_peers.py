@@ -12,6 +12,7 @@ vLLM is not here: what it needs is not on every machine. `experiments.bench.peer
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -53,24 +54,26 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
     settings = transformers.GenerationConfig(
         do_sample=True, temperature=0.6, max_new_tokens=most, eos_token_id=-1, pad_token_id=0
     )
+    end = time.perf_counter() + seconds
     with model.continuous_batching_context_manager(generation_config=settings, timeout=5) as manager:
-        run(manager, [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]], "warm", seconds)
-        took = run(manager, requests, "timed", seconds)
+        run(manager, [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]], "warm", end)
+        took = run(manager, requests, "timed", end)
     tokens = sum(count for _, count in requests)
     total = tokens + sum(len(prompt) for prompt, _ in requests)
     rates = {"output_tokens_per_s": tokens / took, "total_tokens_per_s": total / took}
     return {"seconds": took, "output_tokens": tokens, **rates}
 
 
-def run(manager: Any, requests: Sequence[Request], name: str, seconds: float) -> float:
-    """The seconds from the first request to the end of the last one."""
+def run(manager: Any, requests: Sequence[Request], name: str, end: float) -> float:
+    """The seconds from the first request to the end of the last one; `end`: of the time, by time.perf_counter."""
     began, wanted = time.perf_counter(), {}
     for i, (prompt, tokens) in enumerate(requests):
         wanted[f"{name} {i}"] = tokens
         manager.add_request(prompt, request_id=f"{name} {i}", max_new_tokens=tokens, eos_token_id=-1)
     while wanted:
-        if (left := began + seconds - time.perf_counter()) <= 0:
-            raise RuntimeError(f"{len(wanted)} of {len(requests)} requests were not done after {seconds:.0f} s")
+        if (left := end - time.perf_counter()) <= 0:
+            after = f"after {time.perf_counter() - began:.0f} s, and the time is over; raise --seconds"
+            raise RuntimeError(f"{len(wanted)} of {len(requests)} requests were not done {after}")
         found = manager.get_result(timeout=min(left, 5.0))
         if found is None or not found.is_finished():
             continue
@@ -100,6 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.rehearse:
         parser.set_defaults(**REHEARSED)
         args = parser.parse_args(argv)
+    if importlib.util.find_spec("torch") is None:
+        print("error: transformers' continuous batching needs torch, which is not installed", file=sys.stderr)
+        return 2
     least, most = args.lengths
     requests = requests_of(args.requests, least, most, SHAPES[args.shape]["vocab_size"])
     figures = serve(llama(args.shape, args.dtype), requests, args.seconds)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -47,7 +46,6 @@ from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_g
 # Seconds. On an H200 with 16 processors `kernels` took 78, two of the three engines of `engine` 66, and `goldens` 25.
 LIMITS = {"right": 110, "tune": 60, "kernels": 110, "engine": 110, "goldens": 60, "predict": 120, "peers": 110}
 PARTS = tuple(LIMITS)
-OF_TORCH = ("peers",)
 LEAST = 20.0  # seconds; with less time left, no part is started
 GRACE = 10.0  # seconds that a part has, after its own limit, to write what it found
 
@@ -174,9 +172,6 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts
     every = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
     plan = [part for part in every if args.only is None or part.name in args.only]
-    if importlib.util.find_spec("torch") is None and any(part.name in OF_TORCH for part in plan):
-        print(f"not run, torch is not installed: {', '.join(OF_TORCH)}", flush=True)
-        plan = [part for part in plan if part.name not in OF_TORCH]
     return 0 if session(plan, args.out, args.minutes, facts_of(args.name, args.rehearse)) else 1
 
 

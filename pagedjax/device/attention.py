@@ -122,7 +122,7 @@ def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = T
         return Bound(found, scale)
     if found.invariant is None:
         raise ValueError(f"attention_impl {impl!r} has no batch-invariant form")
-    return Bound(found._replace(attend=found.invariant), scale)
+    return Bound(found._replace(attend=found.invariant, decodes_alone=False), scale)
 
 
 def probabilities(

@@ -113,19 +113,18 @@ def in_order(shapes: Sequence[StepShape], decodes: int) -> list[StepShape]:
     """The order in which programs are compiled.
 
     The first one holds `decodes` tokens, because most steps are decodes alone. Then comes the middle one of those on
-    each side of it, and so on, so that no step is far from its own bucket for long.
-
-    Args:
-        shapes: by their tokens, ascending.
+    each side of it, and so on, so that no step is far from its own bucket for long. A bucket's program for decodes
+    alone is behind its other one, without which no step has the bucket.
     """
-    at = bisect_left([shape.tokens for shape in shapes], decodes)
-    found, parts = list(shapes[at : at + 1]), deque([shapes[:at], shapes[at + 1 :]])
+    sizes = sorted({shape.tokens for shape in shapes})
+    at = bisect_left(sizes, decodes)
+    found, parts = sizes[at : at + 1], deque([sizes[:at], sizes[at + 1 :]])
     while parts:
         if part := parts.popleft():
             middle = len(part) // 2
             found.append(part[middle])
             parts += [part[:middle], part[middle + 1 :]]
-    return found
+    return [shape for size in found for shape in sorted(one for one in shapes if one.tokens == size)]
 
 
 def _compile_all(programs: ref[BackgroundPrograms]) -> None:

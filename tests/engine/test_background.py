@@ -274,3 +274,9 @@ def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):
 def test_the_order_keeps_every_step_near_a_bucket(sizes, decodes, order):
     shapes = [StepShape(size, size) for size in sizes]
     assert [shape.tokens for shape in background.in_order(shapes, decodes)] == order
+
+
+def test_a_buckets_program_for_decodes_is_compiled_behind_its_other_one():
+    shapes = [StepShape(2, 2, True), StepShape(4, 4, True), StepShape(2, 2), StepShape(4, 4), StepShape(8, 4)]
+    order = [StepShape(4, 4), StepShape(4, 4, True), StepShape(2, 2), StepShape(2, 2, True), StepShape(8, 4)]
+    assert background.in_order(shapes, 4) == order

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention
 from pagedjax.device.batch import StepShape
+from pagedjax.engine import programs
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
@@ -122,6 +125,21 @@ def test_programs_that_come_in_later_serve_the_steps_after_them(tiny, tmp_path):
     assert [one.token_ids for one in outputs(llm)] == expected
     llm.engine.record(None)
     verify(tmp_path / "events.jsonl")
+
+
+def test_the_invariant_form_of_an_implementation_gets_offsets():
+    own = SEPARATE._replace(invariant=IMPLS["reference"].attend)
+    with mock.patch.object(attention, "find", return_value=own):
+        bound = attention.attend("own", 1.0, invariant=True)
+    q, pages = jnp.ones((2, 2, 8)), jnp.ones((3, 2, 4, 8))
+    found = bound(q, pages, pages, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32), None)
+    chex.assert_trees_all_close(found, q)
+
+
+def test_steps_are_graphs_on_a_gpu_and_have_no_options_elsewhere():
+    kinds = str(programs.compiler_options("gpu")["xla_gpu_enable_command_buffer"]).split(",")
+    assert {"FUSION", "CUSTOM_CALL", "CONDITIONAL", "WHILE"} <= set(kinds)
+    assert programs.compiler_options("cpu") == programs.compiler_options("tpu") == {}
 
 
 def test_an_engine_without_drafts_has_the_attention_for_it():

@@ -419,6 +419,34 @@ def test_unsupported_shapes_raise_with_the_reason(change, message):
         paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
 
 
+@interpreted
+@pytest.mark.parametrize("min_split", [1 << 30, 16], ids=["whole", "in parts"])
+def test_a_call_of_decodes_alone_is_right(min_split):
+    """With padding rows behind the others, whose results are zeros."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Case([(1, 5), (1, 40), (1, 16), (0, 0)], group=3)
+    a, tiles = case.arrays(), SMALL._replace(min_split=min_split, multiprocessors=8)
+    arrays = (*(a[name] for name in ("k_pages", "v_pages", "tables", "lengths")), None)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = pallas_gpu.paged_attention(a["q"][:4], *arrays, scale=case.d**-0.5, tiles=tiles)
+    chex.assert_shape(found, (4, 3, 64))
+    chex.assert_trees_all_close(np.asarray(found[:3], np.float64), case.expected()[:3], atol=2e-2)
+    np.testing.assert_array_equal(np.asarray(found[3], np.float64), 0)
+
+
+@interpreted
+def test_rows_of_a_few_tokens_can_be_chunks():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Case([(1, 9), (3, 20), (6, 6), (12, 30)])
+    a = case.arrays()
+    arrays = tuple(a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first"))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = pallas_gpu.paged_attention(*arrays, scale=case.d**-0.5, tiles=SMALL, short_rows=False)
+    chex.assert_trees_all_close(np.asarray(found, np.float64)[:22], case.expected()[:22], atol=2e-2)
+
+
 def test_an_old_jax_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert "needs JAX 0.11 or newer" in pallas_gpu.unsupported("bfloat16", 64, 16, 4)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from experiments.hardware import gpu_numerics
-from experiments.hardware.gpu_numerics import ALONE, KINDS, TOLERANCE, Case, cases, checked, errors, exact
+from experiments.hardware.gpu_numerics import ALONE, GROUPS, KINDS, TOLERANCE, Case, cases, checked, errors, exact
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.reference import paged_attention as reference
+from pallas_kernels.tiles import Tiles
 
 SMALL = Case(64, 8, 3)
-EVERY = {*KINDS, ALONE}
+EVERY = {*KINDS, *ALONE}
 xla = partial(paged_attention, impl="xla")
 
 
@@ -54,20 +55,20 @@ def test_one_wrong_row_is_an_error_of_its_kind():
         shorter = jnp.where(decodes & (lengths > 1), lengths - 1, lengths)
         return xla(q, k, v, tables, shorter, first, **options)
 
-    for alone, wrong in ((True, ALONE), (False, "decode")):
+    for alone, wrong in ((True, [*ALONE]), (False, ["decode"])):
         found = errors(SMALL, impl=partial(last_token_forgotten, alone=alone))
-        assert found.pop(wrong) > TOLERANCE
+        assert all(found.pop(kind) > TOLERANCE for kind in wrong)
         assert max(found.values()) <= TOLERANCE
 
 
 def test_a_result_that_is_not_finite_is_an_infinite_error():
     found = errors(SMALL, impl=lambda *args, **options: xla(*args, **options).at[0].set(jnp.nan))
-    assert found["decode"] == found[ALONE] == float("inf")
+    assert all(found[kind] == float("inf") for kind in ("decode", *ALONE))
 
 
 def test_a_wrong_kernel_is_reported_as_wrong(monkeypatch):
     def kernel(*args, scale, impl, factor, **options):
-        assert impl == "pallas_gpu"
+        assert impl.name == "pallas_gpu"
         return xla(*args, scale=factor * scale, **options)
 
     for factor, right in ((2, False), (1, True)):
@@ -94,7 +95,7 @@ def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, ca
     monkeypatch.setattr(gpu_numerics, "checked", hang_or_not)
     file = tmp_path / "found.json"
     assert gpu_numerics.main(["--processes", "2", "--seconds", "10", "--json", str(file)]) == 1
-    right, hung = json.loads(file.read_text())
+    right, hung = json.loads(file.read_text())["cases"]
     assert right["right"]
     assert hung["failed"] == "not done after 10 s"
     assert "window=33" in hung["case"]
@@ -115,3 +116,20 @@ def test_cases_have_every_size_and_every_option():
 def test_a_rehearsal_with_an_old_jax_is_an_error(capsys):
     assert gpu_numerics.main(["--rehearse"]) == 2
     assert "--rehearse needs JAX 0.11 or newer, and this is 0.1" in capsys.readouterr().err
+
+
+def test_both_ways_of_a_decode_are_checked():
+    """A context that is not split is written by the kernel, and parts are merged by XLA."""
+    decode = pytest.importorskip("pallas_kernels.paged_attention.pallas_gpu.decode")
+    tiles = Tiles.read("h200")
+    for case in cases():
+        longest = -(-max(length for _, length in case.rows()) // case.s) * case.s
+        rows = sum(count == 1 for count, _ in case.rows())
+        parts = [decode.parts_of(rows, 2, longest, tiles._replace(min_split=n)) for n in ALONE.values()]
+        assert parts[0] == 1
+        assert parts[1] > 1
+
+
+def test_windows_and_soft_caps_are_checked_with_every_group():
+    for option in ("window", "soft_cap"):
+        assert {case.group for case in cases() if getattr(case, option)} == set(GROUPS)
