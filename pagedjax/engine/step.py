@@ -93,7 +93,8 @@ def step(
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
-    wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
+    mine = requests.of_rows(plan, sequences)
+    wanted = any([data.wants_logprobs for data in mine])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
     pools, pooled = pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
     tapped = taps.parts(plan, state.wants, sequences, sent, rows, sampled) if state.wants else ()
@@ -102,7 +103,7 @@ def step(
     state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
     state = with_events(state, events, before, runtime.spare)
     reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
-    for name, reason in (reasons | token_masks.failed(plan, state.sequences, after)).items():
+    for name, reason in (reasons | token_masks.failed(plan, mine, state.sequences, after)).items():
         state, cancelled = cancel(state, name, reason)
         events += cancelled
     finished = time.perf_counter()
