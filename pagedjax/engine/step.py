@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.taps import NOTHING
 from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms
@@ -150,7 +151,7 @@ def send(
     wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
-    cache, output = program(runtime.leaves, cache, batch)
+    cache, output = program(runtime.leaves, cache, joined(batch))
     return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)
 
 
