@@ -26,7 +26,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan, pick
+from pagedjax.host.types import Plan, SchedulerConfig, pick
 
 NO_TOKEN = -1  # stands for an unknown token; it stops no sequence
 
@@ -119,7 +119,7 @@ def extend(
     while len(sent) < depth:
         if sent:
             unknown.update(sampling(sent[-1].plan))
-        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent)
+        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent, last=depth == 1)
         if predicted is None:
             break
         cache, step = send(cache, predicted[1], sent[-1] if sent else current, unknown)
@@ -141,6 +141,7 @@ def predict(
     unknown: Set[int],
     *,
     plan_is_real: bool,
+    last: bool,
 ) -> tuple[SchedulerState, Plan] | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or be useless.
 
@@ -148,13 +149,14 @@ def predict(
         state: after `schedule` returned `plan`.
         unknown: arrivals of the sequences whose newest token is not known on the host.
         plan_is_real: else it is a prediction itself.
+        last: no other prediction starts from this one.
     """
     mine = of_rows(plan, sequences)
     if state.waiting and any(map(_may_stop, mine)):
         return None  # a waiting request takes the place of a sequence that stops: another plan
     if any([data.matcher for data in mine]):
         return None  # what a grammar allows next depends on the token that is not known yet
-    hashes = _placeholder_hashes(plan, mine, state.config.block_size)
+    hashes = _placeholder_hashes(plan, mine, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         return None  # a plan sent in place of a wrong prediction would still read the blocks that are given back
@@ -169,14 +171,19 @@ def predict(
     return predicted, following
 
 
-def _placeholder_hashes(plan: Plan, mine: Sequence[SequenceData], size: int) -> dict[str, tuple[str, ...]]:
+def _placeholder_hashes(
+    plan: Plan, mine: Sequence[SequenceData], config: SchedulerConfig, last: bool
+) -> dict[str, tuple[str, ...]]:
     """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens are unknown.
 
-    Without a hash such a block would count as empty in the prediction once its sequence has ended, and be written.
+    Without a hash such a block would count as empty in the prediction once its sequence has ended, or does not see it
+    any more, and be written. So the last prediction needs those of sequences that end in it alone.
     """
-    found = {}
+    found, size = {}, config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
         seq = plan.seqs[i]
+        if last and plan.lengths[i] + 1 < seq.limit and not config.views:
+            continue
         full, named = (plan.starts[i] + plan.counts[i]) // size, len(seq.hashes)
         if full > named and mine[i].root is not None:
             found[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in range(named, full))

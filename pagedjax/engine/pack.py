@@ -48,7 +48,7 @@ def pack(
     starts, counts = np.asarray(plan.starts, np.int32), np.asarray(plan.counts, np.int32)
 
     cu_q_lens = np.zeros(b + 1, np.int32)
-    cu_q_lens[1 : rows + 1] = np.cumsum(counts)
+    np.cumsum(counts, out=cu_q_lens[1 : rows + 1])
     cu_q_lens[rows + 1 :] = total = int(cu_q_lens[rows])
     row = np.repeat(np.arange(rows), counts)
     positions = np.zeros(t, np.int32)

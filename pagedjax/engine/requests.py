@@ -233,7 +233,7 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
     """
     lengths: dict[str, int] = {}
     if any(isinstance(event, (Sampled, Beamed)) for event in events):
-        lengths = {seq.request.request_id: n for seq, n in zip(before.seqs, before.lengths, strict=True)}
+        lengths = dict(zip([seq.request.request_id for seq in before.seqs], before.lengths, strict=True))
     changed = sequences.mutate()
     for event in events:
         if isinstance(event, Sampled):
