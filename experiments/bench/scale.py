@@ -45,6 +45,7 @@ from pagedjax import SamplingParams
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling
 from pagedjax.device.models import Model
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
@@ -163,11 +164,11 @@ class Device:
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
         step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())
         pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
-        self.program = step.lower(self.model.leaves, pages, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
+        self.program = step.lower(self.model.leaves, pages, joined(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
         self.pages = cache.init(**size, **heads, dtype=DTYPE)
 
     def compute(self, batch: Batch) -> np.ndarray:
-        self.pages, output = self.program(self.model.leaves, self.pages, batch)
+        self.pages, output = self.program(self.model.leaves, self.pages, joined(batch))
         return np.asarray(output.sampled.tokens)
 
 

@@ -25,6 +25,7 @@ from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, blank_sampling
 from pagedjax.device.models import Decoder, Model
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
 from pagedjax.engine.pack import pack
@@ -157,7 +158,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     pages = cache.shapes(blocks=blocks, sharding=where, **shape)
     step = make_step(model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0)
     decodes = attention.find(target.impl).decodes_alone and plan.tokens <= plan.rows
-    batch = _placed(blank_batch(model, plan, decodes), where.copies)
+    batch = _placed(joined(blank_batch(model, plan, decodes)), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)
     started, gpu = time.perf_counter(), target.platform == "cuda"
     try:

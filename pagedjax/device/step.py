@@ -20,13 +20,14 @@ from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
+from pagedjax.device.one_transfer import OneTransfer, parted
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, no_prompt_logprobs, prompt_logprobs, sample
 from pagedjax.device.taps import NOTHING, Tapped, Wanted, taken
 
-Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
+Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
 
 
@@ -93,7 +94,7 @@ def make_step(
     *,
     wanted: Wanted = NOTHING,
 ) -> Step:
-    """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
+    """step(leaves, cache, joined(batch)) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
     Args:
         model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
@@ -106,7 +107,8 @@ def make_step(
     """
     modules, by_rows = _modules(model, bound), model.placement.by_rows if model.placement else whole_rows
 
-    def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
+    def step(leaves: Sequence[Any], cache: KVCache, sent: OneTransfer) -> tuple[KVCache, StepOutput]:
+        batch = parted(sent)
         _check(batch)
         (model, drafter), feed = modules(leaves), batch.feed
         if feed is not None:

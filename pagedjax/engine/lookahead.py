@@ -13,7 +13,7 @@ again, and writes into empty blocks. It is not sent if it would move blocks or o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,12 @@ import numpy as np
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import StepOutput
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine.requests import SequenceData
+from pagedjax.engine.requests import SequenceData, of_rows
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
+from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan
+from pagedjax.host.types import Plan, SchedulerConfig, pick
 
 NO_TOKEN = -1  # stands for an unknown token; it stops no sequence
 
@@ -79,17 +80,17 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or differs."""
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
-    rows, j = [], 0
-    for i, seq in enumerate(plan.seqs):
-        while j < len(predicted.seqs) and predicted.seqs[j].arrival != seq.arrival:
-            j += 1
-        if j == len(predicted.seqs):
-            return None
-        work = (predicted.starts[j], predicted.counts[j], predicted.lengths[j], predicted.seqs[j].blocks)
-        if work != (plan.starts[i], plan.counts[i], plan.lengths[i], seq.blocks):
-            return None
-        rows.append(j)
-    return tuple(rows)
+    row_of = {seq.arrival: j for j, seq in enumerate(predicted.seqs)}
+    rows = [row_of.get(seq.arrival, -1) for seq in plan.seqs]
+    if -1 in rows or rows != sorted(rows):
+        return None
+    columns = predicted.seqs, predicted.starts, predicted.counts, predicted.lengths
+    if len(rows) < len(predicted.seqs):
+        columns = tuple([pick(column, rows) for column in columns])
+    seqs, *numbers = columns
+    if numbers != [plan.starts, plan.counts, plan.lengths]:
+        return None
+    return tuple(rows) if [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs] else None
 
 
 def extend(
@@ -114,14 +115,15 @@ def extend(
     if sent and last is None:
         return cache, ahead  # these have rows of sequences that have ended
     last = last or (state, plan)
-    unknown = {arrival for each in (plan, *(step.plan for step in sent)) for arrival in sampling(each)}
+    unknown = {arrival for each in (plan, *(step.plan for step in sent[:-1])) for arrival in sampling(each)}
     while len(sent) < depth:
-        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent)
+        if sent:
+            unknown.update(sampling(sent[-1].plan))
+        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent, last=depth == 1)
         if predicted is None:
             break
         cache, step = send(cache, predicted[1], sent[-1] if sent else current, unknown)
         sent, last = (*sent, step), predicted
-        unknown.update(sampling(predicted[1]))
     return cache, Lookahead(sent, last if sent else None)
 
 
@@ -139,6 +141,7 @@ def predict(
     unknown: Set[int],
     *,
     plan_is_real: bool,
+    last: bool,
 ) -> tuple[SchedulerState, Plan] | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or be useless.
 
@@ -146,12 +149,14 @@ def predict(
         state: after `schedule` returned `plan`.
         unknown: arrivals of the sequences whose newest token is not known on the host.
         plan_is_real: else it is a prediction itself.
+        last: no other prediction starts from this one.
     """
-    if state.waiting and any(_may_stop(sequences[seq.request_id]) for seq in plan.seqs):
+    mine = of_rows(plan, sequences)
+    if state.waiting and any(map(_may_stop, mine)):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    if any(sequences[seq.request_id].matcher for seq in plan.seqs):
+    if any([data.matcher for data in mine]):
         return None  # what a grammar allows next depends on the token that is not known yet
-    hashes = _placeholder_hashes(plan, sequences, state.config.block_size)
+    hashes = _placeholder_hashes(plan, mine, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         return None  # a plan sent in place of a wrong prediction would still read the blocks that are given back
@@ -160,21 +165,27 @@ def predict(
         return None
     if len(predicted.pool.contents) < len(after.pool.contents):
         return None  # cached content would be lost
-    fed = [seq for seq in following.seqs if seq.arrival in unknown]
-    if fed and not state.config.mixed_steps and not {seq.arrival for seq in fed}.issubset(sampling(plan)):
+    mixed = state.config.mixed_steps
+    if not mixed and not unknown & {seq.arrival for seq in following.seqs} <= set(sampling(plan)):
         return None  # an unknown token must come from the step just before; this decode sampled in an earlier one
     return predicted, following
 
 
-def _placeholder_hashes(plan: Plan, sequences: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
+def _placeholder_hashes(
+    plan: Plan, mine: Sequence[SequenceData], config: SchedulerConfig, last: bool
+) -> dict[str, tuple[str, ...]]:
     """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens are unknown.
 
-    Without a hash such a block would count as empty in the prediction once its sequence has ended, and be written.
+    Without a hash such a block would count as empty in the prediction once its sequence has ended, or does not see it
+    any more, and be written. So the last prediction needs those of sequences that end in it alone.
     """
-    found = {}
-    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-        full, named = (start + count) // size, len(seq.hashes)
-        if full > max(named, start // size) and sequences[seq.request_id].root is not None:
+    found, size = {}, config.block_size
+    for i in rows_that_fill(plan.starts, plan.counts, size):
+        seq = plan.seqs[i]
+        if last and plan.lengths[i] + 1 < seq.limit and not config.views:
+            continue
+        full, named = (plan.starts[i] + plan.counts[i]) // size, len(seq.hashes)
+        if full > named and mine[i].root is not None:
             found[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in range(named, full))
     return found
 
@@ -192,9 +203,6 @@ def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:
     """
     rows = np.full(t, -1, np.int32)
     row_of = {seq.arrival: i for i, seq in enumerate(before.seqs)}
-    at = 0
-    for seq, count in zip(plan.seqs, plan.counts, strict=True):
-        at += count
-        if seq.arrival in unknown:  # its last token, and only that
-            rows[at - 1] = row_of[seq.arrival]
+    found = [row_of[seq.arrival] if seq.arrival in unknown else -1 for seq in plan.seqs]
+    rows[np.cumsum(plan.counts) - 1] = found  # of the last token of each, and only that
     return rows

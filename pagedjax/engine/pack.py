@@ -21,7 +21,7 @@ from pagedjax.device.batch import Batch, DraftBatch, DraftShape, GroupTables, Sa
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import seen_rows, token_masks
-from pagedjax.engine.requests import SequenceData, record_of_rows
+from pagedjax.engine.requests import SequenceData, of_rows, record_of_rows
 from pagedjax.host.types import Plan, Seq
 
 
@@ -44,18 +44,18 @@ def pack(
     rows, s = len(plan.seqs), shapes.block_size
     t = shapes.bucket(sum(plan.counts))
     b = shapes.rows(t)
-    mine = [sequences[seq.request_id] for seq in plan.seqs]
+    mine = of_rows(plan, sequences)
     starts, counts = np.asarray(plan.starts, np.int32), np.asarray(plan.counts, np.int32)
 
     cu_q_lens = np.zeros(b + 1, np.int32)
-    cu_q_lens[1 : rows + 1] = np.cumsum(counts)
+    np.cumsum(counts, out=cu_q_lens[1 : rows + 1])
     cu_q_lens[rows + 1 :] = total = int(cu_q_lens[rows])
     row = np.repeat(np.arange(rows), counts)
     positions = np.zeros(t, np.int32)
     positions[:total] = np.arange(total) - cu_q_lens[row] + starts[row]
     tokens = np.zeros(t, np.int32)
     if total == rows:  # decodes alone
-        tokens[:total] = [m.tokens[i] for m, i in zip(mine, plan.starts, strict=True)]
+        tokens[:total] = [m.tokens.item(i) for m, i in zip(mine, plan.starts, strict=True)]
     else:
         tokens[:total] = np.concatenate(
             [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
@@ -135,10 +135,11 @@ def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: S
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
     number = len(shapes.layout.windows) if shapes.layout else 1
     tables = np.zeros((b, shapes.table_width * number), np.int32)
-    widths = np.array([len(seq.blocks) for seq in seqs], np.int32)
-    ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, seqs, strict=True)]), np.int32)
-    owner = np.repeat(np.arange(len(seqs)), widths)
-    tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
+    into, at = memoryview(tables).cast("B"), 0
+    for data, seq in zip(mine, seqs, strict=True):
+        ids = data.block_ids(seq.blocks)
+        into[at : at + len(ids)] = ids
+        at += tables.strides[0]
     if number == 1:
         return tables[None]
     return np.ascontiguousarray(tables.reshape(b, -1, number).transpose(2, 0, 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
@@ -20,6 +21,7 @@ from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
 from pagedjax.host.drafts import Sample, accepted
+from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
@@ -61,11 +63,16 @@ class SequenceData:
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
         """int32 ids of a block table row. The result is kept: the tuple is the same one until the row grows."""
         if blocks is not self._blocks:
-            self._blocks, self._block_ids = blocks, np.array(blocks, np.int32).tobytes()
+            self._blocks, self._block_ids = blocks, array("i", blocks).tobytes()
         return self._block_ids
 
 
 Sequences = Map[str, SequenceData]  # by the id of the sequence; of every unfinished one
+
+
+def of_rows(plan: Plan, sequences: Mapping[str, SequenceData]) -> list[SequenceData]:
+    """The data of a plan's rows."""
+    return [sequences[seq.request.request_id] for seq in plan.seqs]
 
 
 def appended(data: SequenceData, length: int, token: int, spare: int) -> SequenceData:
@@ -226,16 +233,17 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
     """
     lengths: dict[str, int] = {}
     if any(isinstance(event, (Sampled, Beamed)) for event in events):
-        lengths = {seq.request.request_id: n for seq, n in zip(before.seqs, before.lengths, strict=True)}
+        lengths = dict(zip([seq.request.request_id for seq in before.seqs], before.lengths, strict=True))
     changed = sequences.mutate()
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                data = changed[name]  # of a row with accepted drafts, this is not the first token
-                longer = appended(data, lengths[name], token, spare)
-                lengths[name] += 1
-                if longer is not data:
-                    changed[name] = longer
+                data, length = changed[name], lengths[name]  # of a row with accepted drafts, not the first token
+                lengths[name] = length + 1
+                if len(data.tokens) > length + spare:  # as `appended` does, without a call for each sequence
+                    data.tokens[length] = token
+                else:
+                    changed[name] = appended(data, length, token, spare)
         elif isinstance(event, Beamed):
             for name, parent, token in zip(event.request_ids, event.parents, event.token_ids, strict=True):
                 beam, length = copy.copy(sequences[name]), lengths[parent]
@@ -262,9 +270,10 @@ def hashes_of_filled(
     """
     hashes = {}
     counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
-    for seq, start, count in zip(plan.seqs, plan.starts, counts, strict=True):
-        full, known = (start + count) // size, len(seq.hashes)
-        if full > start // size and full > known:
+    for i in rows_that_fill(plan.starts, counts, size):
+        seq = plan.seqs[i]
+        full, known = (plan.starts[i] + counts[i]) // size, len(seq.hashes)
+        if full > known:
             data = sequences[seq.request.request_id]
             if data.root is not None:
                 parent = seq.hashes[-1] if known else data.root

@@ -31,6 +31,7 @@ from pagedjax.device.batch import (
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.row_features import RowChain, RowFeature, chain, find
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
@@ -301,7 +302,7 @@ def _compiler(
         if isinstance(shape, DraftShape):
             assert draft is not None
             return draft.lower(leaves, pages, inputs.drafts[shape]).compile(xla)
-        return step.lower(leaves, pages, inputs.steps[shape]).compile(xla)
+        return step.lower(leaves, pages, joined(inputs.steps[shape])).compile(xla)
 
     return compile_one
 
@@ -314,7 +315,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
         shape = runtime.shapes.steps[0]
         fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted, runtime.adapters
         blank = _blank_batch(runtime.shapes, shape, *fixed)
-        pages, output = runtime.programs[shape](runtime.leaves, pages, blank)
+        pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
         for draft in runtime.shapes.draft_shapes if runtime.draft_model else ():  # else their first times are too long
             batch = _blank_drafts(runtime.shapes, draft, runtime.blanks)

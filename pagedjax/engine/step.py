@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.taps import NOTHING
 from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms
@@ -93,7 +94,8 @@ def step(
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
-    wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
+    mine = requests.of_rows(plan, sequences)
+    wanted = any([data.wants_logprobs for data in mine])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
     pools, pooled = pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
     tapped = taps.parts(plan, state.wants, sequences, sent, rows, sampled) if state.wants else ()
@@ -102,7 +104,7 @@ def step(
     state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
     state = with_events(state, events, before, runtime.spare)
     reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
-    for name, reason in (reasons | token_masks.failed(plan, state.sequences, after)).items():
+    for name, reason in (reasons | token_masks.failed(plan, mine, state.sequences, after)).items():
         state, cancelled = cancel(state, name, reason)
         events += cancelled
     finished = time.perf_counter()
@@ -149,7 +151,7 @@ def send(
     wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
-    cache, output = program(runtime.leaves, cache, batch)
+    cache, output = program(runtime.leaves, cache, joined(batch))
     return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)
 
 

@@ -23,6 +23,8 @@ def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
     Args:
         mine: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
     """
+    if not any([data.matcher for data in mine]):  # as in most steps
+        return {}
     rows, drafts, at = [], plan.drafts or (0,) * len(mine), 0
     for data, start, count, length, k in zip(mine, plan.starts, plan.counts, plan.lengths, drafts, strict=True):
         if data.matcher is not None and start + count >= length:
@@ -51,15 +53,20 @@ def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequenc
     return found[: data.matcher.allowed(output, found)]
 
 
-def failed(plan: Plan, sequences: Mapping[str, SequenceData], after: SchedulerState) -> dict[str, FinishReason]:
+def failed(
+    plan: Plan, mine: Sequence[SequenceData], sequences: Mapping[str, SequenceData], after: SchedulerState
+) -> dict[str, FinishReason]:
     """The unfinished sequences of a plan whose matcher has failed, with the reason that they end for.
 
     The matchers take the new tokens here. The log says why one has failed.
 
     Args:
+        mine: the records of the plan's rows, from before the step.
+        sequences: those of the unfinished sequences after it.
         after: the state after the commit, whose running sequences know their lengths.
     """
-    names = [seq.request_id for seq in plan.seqs if (data := sequences.get(seq.request_id)) and data.matcher]
+    names = [seq.request_id for seq, data in zip(plan.seqs, mine, strict=True) if data.matcher]
+    names = [name for name in names if name in sequences]
     if not names:
         return {}
     lengths = {seq.request_id: length for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)}

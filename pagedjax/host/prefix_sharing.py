@@ -77,6 +77,11 @@ def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
     return size * len(blocks.find(pool, seq.hashes[: (seq.length - 1) // size]))
 
 
+def rows_that_fill(starts: Sequence[int], counts: Sequence[int], size: int) -> list[int]:
+    """The rows of a step whose tokens fill a block: `counts` tokens from `starts` on."""
+    return [i for i, (start, count) in enumerate(zip(starts, counts, strict=True)) if start % size + count >= size]
+
+
 def publish(
     pool: BlockPool,
     seqs: tuple[Seq, ...],

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from operator import add, sub
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -255,14 +256,14 @@ def commit(
         lengths, starts, counts, tokens = (pick(column, keep) for column in (lengths, starts, counts, tokens))
         drafts, all_tokens = pick(drafts, keep) if drafts else (), pick(all_tokens, keep)
 
-    computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
+    computed = tuple(map(add, starts, counts))
     caught_up = computed == lengths  # as in most steps: all rows sample
     samples = [True] * len(seqs) if caught_up else [a == b for a, b in zip(computed, lengths, strict=True)]
     grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
     grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
     for i in grouped:
         samples[i] = samples[i] and not seqs[i].request.beams  # a beam gets its token from `choices`
-    lengths = tuple([length + new for length, new in zip(lengths, samples, strict=True)])
+    lengths = tuple(map(add, lengths, samples))
     maybe = [i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit]
     if not state.stops.isdisjoint(tokens):  # most steps: no request is checked on its own
         maybe = sorted({*maybe, *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids)})
@@ -413,13 +414,13 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
     Returns:
         (sequences with tokens to compute, the number of decodes among them, beams that wait for their siblings)
     """
-    left = [length - computed for length, computed in zip(active.lengths, active.computed, strict=True)]
+    left = list(map(sub, active.lengths, active.computed))
     decodes, waiting_beams = left.count(1), Running()
     if 0 in left:
         waiting_beams = active.pick([i for i, number in enumerate(left) if not number])
         active = active.pick([i for i, number in enumerate(left) if number])
         left = [number for number in left if number]
-    if left[:decodes].count(1) != decodes:
+    if decodes < len(left) and left[:decodes].count(1) != decodes:
         active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
     return active, decodes, waiting_beams
 

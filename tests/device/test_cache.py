@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Shapes, blank_feed, blank_sampling
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
@@ -128,7 +129,7 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
     rows = shapes.rows(t)
     batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)})._replace(feed=blank_feed(shapes, t))
     step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
-    return step.lower(model.leaves, kv, batch).compile(), kv
+    return step.lower(model.leaves, kv, joined(batch)).compile(), kv
 
 
 @pytest.mark.default_cases("96-uint16")

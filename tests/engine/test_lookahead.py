@@ -11,9 +11,9 @@ import pytest
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.engine import lookahead
 from pagedjax.engine import step as step_module
-from pagedjax.host import scheduler
+from pagedjax.host import blocks, scheduler
 from pagedjax.host.replay import verify
-from pagedjax.host.types import Sampled
+from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq
 
 DEPTHS = (1, 3)
 CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
@@ -278,3 +278,44 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
         first[depth] = engine.step().events
         engine.record(None)
     assert first[1] == first[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}])
+def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
+    """It names those of sequences that end; with all names, the plan and the free blocks are equal."""
+    engine = make(tiny, 0, num_blocks=160, **config).engine
+    for i in range(12):
+        params = SamplingParams(temperature=0, max_tokens=5 + 3 * i, ignore_eos=True)
+        engine.add(f"r{i}", tokens(3 + 2 * i, i), params)
+    policy, ended, kept = engine.runtime.policy, 0, 0
+    while engine.has_work:
+        before, plan = scheduler.schedule(engine.scheduler_state, policy)
+        sequences, unknown = engine._state.sequences, set(lookahead.sampling(plan))
+        few, many = (
+            lookahead.predict(before, plan, policy, sequences, unknown, plan_is_real=True, last=last)
+            for last in (True, False)
+        )
+        assert (few is None) == (many is None)
+        if few and many:
+            assert few[1] == many[1]._replace(seqs=few[1].seqs)
+            assert [seq.blocks for seq in few[1].seqs] == [seq.blocks for seq in many[1].seqs]
+            assert blocks.free_ids(few[0].pool) == blocks.free_ids(many[0].pool)
+            ended += len({seq.arrival for seq in plan.seqs} - {seq.arrival for seq in few[1].seqs})
+            kept += len(few[0].pool.contents) < len(many[0].pool.contents)
+        engine.step()
+    assert ended > 5, "few sequences ended in a prediction"
+    assert (kept > 5) == (not config), "only where all blocks are seen are names left out"
+
+
+def test_rows_match_if_their_work_and_their_blocks_do():
+    seqs = tuple([Seq(Request(f"r{i}", 3, 9), i, 20, 4, 3, (i, i + 9)) for i in range(4)])
+    plan = EMPTY_PLAN._replace(seqs=seqs, lengths=(5, 6, 7, 8), starts=(4, 5, 6, 7), counts=(1,) * 4)
+    part = plan._replace(seqs=seqs[1::2], lengths=(6, 8), starts=(5, 7), counts=(1, 1))
+    assert lookahead.matching_rows(plan, plan) == (0, 1, 2, 3)
+    assert lookahead.matching_rows(part, plan) == (1, 3)
+    assert lookahead.matching_rows(plan, part) is None, "a row is missing"
+    assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, "another order"
+    for column, other in (("lengths", (6, 9)), ("starts", (5, 6)), ("counts", (1, 2)), ("copies", ((1, 2),))):
+        assert lookahead.matching_rows(part._replace(**{column: other}), plan) is None, column
+    moved = seqs[3]._replace(blocks=(3, 13))
+    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], moved)), plan) is None, "another block"

@@ -23,6 +23,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import blank_sampling
 from pagedjax.device.models import Model
+from pagedjax.device.one_transfer import joined
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
@@ -276,7 +277,7 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         device.measure()
         for cell, name, make, batch in ways if repeat < grid.few else ways[: len(grid.cells)]:
             began = time.perf_counter()
-            pages, output = step(model.leaves, pages, batch)
+            pages, output = step(model.leaves, pages, joined(batch))
             jax.block_until_ready(output)
             seconds = time.perf_counter() - began
             if repeat >= 0:
