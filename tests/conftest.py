@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import mappings
+from tests import mappings, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     selected = any("[" in item.nodeid and "::" in argument for item in items[:1] for argument in item.config.args)
     if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
         raise pytest.UsageError(f"default_cases names cases that do not exist: {wrong}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """All tests of a module, and its fixtures, have programs of one kind. Those of a real model must run fast."""
+    whole = "smollm2" in item.fixturenames or any(map(item.get_closest_marker, ("optimised", "slow")))  # type: ignore
+    quick_compiler.choose(not whole)
+    return (yield)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,35 @@
+"""XLA options for the engines of tests. Most tests are about an engine, and not about XLA's optimisations, which take
+most of the time that compiling takes. Slow tests, tests with the mark `optimised`, and tests with a newer JAX have
+programs as users have them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+# Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+NEWER_JAX = (0, 11)  # has no choice of emitters
+
+_quick = False
+
+
+def choose(quick: bool) -> None:
+    """Engines that are made from now on are compiled with QUICK, or as users' engines are."""
+    global _quick
+    _quick = quick
+    programs = sys.modules.get("pagedjax.engine.programs")
+    if programs is None or getattr(programs.compiler_options, "of_tests", False):
+        return
+    of_users = programs.compiler_options
+
+    def of_tests(platform: str) -> dict[str, Any]:
+        quickly = _quick and platform == "cpu" and sys.modules["jax"].__version_info__ < NEWER_JAX
+        return QUICK if quickly else of_users(platform)
+
+    of_tests.of_tests = True  # type: ignore[attr-defined]
+    programs.compiler_options = of_tests  # type: ignore[attr-defined]
