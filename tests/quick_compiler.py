@@ -5,6 +5,9 @@ programs as users have them."""
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 # Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
@@ -33,3 +36,28 @@ def choose(quick: bool) -> None:
 
     of_tests.of_tests = True  # type: ignore[attr-defined]
     programs.compiler_options = of_tests  # type: ignore[attr-defined]
+
+
+def remembered(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """`runtime._compiler`, whose programs are made once for all that they depend on: not for sampling options of a test
+    by the same name, and not for functions that a test replaces."""
+    made: dict[Any, Any] = {}
+    locks: defaultdict[Any, Lock] = defaultdict(Lock)  # engines are also made in threads
+
+    def of(model: Any, draft_model: Any, c: Any, sizes: Any, options: Any, inputs: Any, leaves: Any, *more: Any) -> Any:
+        build = compiler(model, draft_model, c, sizes, options, inputs, leaves, *more)
+        kinds = [(x.shape, str(x.dtype), str(x.sharding)) for x in leaves]
+        draft = draft_model and (draft_model.graphdef, draft_model.layers)
+        names = [feature.name for feature in options.features]
+        fixed = str((model.graphdef, model.config, draft, kinds, names, more, _quick))
+
+        def one(shape: Any, config: Any) -> Any:
+            key = fixed, shape, str(config)
+            with locks[key]:
+                if key not in made:
+                    made[key] = build(shape, config)
+            return made[key]
+
+        return one
+
+    return of

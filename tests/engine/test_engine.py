@@ -24,7 +24,7 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignor
 
 
 def make(tiny, **config):
-    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 128} | config
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256} | config
     return LLM(tiny, progress=False, **config).engine
 
 

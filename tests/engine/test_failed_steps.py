@@ -31,7 +31,7 @@ MODES = {
 
 def make(tiny, **config):
     sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
-    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 100} | config))
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
 class Breaks(Exception):
