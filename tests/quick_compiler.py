@@ -1,6 +1,11 @@
-"""XLA options for the engines of tests. Most tests are about an engine, and not about XLA's optimisations, which take
-most of the time that compiling takes. Slow tests, tests with the mark `optimised`, and tests with a newer JAX have
-programs as users have them."""
+"""How engines of tests are compiled, which takes most of their time.
+
+- Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
+  few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
+  are those of slow tests, of tests with SmolLM2, and of all tests with a newer JAX (that of Python 3.12).
+- A module with several engines of equal sizes uses the fixture `shared_programs`.
+- Programs are kept in .cache/ by what is in them. A new test takes sizes that others have, such as those of `tiny_llm`.
+"""
 
 from __future__ import annotations
 
