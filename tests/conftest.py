@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import mappings
+from tests import mappings, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
@@ -39,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"default_cases names cases that do not exist: {wrong}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """All tests of a module, and its fixtures, have programs of one kind. Those of a real model must run fast."""
+    whole = "smollm2" in item.fixturenames or any(map(item.get_closest_marker, ("optimised", "slow")))  # type: ignore
+    quick_compiler.choose(not whole)
+    return (yield)  # type: ignore[return-value]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs() -> Iterator[None]:
     """JAX keeps the program of each operation and shape that any test used, and FastAPI the engine of each server.
@@ -48,6 +56,16 @@ def _room_for_programs() -> Iterator[None]:
     if "jax" in sys.modules and mappings.used() > mappings.limit() // 2:
         sys.modules["jax"].clear_caches()
         mappings.forget_applications()
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """Engines of a module that are alike have the same compiled programs: tracing alone takes half a second each."""
+    from pagedjax.engine import runtime
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_compiler", quick_compiler.remembered(runtime._compiler))
+        yield
 
 
 @pytest.fixture(scope="session")

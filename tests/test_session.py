@@ -13,7 +13,7 @@ PROMPTS = ([5, 6, 7], [9, 10, 11, 12])
 
 @pytest.fixture
 def llm(tiny):
-    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=64)
+    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
 
 
 def session(llm) -> Session:

@@ -20,7 +20,7 @@ KINDS = "float32", "bfloat16", "float16", "float8_e4m3fn"
 
 def make(tiny, **config):
     sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
-    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 200} | config))
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
 def prompt_logprobs(llm) -> np.ndarray:

@@ -25,7 +25,7 @@ from tests.device.test_model_families import BODY, CASES, GPT2
 
 pytest.importorskip("numba")
 
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (1, 16)}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,)}
 PROMPTS = [[5, 6, 7], list(range(3, 30)), [9]]
 FACTS: dict[str, Any] = {"dtype": "float32", "weight_dtype": "float32", "mesh": False, "activation": "silu"}
 OWN = """

@@ -24,6 +24,8 @@ from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
 
 pytest.importorskip("numba")
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 5, 23, 88, 40, 71)]
 DRAWN = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 Rollout = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, L], lengths [B], log-probabilities [B, L]

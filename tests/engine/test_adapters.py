@@ -22,6 +22,8 @@ from pagedjax.weights.adapter_files import adapter_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 SIZES: dict[str, Any] = {
     **{"progress": False, "block_size": 8, "num_blocks": 120, "max_model_len": 64, "max_num_seqs": 8},
     **{"max_num_batched_tokens": 32, "token_buckets": (32,), "compilation": "lazy"},

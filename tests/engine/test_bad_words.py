@@ -17,7 +17,7 @@ from pagedjax.session import spellings
 
 VOCAB, BLOCK, WIDTH = 7, 4, 6
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 21]]
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 64}
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
 
 
 def oracle(logits: np.ndarray, outputs: list[int], words: list[list[int]]) -> np.ndarray:

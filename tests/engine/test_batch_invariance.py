@@ -23,6 +23,8 @@ from pagedjax.weights.architectures import normalised
 from tests.device.test_linear_impl import random_params
 from tests.device.test_model_families import BODY, CASES, GPT2
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 VOCAB = 320
 DRAW = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 3}
 PENALISED = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3}

@@ -35,6 +35,8 @@ from tests.engine.test_lookahead import tokens
 from tests.engine.test_speculation import CONFIG, asks, run
 from tests.weights.tiny import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.002}
 LAZY = "compiled when needed"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -420,10 +422,11 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
 
 
 def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
-    llm = LLM(tiny, progress=False, speculative={"method": "draft", "model": folders.itself, "num_tokens": 3}, **CONFIG)
+    config, options = {**CONFIG, "compilation": "lazy"}, {"method": "draft", "model": folders.itself, "num_tokens": 3}
+    llm = LLM(tiny, progress=False, speculative=options, **config)
     halved = jax.tree.map(lambda x: x * 0.5, llm.engine.model.params)
     llm.update_params(halved)
-    other = LLM(tiny, progress=False, **CONFIG)
+    other = LLM(tiny, progress=False, **config)
     other.update_params(halved)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     ours, theirs = (one.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, other))

@@ -17,6 +17,8 @@ from pagedjax.engine.runtime import COPIES
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -24,7 +26,7 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignor
 
 
 def make(tiny, **config):
-    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 128} | config
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256} | config
     return LLM(tiny, progress=False, **config).engine
 
 

@@ -18,6 +18,8 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import read_recording as viewer
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
@@ -31,7 +33,7 @@ MODES = {
 
 def make(tiny, **config):
     sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
-    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 100} | config))
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
 class Breaks(Exception):

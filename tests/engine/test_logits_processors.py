@@ -17,6 +17,8 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.cli import parser
 from pagedjax.device.row_features import find
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 128}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)

@@ -12,6 +12,8 @@ from pagedjax.host.blocks import idle_ids
 from pagedjax.host.types import Admitted, Sampled
 from tests.engine.poison import poisoned
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
 SYSTEM = np.random.default_rng(0).integers(3, 320, 40).tolist()
@@ -141,7 +143,8 @@ def test_freed_blocks_are_never_read(tiny, expected):
 
 
 def test_cached_tokens_are_reported_in_the_output(tiny):
-    llm = LLM(tiny, progress=False, block_size=8, num_blocks=64, max_num_batched_tokens=64, token_buckets=(64,))
+    sizes = {"block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    llm = LLM(tiny, progress=False, token_buckets=(64,), **sizes)
     assert [out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY, use_tqdm=False)] == [0, 32]
     llm.reset_prefix_cache()
     assert llm.generate([SYSTEM], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0

@@ -8,7 +8,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.device.row_features import RowFeature
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "token_buckets": (4, 64), "num_blocks": 64}
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 
 # Adds a number to the logit of one token: enough of it, and the token is always the best.

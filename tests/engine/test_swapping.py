@@ -17,6 +17,8 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPTS = {str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
@@ -52,7 +54,7 @@ def run(llm, params, forks=()):
 @pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])
 def test_swapping_changes_no_token(tiny, params, forks, caching):
-    roomy = run(make(tiny, num_blocks=200, enable_prefix_caching=caching), params, forks)
+    roomy = run(make(tiny, num_blocks=128, enable_prefix_caching=caching), params, forks)
     again = run(make(tiny, preemption="recompute", enable_prefix_caching=caching), params, forks)
     swapping = make(tiny, enable_prefix_caching=caching)
     swapped = run(swapping, params, forks)

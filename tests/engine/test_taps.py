@@ -27,6 +27,8 @@ from tests.device.test_model_families import saved  # noqa: F401  (a fixture)
 from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
 from tests.engine.test_mesh import random_model
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 128}
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "taps.md"
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 60, 1, 33))]

@@ -16,6 +16,7 @@ from pagedjax.host.types import Admitted, Sampled
 from tests.engine.test_batch_invariance import VOCAB, model_of
 
 pytest.importorskip("numba")
+pytestmark = pytest.mark.optimised  # bits are compared
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58)}

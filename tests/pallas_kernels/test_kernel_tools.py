@@ -42,7 +42,8 @@ ptxas info    : Used 93 registers, used 16 barriers, 1 bytes smem
 def test_a_kernel_on_a_mesh_finds_the_kind_of_its_device():
     """Tiles are chosen by it, also where the chip is not here and the first device is a CPU."""
     h200 = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    mesh, found = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=h200), []
+    auto = (jax.sharding.AxisType.Auto,)  # newer versions of JAX have explicit axes by default
+    mesh, found = jax.sharding.AbstractMesh((2,), ("x",), axis_types=auto, abstract_device=h200), []
     spec = jax.sharding.PartitionSpec("x")
 
     def body(x):

@@ -32,6 +32,8 @@ from tests.server.support import (
     wait_until,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture
 def http(served):

@@ -29,6 +29,8 @@ from pagedjax.weights.adapter_files import read_adapter
 from pagedjax.weights.convert import convert
 from tests.experiments.training.child import killed
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 ROOT = Path(__file__).parents[3]
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
 SETUP = LoraSetup(steps=12, rank=4, alpha=8, context=40, batch=4, lists=8, held_out=8, rate=2e-2)

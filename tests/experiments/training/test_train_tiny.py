@@ -29,6 +29,8 @@ from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
 from tests.experiments.training.child import killed
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 ROOT = Path(__file__).parents[3]
 SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
 EVERY = 8
