@@ -21,9 +21,11 @@ Shape = StepShape | DraftShape
 Build = Callable[[Shape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
 
 # What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one graph, which the host
-# launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some.
+# launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some. A kernel
+# that reads a slice of an array (`device.one_transfer`) would be in no graph, as a fusion with that slice.
 GPU_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+    "xla_gpu_enable_dynamic_slice_fusion": False,
 }
 THREADS = 4  # at most: each compilation uses several processors for a part of its time
 
