@@ -30,8 +30,6 @@ from pagedjax.processes.group import ProcessFailed
 from tests.engine.test_lookahead import CONFIG, make, play, tokens
 from tests.processes.pairs import Connected, connected
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
 SPECULATIVE = {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}}
