@@ -56,5 +56,5 @@ def parted(one: OneTransfer) -> Batch:
         at = end
     core, sampled, rows, seen, groups = jax.tree.unflatten(one.tree, arrays)
     features, tokens, drafted, selecting, adapters = one.rest
-    own = {"sampling": SamplingBatch(*sampled, features), "feed": None if rows is None else Feed(rows, tokens)}
+    own = {"sampling": SamplingBatch(*sampled, features=features), "feed": None if rows is None else Feed(rows, tokens)}
     return Batch(*core, **own, drafted=drafted, seen=seen, groups=groups, selecting=selecting, adapters=adapters)

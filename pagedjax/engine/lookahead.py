@@ -84,7 +84,7 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     rows = [row_of.get(seq.arrival, -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
         return None
-    columns = predicted.seqs, predicted.starts, predicted.counts, predicted.lengths
+    columns: Any = predicted.seqs, predicted.starts, predicted.counts, predicted.lengths
     if len(rows) < len(predicted.seqs):
         columns = tuple([pick(column, rows) for column in columns])
     seqs, *numbers = columns
