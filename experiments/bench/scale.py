@@ -43,9 +43,8 @@ from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling
+from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling, joined
 from pagedjax.device.models import Model
-from pagedjax.device.one_transfer import joined
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack

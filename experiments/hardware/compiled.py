@@ -22,10 +22,9 @@ from experiments.hardware import compilers, exchanges, hlo, launches
 from experiments.hardware.compilers import Target
 from experiments.hardware.exchanges import Found
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Shapes, blank_sampling
+from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.models import Decoder, Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.one_transfer import joined
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
 from pagedjax.engine.pack import pack

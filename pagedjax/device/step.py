@@ -14,13 +14,12 @@ from flax import nnx
 
 from pagedjax.device import rejection
 from pagedjax.device.attention import Attend
-from pagedjax.device.batch import Batch, DraftBatch
+from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, parted
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
-from pagedjax.device.one_transfer import OneTransfer, parted
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext

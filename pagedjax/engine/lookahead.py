@@ -84,11 +84,10 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     rows = [row_of.get(seq.arrival, -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
         return None
-    columns: Any = predicted.seqs, predicted.starts, predicted.counts, predicted.lengths
-    if len(rows) < len(predicted.seqs):
-        columns = tuple([pick(column, rows) for column in columns])
-    seqs, *numbers = columns
-    if numbers != [plan.starts, plan.counts, plan.lengths]:
+    seqs, numbers = predicted.seqs, (predicted.starts, predicted.counts, predicted.lengths)
+    if len(rows) < len(seqs):
+        seqs, numbers = pick(seqs, rows), tuple([pick(column, rows) for column in numbers])
+    if numbers != (plan.starts, plan.counts, plan.lengths):
         return None
     return tuple(rows) if [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs] else None
 

@@ -135,7 +135,7 @@ def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: S
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
     number = len(shapes.layout.windows) if shapes.layout else 1
     tables = np.zeros((b, shapes.table_width * number), np.int32)
-    into, at = memoryview(tables.data).cast("B"), 0
+    into, at = tables.data.cast("B"), 0
     for data, seq in zip(mine, seqs, strict=True):
         ids = data.block_ids(seq.blocks)
         into[at : at + len(ids)] = ids

@@ -22,7 +22,7 @@ Build = Callable[[Shape, Resolved], Any]  # (shape, config) -> its program, for 
 
 # What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one graph, which the host
 # launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some. A kernel
-# that reads a slice of an array (`device.one_transfer`) would be in no graph, as a fusion with that slice.
+# that reads a slice of an array (`joined` of `device/batch.py`) would be in no graph, as a fusion with that slice.
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
     "xla_gpu_enable_dynamic_slice_fusion": False,

@@ -27,11 +27,11 @@ from pagedjax.device.batch import (
     StepShape,
     blank_feed,
     blank_sampling,
+    joined,
 )
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
-from pagedjax.device.one_transfer import joined
 from pagedjax.device.row_features import RowChain, RowFeature, chain, find
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros

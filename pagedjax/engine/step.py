@@ -9,9 +9,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
+from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
 from pagedjax.device.cache import KVCache
-from pagedjax.device.one_transfer import joined
 from pagedjax.device.taps import NOTHING
 from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms

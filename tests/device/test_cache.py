@@ -13,8 +13,7 @@ from absl.testing import parameterized
 
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import Shapes, blank_feed, blank_sampling
-from pagedjax.device.one_transfer import joined
+from pagedjax.device.batch import Shapes, blank_feed, blank_sampling, joined
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN

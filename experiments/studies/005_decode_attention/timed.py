@@ -21,9 +21,8 @@ from experiments.bench import lower_bounds
 from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import blank_sampling
+from pagedjax.device.batch import blank_sampling, joined
 from pagedjax.device.models import Model
-from pagedjax.device.one_transfer import joined
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.device.batch import Feed, GroupTables, Shapes, blank_sampling
+from pagedjax.device.batch import Feed, GroupTables, Shapes, blank_sampling, joined, parted
 from pagedjax.device.layer_groups import layer_groups
-from pagedjax.device.one_transfer import joined, parted
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
