@@ -5,8 +5,8 @@
     python -m experiments.hardware.gpu_prediction --rehearse      # on a CPU: one other run of few requests
 
 The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a smaller budget,
-which needs a second engine. The study's engine with blocks of 128 is left out, because an engine takes half a minute to
-compile. Nothing is written over the study's kept findings, which are of a CPU.
+which needs a second engine. The study's engine with blocks of 128 is left out, because compiling an engine takes
+long. Nothing is written over the study's kept findings, which are of a CPU.
 """
 
 from __future__ import annotations
