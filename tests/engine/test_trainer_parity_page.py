@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.optimised  # bits are compared
+
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "trainer-parity.md"
 
 
