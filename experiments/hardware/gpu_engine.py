@@ -31,6 +31,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from experiments.bench.in_turn import at_least_1
 from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
@@ -192,11 +193,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=at_least_1, default=256)
     parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
-    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--budget", type=at_least_1, default=2048)
     parser.add_argument("--buckets", type=int, nargs="+", help="token buckets (default: the requests and the budget)")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=at_least_1, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", type=int, default=10, metavar="STEPS", help="trace so many decode steps; 0: none")
     parser.add_argument("--no-serve", action="store_true", help="only the trace")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments.bench.in_turn import at_least_1
 from experiments.core.environment import environment
 from experiments.hardware.processes import results
 from pallas_kernels.paged_attention import paged_attention
@@ -172,8 +173,8 @@ def check_all(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="check one shape of N")
-    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--every", type=at_least_1, default=1, metavar="N", help="check one shape of N")
+    parser.add_argument("--processes", type=at_least_1, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: two shapes, interpreted")
     args = parser.parse_args(argv)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.bench.in_turn import at_least_1
 from experiments.bench.random_llama import SHAPES
 from experiments.core.environment import environment
 from experiments.hardware.gpu_engine import Request, requests_of
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=at_least_1, default=256)
     parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=110.0, help="stop after this time")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

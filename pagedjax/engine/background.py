@@ -114,7 +114,7 @@ def in_order(shapes: Sequence[StepShape], decodes: int) -> list[StepShape]:
 
     The first one holds `decodes` tokens, because most steps are decodes alone. Then comes the middle one of those on
     each side of it, and so on, so that no step is far from its own bucket for long. A bucket's program for decodes
-    alone is behind its other one, without which no step has the bucket.
+    alone comes after its other one, because a step has only buckets with that one.
     """
     sizes = sorted({shape.tokens for shape in shapes})
     at = bisect_left(sizes, decodes)

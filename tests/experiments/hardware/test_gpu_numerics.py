@@ -133,3 +133,11 @@ def test_both_ways_of_a_decode_are_checked():
 def test_windows_and_soft_caps_are_checked_with_every_group():
     for option in ("window", "soft_cap"):
         assert {case.group for case in cases() if getattr(case, option)} == set(GROUPS)
+
+
+def test_a_number_below_one_is_an_error(capsys):
+    for word in ("--every", "--processes"):
+        with pytest.raises(SystemExit, match="2"):
+            gpu_numerics.main([word, "0"])
+        assert f"argument {word}: " in (printed := capsys.readouterr().err)
+        assert "0" in printed
