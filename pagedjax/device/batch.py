@@ -102,9 +102,7 @@ class Batch(NamedTuple):
     cu_q_lens: Any  # [B + 1]; None in a step of decodes alone, in which row b has the token b
     last: Any  # [R] index into T of the token that each sample follows
     sampled_row: Any  # [R] its row
-    targets: (
-        Any  # [T] the prompt token after this one where its log-probability is wanted, else -1; None if cu_q_lens is
-    )
+    targets: Any  # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
