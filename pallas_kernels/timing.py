@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     v_pages: jax.Array
     block_tables: jax.Array  # [B, M]
     seq_lens: jax.Array  # [B]
-    first_tokens: jax.Array | None  # [B + 1]; None of decodes
+    cu_q_lens: jax.Array | None  # [B + 1]; None of decodes
 
 
 class Shape(NamedTuple):
