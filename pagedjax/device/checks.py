@@ -1,9 +1,16 @@
-"""Checks of static shapes. They run when a function is traced and cost nothing when it runs."""
+"""Static shapes: without their arrays, and checks, which run when a function is traced and cost nothing when it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import jax
+
+
+def shapes_of(tree: Any) -> Any:
+    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no memory."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def check_shape(name: str, array: Any, expected: Sequence[int | None]) -> None:

@@ -98,7 +98,7 @@ class BackgroundPrograms(dict[Shape, Any]):
             self[shape] = program
             self.present = self._present()  # after the program, so that a step finds it
         if not self._waiting:
-            del self._build  # and with it the parameters that it was made with
+            del self._build  # and with it the blank batches
             made, several, seconds = len(self), len(self.shapes.steps), time.perf_counter() - self._began
             log.info("%d of %d programs are there, the last after %.0f s", made, several, seconds)
         return True

@@ -305,13 +305,9 @@ class Engine:
         emptied; programs stay.
 
         Raises:
-            ValueError: requests are unfinished, it sleeps already, programs are being compiled, or there is no such
-                level.
+            ValueError: requests are unfinished, it sleeps already, or there is no such level.
         """
         sleep.check_level(level)
-        if self.background and self.background.compiling:
-            what = f"{self.background.missing} programs are still being compiled, which needs the parameters"
-            raise ValueError(f"{what}; sleep when all of them are there")
         if self.has_work:
             what = f"{self._state.unfinished} requests are unfinished; finish or cancel them before the engine sleeps"
             raise ValueError(what)

@@ -29,6 +29,7 @@ from pagedjax.device.batch import (
     blank_sampling,
     joined,
 )
+from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
@@ -176,7 +177,11 @@ def build(
     inputs = _blank_inputs(sizes, resolved, model, options, sizes.draft_shapes if draft_model else (), table)
     found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
-    compile_one = _compiler(model, draft_model, resolved, sizes, options, inputs, leaves)
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their memory
+    shapeless = model._replace(params=shapes_of(model.params))
+    drafting_model = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
+    compiler = partial(_compiler, shapeless, drafting_model, resolved, sizes, options, inputs, shapes_of(leaves))
+    compile_one = compiler()
 
     def settle(program: Any) -> Resolved:
         return resolve(config, model, found, memory.activations_peak(program), draft_model)
@@ -223,9 +228,7 @@ def build(
         options=options,
         blanks=inputs.sampling,
         programs=steps,
-        tapped=programs.TappedPrograms(
-            partial(_compiler, model, draft_model, resolved, sizes, options, inputs, leaves), resolved
-        ),
+        tapped=programs.TappedPrograms(compiler, resolved),
         copy=copy,
         swap=swap,
         memory=report,

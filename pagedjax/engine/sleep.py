@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pagedjax.device.checks import shapes_of
 from pagedjax.engine.runtime import Runtime, with_leaves
 from pagedjax.weights.tree import buffers, name_of
 
@@ -58,8 +59,8 @@ def asleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, Asl
     kept = Asleep(tuple(x if x is None or level == 2 else _kept(x) for x in model), tuple(map(_kept, draft)))
     if level == 2:
         kept = kept._replace(model=(None,) * len(model))
-    shapes = [x if gone is None else _shape(x) for (_, x), gone in zip(keys, model, strict=True)]
-    after = with_leaves(runtime, shapes, list(map(_shape, draft)))
+    shapes = [x if gone is None else shapes_of(x) for (_, x), gone in zip(keys, model, strict=True)]
+    after = with_leaves(runtime, shapes, shapes_of(draft))
     for x in (*model, *draft):
         if x is not None and id(x) not in shared and not x.is_deleted():
             x.delete()
@@ -101,10 +102,6 @@ def _placed(kept: Kept) -> jax.Array:
 
 def _start(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(one.indices(size)[0] for one, size in zip(index, shape, strict=True))
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def check_level(level: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, load_model
+from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps, load_model
 from pagedjax.engine.compilations import compilations
 from pagedjax.host import replay
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine
@@ -35,10 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
 SLOW = ("int8", "bfloat16", "draft model", "draft model on a mesh", "lookahead and swap")
 
 
-def make(folder, **config: Any) -> LLM:
+def make(folder, model: Any = None, **config: Any) -> LLM:
     if "speculative" in config:
         config["speculative"] = {**config["speculative"], "model": str(folder)}
-    return LLM(str(folder), progress=False, **SIZES | config)
+    return LLM(model or str(folder), progress=False, **SIZES | config)
 
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
@@ -103,6 +103,24 @@ def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_fol
             llm.wake_up()
         assert (tokens(llm) == want) is (tree is tiny.model.params)
     assert compilations() == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "lazy", "background", "draft model"])
+def test_parameters_that_nobody_else_uses_are_freed(tiny_folder, tmp_path, kind):
+    """Programs that are compiled later, such as those of taps, keep no parameters."""
+    other = load_model(tiny_llama(tmp_path / "other", tied=False, seed=1), linear_impl="xla").model.params
+    options = {"background": {"compilation": "background"}, **KINDS}[kind] | {"linear_impl": "xla"}
+    llm = make(tiny_folder, load_model(tiny_folder, linear_impl="xla"), **options)  # it does not own the parameters
+    pages = sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
+    before = live()
+    llm.engine.update_params(other)
+    assert live() <= before
+    llm.sleep()
+    assert before - live() >= weights(llm) + pages
+    llm.wake_up()
+    params = SamplingParams(temperature=0, max_tokens=1, taps=Taps(hidden_states=(0,)))
+    (tapped,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    assert tapped.outputs[0].token_ids == tokens(llm)[0][:1]
 
 
 def test_parts_wake_up_alone(tiny_folder):
