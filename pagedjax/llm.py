@@ -20,12 +20,12 @@ from pagedjax.config import EngineConfig, from_dict
 from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import compilations, programs
+from pagedjax.engine import compilations, interrupts, programs
 from pagedjax.engine.adapters import no_adapters
 from pagedjax.host.types import Pending
 from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
-from pagedjax.session import GenerationRequest, Params, Session, output_of
+from pagedjax.session import Branches, GenerationRequest, Params, Session, output_of
 from pagedjax.text import pooling
 from pagedjax.text.outputs import BeamSearchOutput, OutputBuilder, RequestOutput, beam_search_output
 from pagedjax.text.pooling import (
@@ -405,11 +405,13 @@ class LLM:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
         ids, (adapter,) = self._kept(self._tokens(prompt), params), self._adapters(lora_request, 1)
-        (branches,) = self.session.add([GenerationRequest(ids, params, adapter=adapter)])
-        (branch,) = branches.values()
-        assert isinstance(branch, OutputBuilder)
+        branches: Branches = {}
         sent, ended = 0, False
         try:
+            with interrupts.deferred():  # no request without an owner
+                (branches,) = self.session.add([GenerationRequest(ids, params, adapter=adapter)])
+            (branch,) = branches.values()
+            assert isinstance(branch, OutputBuilder)
             while not ended:
                 ended = branch.finish_reason is not None  # the steps of another call may have ended it
                 if not ended:
@@ -539,10 +541,12 @@ class LLM:
             GenerationRequest(self._kept(tokens, p), p, text, rank, name, adapter=adapter)
             for tokens, text, p, rank, name, adapter in rows
         ]
-        outputs = self.session.add(requests)
-        branches = {name: branch for one in outputs for name, branch in one.items()}
-        unfinished = set(branches)
+        branches: Branches = {}
         try:
+            with interrupts.deferred():  # no request without an owner
+                outputs = self.session.add(requests)
+                branches = {name: branch for one in outputs for name, branch in one.items()}
+            unfinished = set(branches)
             with tqdm(total=len(branches), desc=what, unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while unfinished:

@@ -95,26 +95,27 @@ class Session:
         added: list[Branches] = []
         spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # the sequences of bad words, often of all requests
         try:
-            for request, grammar in zip(requests, compiled, strict=True):
-                params = request.params
-                if isinstance(params, SamplingParams) and params.best_of is not None:
-                    params = params.drawn()
-                if isinstance(params, SamplingParams) and (words := params.bad_words):
-                    ids = spelled[words] = spelled.get(words) or spellings(words, self.tokenizer)
-                    params = replace(params, bad_words=(), bad_words_token_ids=(*params.bad_words_token_ids, *ids))
-                width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-                first, *forks = names = self.engine.new_ids(width)
-                order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
-                if request.adapter is not None:
-                    order["adapter"] = request.adapter
-                self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
-                added.append(self._outputs(names, request.prompt_token_ids, params))
+            with interrupts.deferred():  # a request is in the engine and in `added`, or in none of them
+                for request, grammar in zip(requests, compiled, strict=True):
+                    params = request.params
+                    if isinstance(params, SamplingParams) and params.best_of is not None:
+                        params = params.drawn()
+                    if isinstance(params, SamplingParams) and (words := params.bad_words):
+                        ids = spelled[words] = spelled.get(words) or spellings(words, self.tokenizer)
+                        params = replace(params, bad_words=(), bad_words_token_ids=(*params.bad_words_token_ids, *ids))
+                    width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+                    first, *forks = names = self.engine.new_ids(width)
+                    order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
+                    if request.adapter is not None:
+                        order["adapter"] = request.adapter
+                    self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
+                    added.append(self._outputs(names, request.prompt_token_ids, params))
+                for branches in added:
+                    self.branches |= branches
         except BaseException:
             for branches in added:
                 self.abandon(branches)
             raise
-        for branches in added:
-            self.branches |= branches
         return added
 
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
@@ -201,6 +202,7 @@ class Session:
                 ended.append(name)
         return SessionStep(result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched)
 
+    @interrupts.deferred()
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished."""
         events: tuple[Event, ...] = ()

@@ -286,12 +286,9 @@ class Engine:
                 are named). The engine is unchanged.
         """
         one_of("pending", pending, (None, *get_args(Pending)))
-        if self.has_work and pending is None:
-            raise ValueError(
-                f"{self._state.unfinished} requests are unfinished, and one model has to serve each to its end; "
-                "finish or cancel them before you update parameters, or say what becomes of them: pending='restart' "
-                "computes again what they have in the cache, 'keep' goes on with it"
-            )
+        if pending is None:
+            kinds = "pending='restart' computes again what they have in the cache, 'keep' goes on with it"
+            self._check_idle(f"before you update parameters, or say what becomes of them: {kinds}")
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
         self._shared &= {id(x) for x in self.runtime.leaves}  # ids of arrays that are gone may come again
@@ -308,9 +305,7 @@ class Engine:
             ValueError: requests are unfinished, it sleeps already, or there is no such level.
         """
         sleep.check_level(level)
-        if self.has_work:
-            what = f"{self._state.unfinished} requests are unfinished; finish or cancel them before the engine sleeps"
-            raise ValueError(what)
+        self._check_idle("before the engine sleeps")
         self._check_awake()
         self.runtime, self._asleep = sleep.asleep(self.runtime, level, self._shared)
         self._dropped, self._shared = level == 2, set()
@@ -340,6 +335,18 @@ class Engine:
     def is_sleeping(self) -> bool:
         return self._asleep is not None
 
+    def _check_idle(self, before: str) -> None:
+        """Raises ValueError if a sequence is unfinished, or the result of a step was not taken.
+
+        Args:
+            before: what the caller wants to do, as the end of a sentence.
+        """
+        if self._state.result:
+            what = "an interrupt came between the last step and its caller, who did not get the result"
+            raise ValueError(f"{what}; call step() once, which returns it, {before}")
+        if self.has_work:
+            raise ValueError(f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}")
+
     def _check_awake(self) -> None:
         """Raises ValueError if no step can run: the engine sleeps, or its parameters were dropped."""
         if self._asleep is not None:
@@ -357,13 +364,14 @@ class Engine:
         """
         if not self.has_work:
             return None
-        if self._state.result is None:
+        if (before := self._state).result is None:
             try:
-                after, result = step(self.runtime, self._state, self._schedule())
+                after, result = step(self.runtime, before, self._schedule())
+                self._set(after._replace(result=result))
             except BaseException:
-                self._set(state.roll_back(self._state))
+                if self._state is before:  # its cache was donated
+                    self._set(state.roll_back(before))
                 raise
-            self._set(after._replace(result=result))
         result = self._state.result
         self._state = self._state._replace(result=None)
         return result
@@ -405,6 +413,9 @@ class Engine:
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.
 
+        A replay starts from nothing, so a recording does too: the prefix cache is forgotten, and default seeds begin
+        again.
+
         What taps give is written into a folder beside it, which `pagedjax.read_taps(path)` reads.
 
         Args:
@@ -416,8 +427,8 @@ class Engine:
             ValueError: requests are unfinished, because a replay starts from an empty scheduler, or no file can be
                 written there.
         """
-        if path is not None and self.has_work:
-            raise ValueError("recording must start while no request is unfinished; a replay starts without requests")
+        if path is not None:
+            self._check_idle("before a recording starts")
         if self._recorder:
             self._recorder.close()
             self._recorder = self._tap_writer = None
@@ -425,9 +436,9 @@ class Engine:
             clock = time.perf_counter if times else None
             self._recorder = Recorder(path, self.scheduler_state.config, self.runtime.policy.name, clock=clock)
             self._records_prompts, self._tap_writer = prompts, TapWriter(path)
-            self._forget_arrivals()
+            self._restart_scheduler()
 
-    def _forget_arrivals(self) -> None:
+    def _restart_scheduler(self) -> None:
         """A replay counts arrivals from zero, and predicted steps know sequences by their arrival."""
         empty = scheduler.init(self.scheduler_state.config)
         self._state = self._state._replace(scheduler=empty, ahead=Lookahead())

@@ -80,8 +80,9 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or differs."""
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
-    row_of = {seq.arrival: j for j, seq in enumerate(predicted.seqs)}
-    rows = [row_of.get(seq.arrival, -1) for seq in plan.seqs]
+    # by both: a branch that was cancelled before its fork leaves its arrival to the next one
+    row_of = {(seq.arrival, seq.request.request_id): j for j, seq in enumerate(predicted.seqs)}
+    rows = [row_of.get((seq.arrival, seq.request.request_id), -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
         return None
     seqs, numbers = predicted.seqs, (predicted.starts, predicted.counts, predicted.lengths)

@@ -152,6 +152,8 @@ def cancel(
 ) -> tuple[EngineState, tuple[Event, ...]]:
     """End a sequence at any time (`scheduler.cancel`). An unknown id changes nothing."""
     before = state.scheduler
+    if sequence_id not in before.ids:
+        return state, ()
     after, events = scheduler.cancel(before, sequence_id, reason)
     state = state._replace(
         scheduler=after,

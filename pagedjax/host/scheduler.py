@@ -241,7 +241,8 @@ def commit(
             those of generated tokens, which only the engine knows. Without them, these blocks are not shared.
         choices: by the id of the first beam, how the beams of a request continue that have no token left to compute.
 
-    A sequence that was cancelled after `schedule` is ignored: its blocks are already free.
+    A sequence that was cancelled after `schedule` gets no token: its blocks are already free. Events of the plan name
+    it all the same (Admitted, Preempted, Resumed).
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")

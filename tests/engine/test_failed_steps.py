@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+from collections.abc import Container
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
+from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording as viewer
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -135,24 +136,24 @@ def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
 
 
 class Interrupting:
-    """In place of a recorder: presses Ctrl-C while the state is replaced, at every fourth commit."""
+    """In place of a recorder: presses Ctrl-C while the state is replaced, at some lines of a kind, counted from 1."""
 
-    def __init__(self, every: int) -> None:
-        self.every, self.commits = every, 0
+    def __init__(self, lines: Container[int], kind: str = "commit") -> None:
+        self.lines, self.kind, self.count = lines, kind, 0
 
-    def commit(self, *_) -> None:
-        self.commits += 1
-        if self.commits % self.every == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+    def __getattr__(self, kind: str):
+        def line(*_) -> None:
+            self.count += kind == self.kind
+            if kind == self.kind and self.count in self.lines:
+                signal.raise_signal(signal.SIGINT)
 
-    def __getattr__(self, name: str):
-        return lambda *_: None
+        return line
 
 
 def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(tiny, monkeypatch, interruptible):
     expected, *_ = run(make(tiny).engine, monkeypatch)
     engine = make(tiny).engine
-    engine._recorder = Interrupting(every=4)
+    engine._recorder = Interrupting(range(4, 500, 4))
     step, interrupts = engine.step, []
 
     def again_after_ctrl_c():
@@ -170,7 +171,7 @@ def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(t
 
 def test_ctrl_c_in_the_last_step_keeps_its_result_for_the_next_call(tiny, interruptible):
     engine = make(tiny).engine
-    engine._recorder = Interrupting(every=1)
+    engine._recorder = Interrupting({1})
     engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
@@ -195,7 +196,7 @@ def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
         def pressed(step=step, count=count):
             count.append(1)
             if len(count) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
             return step()
 
         llm.engine.step = pressed
@@ -210,6 +211,65 @@ def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
         text += piece
     assert text == expected
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("kind", ["submit", "cancel"])
+def test_ctrl_c_leaves_no_request_without_an_owner(tiny, monkeypatch, interruptible, kind):
+    """While requests are queued, and while those of a call that failed are cancelled."""
+    llm = make(tiny)
+    calls = {
+        "generate": lambda: llm.generate(list(PROMPTS.values()), DRAWN, use_tqdm=False),
+        "stream": lambda: next(llm.stream("she sells", DRAWN)),
+        "add": lambda: llm.session.add([GenerationRequest(prompt, DRAWN) for prompt in PROMPTS.values()]),
+    }
+    monkeypatch.setattr(llm.session, "step", lambda: 1 / 0)
+    for name, at in (("generate", 1), ("generate", 3), ("generate", 5), ("stream", 1), ("add", 1), ("add", 5)):
+        if (name, kind) != ("add", "cancel"):
+            llm.engine._recorder = Interrupting({at}, kind)
+            with pytest.raises(KeyboardInterrupt):
+                calls[name]()
+        assert not llm.engine.has_work
+        assert not llm.session.branches
+
+
+def test_an_interrupt_before_the_state_is_replaced_rolls_the_step_back(tiny, monkeypatch):
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    whole, broken = engine._set, []
+
+    def interrupted(after):
+        number = after.scheduler.step
+        if after.result is not None and number in (3, 7, 11) and number not in broken:
+            broken.append(number)
+            raise KeyboardInterrupt
+        whole(after)
+
+    step = engine.step
+
+    def again():
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return step()
+
+    monkeypatch.setattr(engine, "_set", interrupted)
+    monkeypatch.setattr(engine, "step", again)
+    tokens, *_ = run(engine, monkeypatch)
+    assert len(broken) == 3
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("name", ["update_params", "sleep", "record"])
+def test_a_result_that_was_not_taken_is_named(tiny, tmp_path, interruptible, name):
+    engine = make(tiny).engine
+    engine._recorder = Interrupting({1})
+    engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    arguments = {"update_params": (tiny.model.params,), "record": (tmp_path / "run.jsonl",)}.get(name, ())
+    with pytest.raises(ValueError, match=r"did not get the result; call step\(\) once, which returns it, before"):
+        getattr(engine, name)(*arguments)
+    assert engine.step() is not None
 
 
 class Full:
@@ -280,7 +340,7 @@ def test_a_deferred_interrupt_waits_for_the_end_of_the_block(interruptible):
 
     @deferred()
     def together():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         steps.append("whole")
 
     with pytest.raises(KeyboardInterrupt):
@@ -295,7 +355,7 @@ def test_a_second_interrupt_is_not_deferred(interruptible):
     @deferred()
     def together():
         for step in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             steps.append(step)
 
     with pytest.raises(KeyboardInterrupt):

@@ -91,7 +91,7 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
             shared = tokens(12, 0) if draw.random() < 0.4 else []
             engine.add(name, shared + tokens(n, number), SamplingParams(**params), forks=forks)
         if draw.random() < 0.1:
-            run.results.append(engine.cancel(f"r{draw.randrange(14)}"))
+            run.results.append(engine.cancel(f"r{draw.randrange(14)}{draw.choice(['', '', 'b', 'c'])}"))
         if draw.random() < 0.03:
             engine.reset_prefix_cache()
         if engine.has_work:
@@ -171,6 +171,29 @@ def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config)
             steps += other.steps
             late += other.late
     assert late < 0.9 * steps, "no step was predicted"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(llms, depth):
+    """The branches behind it have other arrivals than in the step that was predicted."""
+    found = {}
+    for engine in (llms[0].engine, llms[depth].engine):
+        engine.reset()
+        engine.add(
+            "a", tokens(57, 1), SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True), forks="bcd"
+        )
+        run, sampled = Observed(engine), {}
+        while engine.has_work:
+            if run.steps == 2:
+                assert engine.scheduler_state.running.seqs[0].request.forks == ("b", "c", "d")
+                engine.cancel("b")
+            for event in run.step().events:
+                for name, token in zip(*event[1:], strict=True) if isinstance(event, Sampled) else ():
+                    sampled.setdefault(name, []).append(token)
+        found[engine] = sampled
+    plain, predicted = found.values()
+    assert predicted == plain
+    assert plain.keys() == {"a", "c", "d"}
 
 
 def test_stop_strings_end_at_the_same_token(llms):
@@ -317,5 +340,7 @@ def test_rows_match_if_their_work_and_their_blocks_do():
     assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, "another order"
     for column, other in (("lengths", (6, 9)), ("starts", (5, 6)), ("counts", (1, 2)), ("copies", ((1, 2),))):
         assert lookahead.matching_rows(part._replace(**{column: other}), plan) is None, column
+    branch = seqs[3]._replace(request=Request("another", 3, 9))
+    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], branch)), plan) is None, "another branch"
     moved = seqs[3]._replace(blocks=(3, 13))
     assert lookahead.matching_rows(part._replace(seqs=(seqs[1], moved)), plan) is None, "another block"

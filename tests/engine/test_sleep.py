@@ -183,7 +183,7 @@ def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(tiny_fo
     llm.engine.record(tmp_path / "run.jsonl")
     want = tokens(llm)
     llm.engine.add("a", PROMPTS[0], GREEDY)
-    with pytest.raises(ValueError, match="1 requests are unfinished; finish or cancel them before the engine sleeps"):
+    with pytest.raises(ValueError, match="1 sequences are unfinished; finish or cancel them before the engine sleeps"):
         llm.sleep()
     llm.engine.cancel("a")
     for level in (0, 3, True, "1"):

@@ -244,7 +244,7 @@ def test_an_update_is_refused_while_requests_are_unfinished(llm, tree):
     before = ids(llm)
     stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     next(stream)
-    with pytest.raises(ValueError, match=r"1 requests are unfinished.*finish or cancel them"):
+    with pytest.raises(ValueError, match=r"1 sequences are unfinished; finish or cancel them"):
         llm.update_params(scaled(tree, 1.5))
     stream.close()
     assert ids(llm) == before
