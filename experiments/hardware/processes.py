@@ -14,6 +14,11 @@ from typing import Any, TypeVar
 Job = TypeVar("Job")
 
 
+def _share_memory() -> None:
+    """In a new process, before it starts a backend: several of them use the memory of one GPU."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
 def results(
     function: Callable[[Job], Any], jobs: Sequence[Job], processes: int, seconds: float
 ) -> Iterator[tuple[Job, Any]]:
@@ -22,7 +27,6 @@ def results(
     A process runs one job at a time. What a job that crashes its process leaves is done by a new one. Jobs that are not
     done after `seconds` are yielded with a TimeoutError, and their processes are killed.
     """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # read by the processes, which share a GPU's memory
     context = multiprocessing.get_context("spawn")  # a fork of a process with a device's threads hangs
     end, waiting = time.monotonic() + seconds, deque(jobs)
     pools: list[ProcessPoolExecutor] = []
@@ -31,7 +35,7 @@ def results(
     def start(pool: ProcessPoolExecutor | None = None) -> None:
         if waiting:
             if pool is None:
-                pools.append(pool := ProcessPoolExecutor(1, mp_context=context))
+                pools.append(pool := ProcessPoolExecutor(1, mp_context=context, initializer=_share_memory))
             job = waiting.popleft()
             running[pool.submit(function, job)] = job, pool
 

@@ -21,7 +21,9 @@ def job(which: str) -> str:
 
 
 def test_a_crash_and_an_error_leave_the_other_jobs_their_results():
+    before = dict(os.environ)
     found = dict(results(job, ["crash", "one", "error", "two"], 1, 60))
+    assert dict(os.environ) == before
     assert found["one"] == "one false"
     assert found["two"] == "two false"
     assert isinstance(found["crash"], BrokenProcessPool)
