@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import mappings, quick_compiler
+from tests import garbage, mappings, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
@@ -56,6 +56,7 @@ def _room_for_programs() -> Iterator[None]:
     if "jax" in sys.modules and mappings.used() > mappings.limit() // 2:
         sys.modules["jax"].clear_caches()
         mappings.forget_applications()
+    garbage.collect_now_and_then()
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ if it gets no more: `mmap` fails while it loads a program. A small program for a
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
+
+from tests import garbage
 
 MAPS, LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
@@ -26,4 +27,4 @@ def forget_applications() -> None:
     for found in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
         if clear := getattr(found, "cache_clear", None):
             clear()
-    gc.collect()  # an application is a circle
+    garbage.collect()  # an application is a circle

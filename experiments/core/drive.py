@@ -103,9 +103,9 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     if experiment.simulate is None:
         workload = workload.drawn()  # so that the measured run does not draw ids
         warm_up(engine, experiment, workload.items)
+        gc.collect()  # so that garbage of the previous run costs this one no time
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up
-    gc.collect()  # so that garbage of the previous run costs this one no time
     kept = _recorded(llm, engines, experiment, workload)
     requests = with_arrivals(kept.requests, workload.clients)
     sent = zip(workload.items, requests, strict=True)

@@ -1,0 +1,26 @@
+"""Python looks for garbage among all objects that it has, again and again. A process of thousands of tests has millions
+that stay: what JAX traced, pytest's own, the engines of fixtures. So they are set aside now and then.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+PAUSE = 30.0  # seconds between two looks through all objects, each of which takes one or two
+
+_looked_at = time.monotonic()
+
+
+def collect() -> None:
+    """Free what is garbage among all objects, and set the others aside: later collections look at newer ones alone."""
+    global _looked_at
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    _looked_at = time.monotonic()
+
+
+def collect_now_and_then() -> None:
+    if time.monotonic() - _looked_at > PAUSE:
+        collect()
