@@ -2,8 +2,9 @@
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in about an hour on two cores. Studies that do not run keep their last findings. Studies of
-recorded traces (012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
+names all studies run, in about 90 minutes on two cores (REPRODUCTION.md). Studies that do not run keep their last
+findings. Studies of recorded traces (012, 015, 020) need --traces, which this repository does not have; without it,
+their findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
 result: without --out it writes to runs/reproduction.
