@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot write to --out {options.out}: {error}", file=sys.stderr)
+        why = f"{options.out} is a file; name a folder" if Path(options.out).is_file() else error
+        print(f"error: cannot write to --out {options.out}: {why}", file=sys.stderr)
         return 2
     try:
         summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray)
