@@ -197,7 +197,9 @@ def place_of(out: str | None, quick: bool) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description="Reproduce published results.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.reproduce", description="Reproduce published results.", allow_abbrev=False
+    )
     parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(

@@ -182,7 +182,9 @@ def _setting(key: str, value: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.run", description="Measure an experiment.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.run", description="Measure an experiment.", allow_abbrev=False
+    )
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")

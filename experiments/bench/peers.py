@@ -274,7 +274,9 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
     parser.add_argument("--requests", type=int, help="only so many of them")

@@ -171,7 +171,9 @@ def check_all(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
     parser.add_argument("--every", type=at_least_1, default=1, metavar="N", help="check one shape of N")
     parser.add_argument("--processes", type=at_least_1, default=min(12, os.cpu_count() or 1))

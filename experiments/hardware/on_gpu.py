@@ -157,7 +157,9 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; it may exist; no default")
     over = (

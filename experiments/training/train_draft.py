@@ -255,7 +255,9 @@ def option(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)")
     for field in dataclasses.fields(DraftSetup):

@@ -1,4 +1,4 @@
-"""Static shapes: without their arrays, and checks, which run when a function is traced and cost nothing when it runs."""
+"""Static shapes, and checks of them, which run when a function is traced and cost nothing when it runs."""
 
 from __future__ import annotations
 
