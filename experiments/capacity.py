@@ -282,7 +282,9 @@ def _bounds(start: float, options: argparse.Namespace) -> Bounds:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.capacity", description="Find the highest rate.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.capacity", description="Find the highest rate.", allow_abbrev=False
+    )
     parser.add_argument("config", help="a YAML file of one point, with arrivals that have a rate and with an slo")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
     by = parser.add_mutually_exclusive_group()

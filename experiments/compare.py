@@ -308,7 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.compare", description="Is a difference real?")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.compare", description="Is a difference real?", allow_abbrev=False
+    )
     parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such folders")
     parser.add_argument("b", help="the other one; ratios are B / A")
     parser.add_argument(

@@ -285,7 +285,9 @@ def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.report", description="Draw a sweep's report again.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report", description="Draw a sweep's report again.", allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="of a sweep, such as runs/quickstart")
     options = parser.parse_args(arguments)
     try:

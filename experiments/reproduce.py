@@ -2,8 +2,9 @@
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in about an hour on two cores. Studies that do not run keep their last findings. Studies of
-recorded traces (012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
+names all studies run, in about 90 minutes on two cores (REPRODUCTION.md). Studies that do not run keep their last
+findings. Studies of recorded traces (012, 015, 020) need --traces, which this repository does not have; without it,
+their findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
 result: without --out it writes to runs/reproduction.
@@ -196,7 +197,9 @@ def place_of(out: str | None, quick: bool) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description="Reproduce published results.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.reproduce", description="Reproduce published results.", allow_abbrev=False
+    )
     parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(

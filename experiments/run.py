@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot write to --out {options.out}: {error}", file=sys.stderr)
+        why = f"{options.out} is a file; name a folder" if Path(options.out).is_file() else error
+        print(f"error: cannot write to --out {options.out}: {why}", file=sys.stderr)
         return 2
     try:
         summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray)
@@ -181,7 +182,9 @@ def _setting(key: str, value: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.run", description="Measure an experiment.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.run", description="Measure an experiment.", allow_abbrev=False
+    )
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")

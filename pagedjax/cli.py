@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any
+
+from pagedjax.commands import options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,11 +93,15 @@ def replica_options(words: argparse.ArgumentParser) -> None:
     """The options of `serve` for several engines."""
     group = words.add_argument_group("replicas", "Several engines behind one address, on Ray; needs the extra ray.")
     group.add_argument("--replicas", type=int, metavar="N", help="how many engines")
-    fields = "NAME=VALUE,... or a JSON object"
-    what = f"{fields}: Ray Serve's AutoscalingConfig, such as max_replicas=4,target_ongoing_requests=32"
-    group.add_argument("--autoscaling", type=_mapping, metavar="JSON", help=what)
-    what = f"{fields}: what one replica asks Ray for, such as num_gpus=2; default: its mesh's devices, or a CPU"
-    group.add_argument("--replica-resources", type=_mapping, metavar="JSON", help=what)
+    what = "or a JSON object: Ray Serve's AutoscalingConfig, such as max_replicas=4,target_ongoing_requests=32"
+    group.add_argument(
+        "--autoscaling",
+        type=options.mapping("max_replicas=4,target_ongoing_requests=32"),
+        metavar="NAME=VALUE,...",
+        help=what,
+    )
+    what = "or a JSON object: what one replica asks Ray for, such as num_gpus=2; default: its mesh's devices, or a CPU"
+    group.add_argument("--replica-resources", type=options.mapping("num_gpus=2"), metavar="NAME=VALUE,...", help=what)
     what = "which replica gets a request: round_robin, least_loaded, prefix (the default), or file.py:NAME"
     group.add_argument("--router", metavar="NAME", help=what)
     what = "hashes that the router remembers of each replica; best its number of blocks; default 65536"
@@ -114,6 +117,7 @@ def start_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine of `generate` and `chat`: for one request, whose first token comes early."""
+    budget = args.max_num_batched_tokens
     smallest = 1 if args.dtype in (None, "float32") else 2  # tokens of a step in 16 bit on a CPU (engine/resolve.py)
     return {
         "dtype": args.dtype,
@@ -122,10 +126,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "mesh": args.mesh,
         "block_size": args.block_size,
         "max_num_seqs": 1,
-        "max_num_batched_tokens": args.budget,
+        "max_num_batched_tokens": budget,
         "max_model_len": args.max_model_len,
         "compilation": "lazy",  # one request needs two or three of the buckets
-        "token_buckets": tuple(sorted({smallest, min(32, args.budget), args.budget})),
+        "token_buckets": tuple(sorted({smallest, min(32, budget), budget})),
     }
 
 
@@ -149,8 +153,8 @@ def convert(args: argparse.Namespace) -> int:
 
     shard_bytes = int(args.shard_gb * 1e9)
     progress = sys.stderr.isatty()
-    options = {"dtype": args.dtype, "model_family": args.model_family, "shard_bytes": shard_bytes}
-    print(write(args.model, args.target, args.to, **options, progress=progress))
+    others = {"dtype": args.dtype, "model_family": args.model_family, "shard_bytes": shard_bytes}
+    print(write(args.model, args.target, args.to, **others, progress=progress))
     return 0
 
 
@@ -268,84 +272,11 @@ def needs(extra: str, *modules: str) -> None:
         raise ValueError(f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'")
 
 
-def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> None:
-    """An option for each field of EngineConfig. `defaults`: what its help says, where the command has another one."""
-    from pagedjax.config import EngineConfig
-
-    group = command.add_argument_group("the engine (the fields of EngineConfig; its docstring explains them)")
-    hints = get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        flag, hint = f"--{field.name.replace('_', '-')}", hints[field.name]
-        (kind, *_) = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
-        default = defaults.get(field.name, "" if field.default is None else f"the default is {field.default}")
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
-        elif dataclasses.is_dataclass(kind):
-            what = f"NAME=VALUE,... or a JSON object of the fields of {getattr(kind, '__name__', hint)}"
-            named = str in get_args(hint)
-            what, read = (f"a name, {what}", _name_or_mapping) if named else (what, _mapping)
-            group.add_argument(flag, f"{flag}-config", type=read, metavar="JSON", help=what)
-        elif get_origin(kind) is tuple:
-            listed, metavar = (_names, "FILE.py:NAME,...") if get_args(kind)[0] is str else (_sizes, "T,T,...")
-            group.add_argument(flag, type=listed, metavar=metavar, help=default if field.default else "")
-        elif get_origin(kind) is Literal:
-            group.add_argument(flag, choices=get_args(kind), help=default)
-        else:
-            group.add_argument(flag, type=kind, metavar=field.name.rsplit("_", 1)[-1].upper(), help=default)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def _named_folder(text: str) -> tuple[str, str]:
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=FOLDER; write poems=adapters/poems")
-    return name, folder
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    """Of a JSON object, or of NAME=VALUE,... with numbers, true, false or words."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not text.startswith("{") and all(name and value for name, _, value in pairs):
-        return {name: _plain(value) for name, _, value in pairs}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        example = 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\''
-        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE,... nor a JSON object; write {example}")
-    return value
-
-
-def _plain(word: str) -> str | bool | int | float:
-    if re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII):
-        return float(word) if "." in word else int(word)
-    return {"true": True, "false": False}.get(word, word)
-
-
-def _name_or_mapping(text: str) -> str | dict[str, Any]:
-    return _mapping(text) if "=" in text or text.startswith("{") else text
-
-
-class Parser(argparse.ArgumentParser):
-    """Prints one line for an error, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"pagedjax: {message} (see {self.prog} --help)\n")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> options.Parser:
     from pagedjax import __version__
     from pagedjax.load_client.bench_serve import options as load_options
 
-    words = Parser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
+    words = options.Parser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
     commands = words.add_subparsers(required=True, metavar="command")
 
@@ -385,16 +316,24 @@ def parser() -> argparse.ArgumentParser:
 
     server = commands.add_parser("serve", help="serve a model to OpenAI's clients", description=serve.__doc__)
     server.add_argument("model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name")
-    server.add_argument("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all of them")
-    server.add_argument("--port", type=int, default=8000, help="0 chooses a free port and prints it")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on; default 127.0.0.1; 0.0.0.0 is all"
+    )
+    server.add_argument("--port", type=int, default=8000, help="default 8000; 0 chooses a free port and prints it")
     server.add_argument("--served-model-name", help="in requests and answers; the default is the folder's name")
     server.add_argument("--api-key-file", help="a file with the key that clients must send as a bearer token")
-    server.add_argument("--max-queue", type=int, default=256, help="requests that may wait; others are answered 429")
-    server.add_argument("--max-body-mib", type=float, default=8.0, help="of a request, in MiB; more is answered 413")
+    server.add_argument(
+        "--max-queue", type=int, default=256, help="requests that may wait; others are answered 429; default 256"
+    )
+    server.add_argument(
+        "--max-body-mib", type=options.mebibytes, default=8.0, help="of a request; more is answered 413; default 8"
+    )
     server.add_argument(
         "--allow-origin", action="append", default=[], help="origin of web pages that may connect; * is all"
     )
-    server.add_argument("--drain-seconds", type=int, default=60, help="for unfinished requests at a stop")
+    server.add_argument(
+        "--drain-seconds", type=options.seconds, default=60, help="for unfinished requests at a stop; default 60"
+    )
     number = {"type": int, "default": 0, "metavar": "N"}
     server.add_argument("--min-priority", **number, help="the lowest number (most urgent) of clients; default 0")
     server.add_argument("--max-priority", **number, help="the highest number (least urgent) of clients; default 0")
@@ -411,7 +350,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         default=[],
-        type=_named_folder,
+        type=options.named_folder,
         metavar="NAME=FOLDER",
         help="adapters, which requests name as their model; needs --enable-lora",
     )
@@ -433,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     _cache_argument(server)
     default = "the default is background; with drafts or in several processes it is eager"
-    add_engine_options(server, compilation=default)
+    options.add_engine_options(server, compilation=default)
     process_options(server)
     replica_options(server)
     server.set_defaults(run=serve)
@@ -476,9 +415,11 @@ def _engine_arguments(words: argparse.ArgumentParser) -> None:
     words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     words.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
     words.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
-    words.add_argument("--mesh", type=_mapping, metavar="AXIS=N,...", help="devices that share the model: tensor=4")
+    words.add_argument("--mesh", type=options.mapping(options.MESH), metavar="AXIS=N,...", help="devices: tensor=4")
     words.add_argument("--block-size", type=int, default=16)
-    words.add_argument("--budget", type=int, default=512, help="tokens of a step at most")
+    words.add_argument(
+        "--max-num-batched-tokens", "--budget", type=options.at_least_1, default=512, help="tokens of a step at most"
+    )
     words.add_argument("--max-model-len", type=int, default=2048)
     process_options(words)
 

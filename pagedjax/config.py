@@ -83,7 +83,7 @@ class Speculative:
             raise ValueError(f"speculative.adaptive is {self.adaptive!r}; it must be True or False")
         one_of("speculative.rule", self.rule, get_args(AcceptanceRule))
         if not (isinstance(self.method, str) and ":" in self.method):
-            one_of("speculative.method", self.method, get_args(DraftMethod))
+            one_of("speculative.method", self.method, get_args(DraftMethod), own=True)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -133,7 +133,7 @@ class KVPolicyOptions:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and ":" in self.name):
-            one_of("kv_policy", self.name, get_args(KVPolicyName))
+            one_of("kv_policy", self.name, get_args(KVPolicyName), own=True)
         for name, (of, usual, least) in _KV_POLICY_SIZES.items():
             value = getattr(self, name)
             if self.name == of and value is None:
@@ -370,11 +370,11 @@ class EngineConfig:
         if self.kv_cache_dtype is not None:
             one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
         if not (isinstance(self.policy, str) and ":" in self.policy):
-            one_of("policy", self.policy, get_args(PolicyName))
+            one_of("policy", self.policy, get_args(PolicyName), own=True)
         for name, known in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
             impl = getattr(self, name)
             if impl is not None and not (isinstance(impl, str) and ":" in impl):
-                one_of(name, impl, get_args(known))
+                one_of(name, impl, get_args(known), own=True)
         if self.model_family is not None and not (isinstance(self.model_family, str) and ":" in self.model_family):
             what = f"model_family is {self.model_family!r}"
             raise ValueError(f"{what}; it must be module:NAME or folder/file.py:NAME of a Family, or None")
@@ -484,12 +484,17 @@ def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | 
     return found
 
 
-def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them."""
+def one_of(name: str, value: object, allowed: tuple[Any, ...], *, own: bool = False) -> None:
+    """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them.
+
+    Args:
+        own: the caller takes a user's own value too, and the message says so.
+    """
     if value not in allowed:
         near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")
+        named = f"{', '.join(map(repr, allowed))}{', or FILE.py:NAME' if own else ''}"
+        raise ValueError(f"{name} is {value!r}; it must be one of {named}{hint}")
 
 
 def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) -> Value:

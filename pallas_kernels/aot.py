@@ -230,7 +230,9 @@ def what_is_missing() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")

@@ -124,8 +124,19 @@ def as_json(tiles: Tiles, note: str) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
+def wrong_name(name: str, device_kind: str) -> str:
+    """Returns why tiles of a device cannot have this name, as a sentence; empty if they can.
+
+    An engine reads the file whose name is in its device's.
+    """
+    if name and name in device_kind.lower():
+        return ""
+    return f"--name is {name!r}, and the GPU is {device_kind!r}; give a part of its name in lower case, such as h200"
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
     parser.add_argument("--dry-run", action="store_true", help="write no tiles")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: time plain XLA, and write no tiles")
@@ -134,6 +145,9 @@ def main(argv: list[str] | None = None) -> int:
     device = jax.devices()[0]
     if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
         print(f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr)
+        return 2
+    if not args.rehearse and (wrong := wrong_name(args.name, device.device_kind)):
+        print(f"error: {wrong}", file=sys.stderr)
         return 2
     note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."
     note = f"A rehearsal. {note}" if args.rehearse else note

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("pagedjax.vllm_names", "pagedjax.routing"),
     ),
     "pagedjax.load_client": (),
-    "pagedjax.commands": (*BELOW_SESSION, "pagedjax.session", "pagedjax.llm"),
+    "pagedjax.commands": (*BELOW_SESSION, "pagedjax.session", "pagedjax.llm", "pagedjax.vllm_names"),
     "pagedjax.cli": ("pagedjax",),
     "pagedjax.__main__": ("pagedjax.cli",),
     "pagedjax": ("pagedjax",),  # the public names, imported when they are first used

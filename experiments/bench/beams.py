@@ -76,7 +76,9 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Share of cache blocks that beam search saves, beside Fig. 15.")
+    parser = argparse.ArgumentParser(
+        description="Share of cache blocks that beam search saves, beside Fig. 15.", allow_abbrev=False
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6])

@@ -112,7 +112,9 @@ def table(rows: Sequence[Idle]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])

@@ -74,7 +74,9 @@ def at_least_1(words: str) -> int:
 
 def parser(description: str | None, workloads: Mapping[str, Workload]) -> argparse.ArgumentParser:
     """The options that all such benchmarks have."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     found.add_argument("--rounds", type=at_least_1, default=5)
     found.add_argument("--model", default=DEFAULT_MODEL)
     found.add_argument("--dtype", default="float32")

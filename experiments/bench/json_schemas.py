@@ -111,7 +111,9 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--limit", type=int, help="so many files, spread over the folder")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer is used")

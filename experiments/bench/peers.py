@@ -1,9 +1,10 @@
 """How fast is this engine compared with other engines, on the same requests in turn?
 
     python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
-    python -m experiments.bench.peers my_peers.yaml --file w1.json --json out.json --plot out.svg
+    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot out.svg
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens, uniform; EOS ignored.
+Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids], "max_tokens": count}, ...].
 Each contender is a separate process, run by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
 while another one works. The checkpoint is written once as a Hugging Face directory in float32, so all contenders read
 the same weights. First, every contender answers a part of the workload; the run ends if a contender marked `exact`
@@ -273,7 +274,9 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
     parser.add_argument("--requests", type=int, help="only so many of them")

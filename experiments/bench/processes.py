@@ -81,7 +81,9 @@ def receive(address: tuple[str, int], runs: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", help="a file for the numbers and the environment")

@@ -118,7 +118,9 @@ def of_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     dtypes = ("float32", "bfloat16", "int8")
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])

@@ -83,7 +83,9 @@ def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
     parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16")

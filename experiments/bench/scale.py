@@ -351,7 +351,9 @@ def command(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for factor in Shape._fields:
         parser.add_argument(f"--{factor}", type=int, nargs="+", help="values to measure", metavar="N")
     parser.add_argument("--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)")

@@ -294,7 +294,9 @@ def table(timings: Sequence[Timing]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Microseconds that the scheduler (schedule + commit) costs a step.")
+    parser = argparse.ArgumentParser(
+        description="Microseconds that the scheduler (schedule + commit) costs a step.", allow_abbrev=False
+    )
     parser.add_argument("--seqs", type=int, default=256, help="running sequences (256)")
     parser.add_argument("--blocks", type=int, default=32768, help="cache blocks (32768)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")

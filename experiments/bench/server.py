@@ -134,7 +134,9 @@ def table(found: dict[str, list[float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

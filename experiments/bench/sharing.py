@@ -176,7 +176,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Share of cache blocks that parallel sampling saves, beside Fig. 15.")
+    parser = argparse.ArgumentParser(
+        description="Share of cache blocks that parallel sampling saves, beside Fig. 15.", allow_abbrev=False
+    )
     parser.add_argument("--requests", type=int, default=800, help=f"requests of each row, in {BATCHES} batches (800)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
     parser.add_argument("--rate", type=float, help="Poisson arrivals a step; default: all requests arrive at once")

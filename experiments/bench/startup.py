@@ -230,7 +230,9 @@ def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default="smollm2-135m", help="as in LLM(model=...)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *COMMANDS], default=list(KINDS))

@@ -141,7 +141,8 @@ class Experiment:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
         if self.cache_tokens is not None and (self.cache_tokens < size or self.cache_tokens % size):
             raise ValueError(
-                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size ({size})"
+                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size ({size}), and at "
+                f"least {size}"
             )
 
     def _check_records(self) -> None:

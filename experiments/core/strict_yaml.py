@@ -56,6 +56,8 @@ def load_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read the config {path}: it is not UTF-8 text ({error})") from None
     value = load_text(text, str(path))
+    if value is None:
+        raise ValueError(f"{path} is empty; a config is a mapping of sections, such as `name: ...`")
     if not isinstance(value, dict):
         raise ValueError(f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")
     return value
@@ -97,7 +99,8 @@ def _hints(cls: type) -> dict[str, Any]:
 def _dataclass(cls: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         names = ", ".join(field.name for field in dataclasses.fields(cls))
-        raise ValueError(f"{where} is {value!r}; it must be a mapping with keys from: {names}")
+        what = f"it must be a mapping, such as {_example(cls)}, with keys from: {names}"
+        raise ValueError(f"{where} is {value!r}; {what}")
     hints = _hints(cls)
     prefix = f"{where}." if where else ""
     known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
@@ -114,6 +117,17 @@ def _dataclass(cls: Any, value: Any, where: str) -> Any:
         raise ValueError(message if known_path else prefix + message.removeprefix(last)) from None
 
 
+def _example(cls: Any) -> str:
+    """A mapping in YAML for an error: the tag of a union and the required keys, or else the first plain default."""
+    tag, values = _tag(cls)
+    missing = dataclasses.MISSING
+    fields = [field for field in dataclasses.fields(cls) if field.name != tag]
+    needed = [f"{one.name}: ..." for one in fields if one.default is missing and one.default_factory is missing]
+    plain = [f"{one.name}: {one.default}" for one in fields if type(one.default) in (int, float)]
+    keys = [*[f"{tag}: {value}" for value in values], *needed] or plain[:1] or [f"{fields[0].name}: ..."]
+    return f"{{{', '.join(keys)}}}"
+
+
 def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
     tagged = {tag: cls for cls in members if dataclasses.is_dataclass(cls) for tag in _tag(cls)[1]}
     if tagged and isinstance(value, dict):
@@ -126,7 +140,8 @@ def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
         if _fits(member, value):
             return parse(member, value, where)
     union = Union[members]  # noqa: UP007 - built from a tuple
-    raise ValueError(f"{where} is {value!r}; it must be {_words(union)}{_hint(union, value)}")
+    example = next((f", such as {_example(one)}" for one in members if dataclasses.is_dataclass(one)), "")
+    raise ValueError(f"{where} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}")
 
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:

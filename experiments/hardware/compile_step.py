@@ -106,7 +106,9 @@ def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan,
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--mesh", type=sizes_of, metavar="tensor=8[,expert=N]", help="devices that share the model")
     parser.add_argument("--topology", help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)")

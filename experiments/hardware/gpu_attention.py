@@ -301,7 +301,9 @@ def versions() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", help="write results to this file as they are measured")
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
     parser.add_argument("--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME")

@@ -189,7 +189,9 @@ def by_name(kernels: Sequence[tuple[float, float, str]], steps: int, most: int =
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])

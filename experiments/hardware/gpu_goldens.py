@@ -165,7 +165,9 @@ def checked_model(model: str, expected: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed")
     parser.add_argument("--impls", nargs="+", default=["xla", "pallas_gpu"])
     parser.add_argument("--dtypes", nargs="+", choices=sorted(MOST), default=["bfloat16", "float16"])

@@ -171,7 +171,9 @@ def check_all(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
     parser.add_argument("--every", type=at_least_1, default=1, metavar="N", help="check one shape of N")
     parser.add_argument("--processes", type=at_least_1, default=min(12, os.cpu_count() or 1))
@@ -179,7 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: two shapes, interpreted")
     args = parser.parse_args(argv)
     if args.rehearse and jax.__version_info__ < pallas_gpu.JAX_NEEDED:
-        print(f"error: --rehearse needs JAX 0.11 or newer, and this is {jax.__version__}", file=sys.stderr)
+        remedy = "use Python 3.12 or newer, where pip installs it"
+        print(f"error: --rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; {remedy}", file=sys.stderr)
         return 2
     chosen, check, found = (REHEARSED, interpreted, []) if args.rehearse else (list(cases(args.every)), checked, [])
     for result in check_all(chosen, args.processes, args.seconds, check):

@@ -54,7 +54,9 @@ def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed")
     parser.add_argument("--impl", default="pallas_gpu", help="attention implementation")
     parser.add_argument("--dtype", default="bfloat16")

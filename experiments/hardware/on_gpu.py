@@ -19,7 +19,7 @@ parts, versions, commit and device. `--minutes` limits the session; parts that d
 
 `--rehearse` runs the same parts with interpreted kernels or other implementations, tiny shapes and the same files.
 
-Needs JAX 0.11, with CUDA unless it is a rehearsal. torch is included if it is installed.
+Needs JAX 0.11 and so Python 3.12, with CUDA unless it is a rehearsal. torch is included if it is installed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_g
 # Seconds. On an H200 with 16 processors `kernels` took 78, two of the three engines of `engine` 66, and `goldens` 25.
 LIMITS = {"right": 110, "tune": 60, "kernels": 110, "engine": 110, "goldens": 60, "predict": 120, "peers": 110}
 PARTS = tuple(LIMITS)
+REMEDY = "use Python 3.12 or newer, where pip installs it"
 LEAST = 20.0  # seconds; with less time left, no part is started
 GRACE = 10.0  # seconds that a part has, after its own limit, to write what it found
 
@@ -156,17 +157,23 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; it may exist; no default")
+    over = (
+        f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over"
+    )
+    over = f"{over} is stopped, and those after it are not run and are listed"
+    parser.add_argument("--minutes", type=float, default=9.5, help=f"of the session; default 9.5; {over}")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART")
     parser.add_argument("--limits", nargs="+", type=limit, default=[], help="other limits", metavar="PART=SECONDS")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="of goldens and predict: its .gguf file")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
     args = parser.parse_args(argv)
     if jax.__version_info__ < pallas_gpu.JAX_NEEDED:
-        print(f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}", file=sys.stderr)
+        print(f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}; {REMEDY}", file=sys.stderr)
         return 2
     if args.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts

@@ -2,7 +2,7 @@
 
     python -m experiments.training.train_draft --out runs/draft                       # the same command resumes
     python -m experiments.training.train_draft --out runs/short --steps 60 --windows 64
-    pagedjax generate "The function" --speculative-config '{"method": "eagle", "model": "runs/draft/head"}'
+    pagedjax serve smollm2-135m --speculative '{"method": "eagle", "model": "runs/draft/head"}'
 
 The prompts are pieces of Python's documentation, so nothing is downloaded. Every `--every` steps the command prints
 losses, and the share of held-out tokens of which the first, second and third draft is the model's best token. At the
@@ -255,7 +255,9 @@ def option(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)")
     for field in dataclasses.fields(DraftSetup):

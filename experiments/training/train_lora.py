@@ -302,7 +302,9 @@ def option(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder of a model, as train_tiny writes one")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (default: %(default)s)")

@@ -219,7 +219,9 @@ def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.Sta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder that train_tiny wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")

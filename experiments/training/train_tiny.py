@@ -179,7 +179,9 @@ def sample(llm: LLM) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--steps", type=int, default=Setup.steps, help="training steps (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")

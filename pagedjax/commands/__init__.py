@@ -1,1 +1,1 @@
-"""Commands of `pagedjax` that are too long for cli.py, one module each."""
+"""What is too long for cli.py: commands of `pagedjax`, one module each, and how options are read (options.py)."""

@@ -41,6 +41,11 @@ from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Released, Request
 
+REMEDY = (
+    "name one that was recorded, by llm.engine.record('run.jsonl') before llm.generate(...), or by `pagedjax serve "
+    "--record run.jsonl`"
+)
+
 
 class ReplayError(ValueError):
     """A file that is not a recorded run. The message names the line."""
@@ -240,7 +245,8 @@ def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]
                 text = line[:-1].decode("ascii")
                 record = json.loads(text)
             except ValueError as error:
-                raise ReplayError(f"line {number} is not JSON in ASCII: {error}") from None
+                wrong = "" if number > 1 else f"; {os.fspath(path)} is no recording; {REMEDY}"
+                raise ReplayError(f"line {number} is not JSON in ASCII: {error}{wrong}") from None
             if not isinstance(record, dict):
                 raise ReplayError(f"line {number} is not a JSON object")
             yield number, text, record
@@ -251,8 +257,7 @@ def check_file(path: str | PathLike[str]) -> None:
     if os.path.isdir(path):
         raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
     if not os.path.exists(path):
-        what = f"there is no file {os.fspath(path)}; name one that was recorded, by llm.engine.record('run.jsonl')"
-        raise FileNotFoundError(f"{what} before llm.generate(...), or by `pagedjax serve --record run.jsonl`")
+        raise FileNotFoundError(f"there is no file {os.fspath(path)}; {REMEDY}")
 
 
 def truncated(path: str | PathLike[str]) -> bool:
@@ -265,7 +270,7 @@ def truncated(path: str | PathLike[str]) -> bool:
 def _header(record: dict[str, Any], policies: Mapping[str, Policy]) -> tuple[SchedulerConfig, Policy, str]:
     if record.get("pagedjax_replay") != FORMAT:
         found = repr(record["pagedjax_replay"]) if "pagedjax_replay" in record else "no format number"
-        raise ReplayError(f"line 1 has {found}; this version reads format {FORMAT}")
+        raise ReplayError(f"line 1 has {found}; this version reads format {FORMAT}; {REMEDY}")
     if record.get("policy") not in policies:
         raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}")
     try:
@@ -301,7 +306,9 @@ def summary(report: ReplayReport) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pagedjax.host.event_log", description="Run a recorded scheduler again and compare every line."
+        prog="python -m pagedjax.host.replay",
+        description="Run a recorded scheduler again and compare every line.",
+        allow_abbrev=False,
     )
     parser.add_argument("log", help="the file that a Recorder wrote")
     parser.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
@@ -310,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
         mine = [find(options.policy)] if options.policy else []
         report = verify(options.log, {**POLICIES, **{policy.name: policy for policy in mine}})
     except (ReplayError, OSError, ValueError) as error:
-        print(f"cannot replay: {error}", file=sys.stderr)
+        print(f"cannot replay {options.log}: {error}", file=sys.stderr)
         return 1
     print(summary(report))
     return 0 if report.identical else 1

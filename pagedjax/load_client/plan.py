@@ -81,7 +81,8 @@ class Load:
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"rate is {self.rate}; it must be above 0 requests a second (or use arrivals at-once)")
         if self.rate is None and self.trace is None and self.arrivals != "at-once":
-            raise ValueError(f"arrivals {self.arrivals} need a rate, in requests a second; or use arrivals at-once")
+            what = f"arrivals {self.arrivals} need a rate, in requests a second"
+            raise ValueError(f"{what}; give --rate 4, or --arrivals at-once")
         if not 0 < self.burstiness < math.inf:
             raise ValueError(f"burstiness is {self.burstiness}; it must be above 0 (below 1 bursts, 1 is Poisson)")
         if not 0 <= self.time_scale < math.inf:

@@ -10,8 +10,11 @@ import sys
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli
+from pagedjax.commands.options import first_sentences
 from pagedjax.config import EngineConfig, Speculative
 from pagedjax.server import serve
+
+NEITHER = "is '4', which is neither NAME=VALUE,... nor a JSON object"
 
 
 def generate(*words: str, model) -> int:
@@ -155,10 +158,28 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):
         (["serve", "--preemption", "stop"], "argument --preemption: invalid choice: 'stop' (choose from 'recompute', "),
         (
             ["serve", "--speculative", "ngram"],
-            "argument --speculative/--speculative-config: 'ngram' is neither NAME=VALUE,... ",
+            "--speculative/--speculative-config is 'ngram', which is neither NAME=VALUE,... ",
         ),
         (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (
+            ["serve", "--no-such", "--other=3"],
+            "unrecognized arguments: --no-such; unrecognized arguments: --other; did you mean --router? (see ",
+        ),
+        (["serve", "a", "b"], "unrecognized arguments: b (see pagedjax serve --help)"),
         (["generate"], "the following arguments are required: prompt"),
+        (["serve", "--max-num-seq", "3"], "unrecognized arguments: --max-num-seq; did you mean --max-num-seqs? (see "),
+        (["serve", "--model", "m"], "--model is no option here; the model is a word of its own: pagedjax serve MODEL"),
+        (["serve", "--mesh", "4"], f"--mesh/--mesh-config {NEITHER}; write tensor=4, or tensor=2,expert=2 (see "),
+        (["generate", "x", "--mesh", "4"], f"--mesh {NEITHER}; write tensor=4, or tensor=2,expert=2 (see "),
+        (["serve", "--autoscaling", "4"], f"--autoscaling {NEITHER}; write max_replicas=4,target_ongoing_requests=32"),
+        (["serve", "--replica-resources", "4"], f"--replica-resources {NEITHER}; write num_gpus=2 (see "),
+        (["serve", "--token-buckets", "8,x"], "--token-buckets is '8,x'; write ascending integers, such as 8,64,512"),
+        (["serve", "--devices", "x"], "--devices is 'x'; write integers, such as 0,1 (see "),
+        (["serve", "--max-body-mib", "0"], "--max-body-mib is 0; it must be a number of MiB above 0, such as 8"),
+        (["serve", "--max-body-mib", "nan"], "--max-body-mib is nan; it must be a number of MiB above 0"),
+        (["serve", "--drain-seconds", "-1"], "--drain-seconds is -1; it must be a whole number of seconds, at least 0"),
+        (["generate", "x", "--budget", "0"], "--max-num-batched-tokens/--budget is 0; it must be an integer of at "),
+        (["chat", "--budget", "x"], "--max-num-batched-tokens/--budget is x; it must be an integer of at least 1"),
     ],
 )
 def test_errors_of_options_are_one_line_and_exit_code_2(capsys, words, message):
@@ -167,6 +188,78 @@ def test_errors_of_options_are_one_line_and_exit_code_2(capsys, words, message):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"pagedjax: {message}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--api-key", "hunter2"],
+        ["--api-key", "hunter2", "serve"],
+        ["serve", "m", "--api-key=hunter2"],
+        ["bench", "serve", "--api-key", "hunter2"],
+        ["serve", "m", "--hf-token", "hunter2"],
+        ["serve", "m", "--api-ke", "hunter2"],
+    ],
+)
+def test_a_secret_on_the_command_line_is_not_shown(capsys, words):
+    """Options were abbreviated, so this key was the name of a file that the error named."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
+    file = "write the key into a file, and give --api-key-file FILE to serve or bench serve (see"
+    assert not any("--api-key" in word for word in words) or file in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("m --gpu-memory-utilization 0.9", "is vLLM's name; write --memory-fraction 0.9 (see pagedjax serve --help)"),
+        ("--tensor-parallel-size=4", "--tensor-parallel-size is vLLM's name; write --mesh tensor=4 (see "),
+        ("-tp 4", "-tp is vLLM's name; write --mesh tensor=4 (see "),
+        ("--enable-chunked-prefill", "--enable-chunked-prefill is vLLM's name; write --chunked-prefill (see "),
+        ("--no-enable-chunked-prefill", "is vLLM's name; write --no-chunked-prefill (see "),
+        ("--swap-space 4", "is vLLM's name; write --swap-space-gib 4 --preemption swap (see "),
+        ("--quantization awq", "--quantization is 'awq'; weights are read in float32 or 16 bits, "),
+        ("--disable-log-requests", "is vLLM's, and changes nothing here (an engine logs nothing; see engine.record"),
+        ("--pipeline-parallel-size 2", "is vLLM's, and there are no stages of a pipeline; use tensor_parallel_size"),
+        ("--max-logprobs 5", "no option of pagedjax serve; in Python, LLM(...) takes max_logprobs: up to 20, which "),
+    ],
+)
+def test_an_option_of_vllm_is_answered_with_ours(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", *words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_generate_has_fewer_options_than_serve_and_says_so(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "x", "--gpu-memory-utilization", "0.9", "-tp", "2"])
+    said = capsys.readouterr().err
+    assert "--gpu-memory-utilization is vLLM's, and no option of pagedjax generate; in Python, LLM(...) takes" in said
+    assert "-tp is vLLM's name; write --mesh tensor=2 (see pagedjax generate --help)" in said
+
+
+def test_the_token_budget_has_the_engines_name_and_a_short_one():
+    for flag in ("--max-num-batched-tokens", "--budget"):
+        for words in (["generate", "x"], ["chat"]):
+            assert cli.engine_options(cli.parser().parse_args([*words, flag, "64"]))["max_num_batched_tokens"] == 64
+
+
+def test_help_explains_every_engine_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "token slots in a cache block (S); the default is 16" in shown
+    assert (
+        "share of the device's free memory for a step and the cache when num_blocks is None; the default is 0" in shown
+    )
+    for default in ("default 127.0.0.1", "default 8000", "413; default 8", "at a stop; default 60", "429; default 256"):
+        assert default in shown
+    about = first_sentences(EngineConfig)
+    assert {field.name for field in dataclasses.fields(EngineConfig)} == set(about)
+    assert [name for name, text in about.items() if not text or "\n" in text] == []
 
 
 def test_every_engine_option_is_a_field_with_its_type():

@@ -25,7 +25,7 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 IDS = [path.stem for path in PAGES]
 SECTIONS = ["How to see that it worked", "Usual mistakes", "Read more"]
 # Words of a shell that this repository does not have.
-FOREIGN = {"pip", "curl", "export", "ray", "serve", "kill", "echo", "cat", "cp", "mkdir"}
+FOREIGN = {"pip", "curl", "export", "ray", "serve", "kill", "echo", "cat", "cp", "mkdir", "openssl"}
 
 
 @cache

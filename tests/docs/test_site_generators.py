@@ -80,6 +80,13 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
 # command lines --------------------------------------------------------------------------------------------------------
 
 
+def test_no_command_takes_a_part_of_an_options_name():
+    """A part that is clear today is not when an option is added, and may mean a file where a secret was meant."""
+    every = dict((name, parser) for name, parser, _ in commands.commands())
+    assert {"pagedjax serve", "python -m experiments.run", "python -m experiments.bench.peers"} <= set(every)
+    assert [name for name, parser in every.items() if parser.allow_abbrev] == []
+
+
 def test_the_parser_of_a_command_is_taken_before_anything_runs():
     ran = []
 

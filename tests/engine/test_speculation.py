@@ -328,7 +328,7 @@ def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_
         ({"num_tokens": True}, r"speculative\.num_tokens is True"),
         (
             {"method": "ngrams"},
-            r"speculative\.method is 'ngrams'; it must be one of 'ngram', 'suffix', 'draft', 'eagle' \(did you mean",
+            r"speculative\.method is 'ngrams'; it must be one of 'ngram', .*, 'eagle', or FILE\.py:NAME",
         ),
         ({"ngram_min": 4}, r"speculative\.ngram_min is 4; it must be at most ngram_max 3"),
         ({"adaptive": 1}, r"speculative\.adaptive is 1; it must be True or False"),

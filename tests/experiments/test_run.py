@@ -247,7 +247,7 @@ def test_bad_arguments_fail_before_anything_runs(tmp_path: Path, capsys: pytest.
 def test_out_folder_that_cannot_be_created_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
     assert run.main([str(path), "--out", str(path)]) == 2
-    assert f"error: cannot write to --out {path}: " in capsys.readouterr().err
+    assert f"error: cannot write to --out {path}: {path} is a file; name a folder\n" in capsys.readouterr().err
 
 
 def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, model: str) -> None:

@@ -352,7 +352,8 @@ def header(**changes: object) -> str:
     ("number", "text", "message"),
     [
         (1, '{"pagedjax_replay":1}', "line 1 has 1; this version reads format 2"),
-        (1, '{"a":1}', "line 1 has no format number; this version reads format 2"),
+        (1, '{"a":1}', "line 1 has no format number; this version reads format 2; name one that was recorded, by"),
+        (1, "# Hello", "line 1 is not JSON in ASCII: .*run.jsonl is no recording; name one that was recorded, by "),
         (1, '{"pagedjax_replay":2,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fair, fcfs"),
         (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
         (1, header(reservation="pow3"), "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of"),

@@ -275,7 +275,7 @@ def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "arrivals poisson need a rate"),
+        ([], "arrivals poisson need a rate, in requests a second; give --rate 4, or --arrivals at-once"),
         (["--rate", "1", "--model", "unknown"], "the server has no model 'unknown'; it has stub, other"),
         (["--rate", "1", "--trace", "x.csv"], "--trace already gives --rate"),
         (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts already gives --vocab"),

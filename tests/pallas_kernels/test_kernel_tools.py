@@ -135,6 +135,29 @@ def test_tuning_on_another_device_is_an_error(capsys):
     assert "runs on platform 'gpu' and not on 'cpu'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "wrong"),
+    [
+        ("h200", "NVIDIA H200", ""),
+        ("h100", "NVIDIA H100 80GB HBM3", ""),
+        (
+            "h100",
+            "NVIDIA H200",
+            "--name is 'h100', and the GPU is 'NVIDIA H200'; give a part of its name in lower case",
+        ),
+        (
+            "H200",
+            "NVIDIA H200",
+            "--name is 'H200', and the GPU is 'NVIDIA H200'; give a part of its name in lower case",
+        ),
+        ("", "NVIDIA H200", "--name is ''"),
+    ],
+)
+def test_tiles_have_the_name_of_their_device(name, kind, wrong):
+    found = tune.wrong_name(name, kind)
+    assert found.startswith(wrong) if wrong else found == ""
+
+
 def test_written_tiles_are_read_back(tmp_path, monkeypatch):
     tiles = Tiles.read("h200")
     fields = json.loads(tune.as_json(tiles, "a note"))

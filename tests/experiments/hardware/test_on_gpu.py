@@ -121,7 +121,15 @@ def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX has the kernels")
 def test_an_old_jax_is_an_error(tmp_path, capsys):
     assert main(["--name", "h200", "--out", str(tmp_path), "--rehearse"]) == 2
-    assert "the kernels need JAX 0.11 or newer, and this is 0.1" in capsys.readouterr().err
+    wanted = f"the kernels need JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
+    assert wanted in capsys.readouterr().err
+
+
+def test_help_says_what_happens_to_parts_that_do_not_fit(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "default 9.5; the limits of all parts add up to 11.3: the part that runs when the time is over is" in shown
 
 
 def test_unknown_part_is_an_error(tmp_path, capsys):
