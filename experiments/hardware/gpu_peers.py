@@ -28,7 +28,7 @@ from experiments.hardware.gpu_engine import Request, requests_of
 NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name of its own
 WARM = 8  # requests before the timed ones
 # On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else needs it.
-ON_A_CPU = {"num_blocks": 16, "max_batch_tokens": 256}
+ON_A_CPU: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
 REHEARSED: dict[str, Any] = {"shape": "small", "dtype": "float32", "requests": 4, "lengths": (5, 20)}
 
 

@@ -283,7 +283,7 @@ class FollowerEngine(Engine):
             case "record":
                 self.record(record if message["on"] else None)
                 if message["on"] and record is None:
-                    self._forget_arrivals()
+                    self._restart_scheduler()
             case "update_params":
                 if new_params is None:
                     raise ValueError("process 0 has new parameters, and follow() got none here; give it new_params")
