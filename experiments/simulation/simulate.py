@@ -293,11 +293,11 @@ class SimulatedEngine:
         running, buckets = self.scheduler_state.running, self.config.token_buckets
         if not (self._drafting and buckets):
             return {}
-        decodes, k = drafting.wanted(self._drafting, running, buckets)
+        draftable, k = drafting.wanted(self._drafting, running, buckets)
         if not k:
             return {}
         seqs = {seq.request_id: seq for seq in running.seqs}
-        return {name: self._guesses(seqs[name], length, k) for name, length in decodes}
+        return {name: self._guesses(seqs[name], length, k) for name, length in draftable}
 
     def _padded(self, tokens: int) -> int:
         if not self._simulate.padded:

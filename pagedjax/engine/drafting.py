@@ -66,7 +66,7 @@ def start(drafter: Drafter, options: Speculative) -> Drafting:
 
 def offer(
     drafting: Drafting,
-    decodes: Sequence[tuple[str, int]],
+    draftable: Sequence[tuple[str, int]],
     k: int,
     sequences: Mapping[str, SequenceData],
     vocab_size: int,
@@ -76,16 +76,16 @@ def offer(
     A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
 
     Args:
-        decodes, k: as `wanted` returns them.
+        draftable, k: as `wanted` returns them.
 
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary.
     """
     propose = drafting.drafter.propose
     if propose is None:
-        return {name: k for name, _ in decodes} if k else NO_DRAFTS
+        return {name: k for name, _ in draftable} if k else NO_DRAFTS
     offered = {}
-    for name, length in decodes if k else ():
+    for name, length in draftable if k else ():
         data = sequences[name]
         drafts = np.asarray(token_masks.drafts(data, length, k, partial(propose, drafting.memory, name)))
         if len(drafts):
@@ -105,19 +105,19 @@ def wanted(drafting: Drafting, running: Running, buckets: Sequence[int]) -> tupl
     They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
     places for drafts.
     """
-    decodes = [
+    draftable = [
         (seq.request.request_id, length)
         for seq, length, computed in zip(*running, strict=True)
         if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
     ]
     most = drafting.options.num_tokens
-    if not (drafting.options.adaptive and decodes):
-        return decodes, most
-    rest = sum(running.lengths) - sum(running.computed) - len(decodes)
-    return decodes, paying(drafting, most, len(decodes), rest, buckets)
+    if not (drafting.options.adaptive and draftable):
+        return draftable, most
+    rest = sum(running.lengths) - sum(running.computed) - len(draftable)
+    return draftable, paying(drafting, most, len(draftable), rest, buckets)
 
 
-def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequence[int]) -> int:
+def paying(drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]) -> int:
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
@@ -125,23 +125,23 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
     drafts took on the device.
 
     Args:
-        decodes: number of sequences that may have drafts.
+        num_decodes: sequences that may have drafts.
         rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
         buckets: the padded tokens of steps, ascending.
     """
     a = min(drafting.acceptance, 0.999)
     best, rate = 0, 0.0
     for k in range(most + 1):
-        tokens = decodes * (1 + k) + rest
+        tokens = num_decodes * (1 + k) + rest
         if k and tokens > buckets[-1]:
             break
         size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
         seconds = cost(drafting.seconds, size)
         if seconds is None:  # time steps without drafts first
             return 0
-        rows = buckets[min(bisect_left(buckets, decodes), len(buckets) - 1)]
+        rows = buckets[min(bisect_left(buckets, num_decodes), len(buckets) - 1)]
         seconds += k * draft_cost(drafting.draft_seconds, rows)
-        gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
+        gained = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
             best, rate = k, gained
     return best if best or drafting.idle < RETRY else 1

@@ -344,6 +344,6 @@ def shapes(c: Resolved, model: Model) -> Shapes:
         assert found[0].window is not None, "else the policy would be full"
         view = found[0].window, found[0].kept
     separate = attention.find(c.attention_impl).decodes_alone and c.kv_policy is None and not c.batch_invariant
-    decodes = tuple(t for t in c.token_buckets if t <= rows) if separate else ()
+    decode_buckets = tuple(t for t in c.token_buckets if t <= rows) if separate else ()
     rest = layers_in_groups(c, model), selection(c, model)
-    return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest, decodes)
+    return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest, decode_buckets)

@@ -388,7 +388,8 @@ def _blank_batch(
     table: AdapterTable | None,
 ) -> Batch:
     """A step of a shape that computes nothing."""
-    only = sizes._replace(tokens=(shape.tokens,), decodes=(shape.tokens,) if shape.decodes else ())
+    alone = (shape.tokens,) if shape.decodes_alone else ()
+    only = sizes._replace(tokens=(shape.tokens,), decode_buckets=alone)
     batch = pack(EMPTY_PLAN, {}, only, blanks, options)
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)

@@ -36,7 +36,7 @@ class Granted(NamedTuple):
 def grant(
     pool: BlockPool,
     active: Running,
-    decodes: int,
+    num_decodes: int,
     counts: list[int],
     offered: Mapping[str, int],
     budget: int,
@@ -48,13 +48,13 @@ def grant(
     may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and branches before their fork, get none.
 
     Args:
-        decodes: the first rows, which compute one token each.
+        num_decodes: of the first rows, which compute one token each.
         counts: the tokens of each row.
         offered: by sequence id, the drafts that its drafter has.
         budget: tokens that are left.
     """
     drafts, seqs, size, number = [0] * len(counts), list(active.seqs), config.block_size, config.groups
-    for i in range(min(decodes, len(counts))):
+    for i in range(min(num_decodes, len(counts))):
         if budget <= 0:
             break
         seq, length = seqs[i], active.lengths[i]

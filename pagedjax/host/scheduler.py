@@ -137,15 +137,15 @@ def schedule(
     c = state.config
     state, preempted = make_room(state, policy)
     host_pool, waiting = state.host_pool, state.waiting
-    active, decodes, waiting_beams = _decodes_first(state.running)
+    active, num_decodes, waiting_beams = _decodes_first(state.running)
     if c.mixed_steps:
-        active, counts, admission = _token_counts(state, policy, active, decodes, not preempted.preempted)
+        active, counts, admission = _token_counts(state, policy, active, num_decodes, not preempted.preempted)
     else:
-        mixed, ones, skipped = active, decodes, waiting_beams
+        mixed, ones, skipped = active, num_decodes, waiting_beams
         for kind in step_kinds.kinds(c, state.step):
-            active, decodes, skipped = step_kinds.split(mixed, ones, kind)
+            active, num_decodes, skipped = step_kinds.split(mixed, ones, kind)
             admits = kind != "decodes" and not preempted.preempted
-            active, counts, admission = _token_counts(state, policy, active, decodes, admits)
+            active, counts, admission = _token_counts(state, policy, active, num_decodes, admits)
             if counts:
                 break
         waiting_beams = skipped.joined(waiting_beams)
@@ -165,7 +165,7 @@ def schedule(
     drafts: tuple[int, ...] = ()
     if offered:
         left = c.max_num_batched_tokens - sum(counts)
-        pool, active, counts, drafts = grant(pool, active, decodes, counts, offered, left, c)
+        pool, active, counts, drafts = grant(pool, active, num_decodes, counts, offered, left, c)
     rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -192,16 +192,16 @@ def schedule(
 
 
 def _token_counts(
-    state: SchedulerState, policy: Policy, active: Running, decodes: int, admits: bool
+    state: SchedulerState, policy: Policy, active: Running, num_decodes: int, admits: bool
 ) -> tuple[Running, list[int], Admission]:
     """The tokens that each running sequence gets, decodes first, then each sequence that is admitted."""
     c, pool = state.config, state.pool
-    counts, budget = [1] * decodes, c.max_num_batched_tokens - decodes
+    counts, budget = [1] * num_decodes, c.max_num_batched_tokens - num_decodes
     if c.views:
-        pool, active, chunks = views.grow(c, pool, active, decodes, budget)
+        pool, active, chunks = views.grow(c, pool, active, num_decodes, budget)
         counts, budget = counts + chunks, budget - sum(chunks)
     else:
-        for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
+        for length, computed in zip(active.lengths[num_decodes:], active.computed[num_decodes:], strict=True):
             if budget == 0:
                 break
             counts.append(min(length - computed, budget))
@@ -212,7 +212,7 @@ def _token_counts(
         free_rows = c.max_running - sum([seq.num_rows for seq in state.running.seqs])
     admission = Admission(pool, {}, budget, free_rows, {})
     if state.waiting and budget and free_rows > 0 and admits:
-        filling_now = prefix_sharing.filling(active, decodes, counts, c)
+        filling_now = prefix_sharing.filling(active, num_decodes, counts, c)
         promised = views.promised(c, active) if c.views else 0
         admission = admission._replace(filling_now=filling_now, promised=promised)
         admission = admit(admission, policy, state.waiting, state.running, c)
@@ -416,14 +416,14 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
         (sequences with tokens to compute, the number of decodes among them, beams that wait for their siblings)
     """
     left = list(map(sub, active.lengths, active.computed))
-    decodes, waiting_beams = left.count(1), Running()
+    num_decodes, waiting_beams = left.count(1), Running()
     if 0 in left:
         waiting_beams = active.pick([i for i, number in enumerate(left) if not number])
         active = active.pick([i for i, number in enumerate(left) if number])
         left = [number for number in left if number]
-    if decodes < len(left) and left[:decodes].count(1) != decodes:
+    if num_decodes < len(left) and left[:num_decodes].count(1) != num_decodes:
         active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
-    return active, decodes, waiting_beams
+    return active, num_decodes, waiting_beams
 
 
 def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
