@@ -31,7 +31,7 @@ from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData, Sequences, apply_events, extended, hashes_of_filled, prepare
 from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
-from pagedjax.host.drafts import Sample, kept
+from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import EMPTY_PLAN, Event, Finished, Plan, Released, Request, Seq, StepResult
@@ -235,7 +235,7 @@ class SimulatedEngine:
             samples[i] = tuple(tokens)
         hashes = scheduler.NO_HASHES
         if self._sequences:
-            right = kept(plan, samples) if plan.drafts else ()
+            right = cut_at_the_end(plan, samples) if plan.drafts else ()
             hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
         self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
         if self._sequences:

@@ -138,11 +138,11 @@ class PairSession:
             if name not in self._mine - self._stay or left != 1 or not seq.computed or seq.request.forks:
                 continue
             try:
-                found = source.handover(name)
-                if not target.has_room(found):
+                handover = source.handover(name)
+                if not target.has_room(handover):
                     break
                 (mine,) = target.new_ids(1)
-                if not target.adopt(mine, found, source.padded_pages):
+                if not target.adopt(mine, handover, source.padded_pages):
                     again.append(name)
             except ValueError as error:  # refused, and nothing has changed
                 log.warning("sequence %r ends in the prefill engine: %s", name, error)

@@ -25,7 +25,7 @@ from pagedjax.config import Speculative
 from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
-from pagedjax.host.drafts import Sample, kept
+from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.scheduler import NO_DRAFTS
 from pagedjax.host.types import Finished, Plan, Running, StepResult, Verified
 
@@ -186,7 +186,7 @@ def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarr
             found.append(tuple(sampled[: right + 1]))
         else:
             found.append(sampled[0])
-    return kept(plan, found)
+    return cut_at_the_end(plan, found)
 
 
 def learned(drafting: Drafting, result: StepResult) -> Drafting:

@@ -133,16 +133,16 @@ def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
 
 def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes) -> np.ndarray:
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
-    number = len(shapes.layout.windows) if shapes.layout else 1
-    tables = np.zeros((b, shapes.table_width * number), np.int32)
+    groups = len(shapes.layout.windows) if shapes.layout else 1
+    tables = np.zeros((b, shapes.table_width * groups), np.int32)
     into, at = tables.data.cast("B"), 0
     for data, seq in zip(mine, seqs, strict=True):
         ids = data.block_ids(seq.blocks)
         into[at : at + len(ids)] = ids
         at += tables.strides[0]
-    if number == 1:
+    if groups == 1:
         return tables[None]
-    return np.ascontiguousarray(tables.reshape(b, -1, number).transpose(2, 0, 1))
+    return np.ascontiguousarray(tables.reshape(b, -1, groups).transpose(2, 0, 1))
 
 
 def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

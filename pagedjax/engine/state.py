@@ -126,7 +126,7 @@ def submit(
         user=user,
         tags=tags,
         spare=runtime.spare,
-        chain=runtime.options,
+        chain=runtime.chain,
         grammar=grammar,
         adapter=adapter,
     )

@@ -162,7 +162,7 @@ def drafted(
     Returns:
         (cache, seconds of the program, what the draft in the place of each sample was drawn from)
     """
-    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
     began = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
     drafts, seconds = np.asarray(output.tokens), time.perf_counter() - began
@@ -182,7 +182,7 @@ def packed(
     probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
+    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.chain)
     if runtime.adapters:
         batch = batch._replace(adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens)))
     if runtime.undrafted:

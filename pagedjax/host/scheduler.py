@@ -45,7 +45,7 @@ from immutables import Map
 from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
 from pagedjax.host.admission import Admission, admit
-from pagedjax.host.drafts import Sample, accepted, flat, give_back, grant, kept
+from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import make_room
@@ -246,7 +246,7 @@ def commit(
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
-    all_tokens: tuple[Any, ...] = kept(plan, sampled) if plan.drafts else tuple(sampled)
+    all_tokens: tuple[Any, ...] = cut_at_the_end(plan, sampled) if plan.drafts else tuple(sampled)
     seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
     lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
     step, c = plan.step, state.config
