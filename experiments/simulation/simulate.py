@@ -34,7 +34,7 @@ from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_l
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import EMPTY_PLAN, Event, Finished, Plan, Released, Request, Seq, StepResult
+from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Event, Finished, Plan, Released, Request, Seq, StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
@@ -233,7 +233,7 @@ class SimulatedEngine:
             if self._sequences:  # accepted drafts are in the tokens
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
             samples[i] = tuple(tokens)
-        hashes = scheduler.NO_HASHES
+        hashes = NO_HASHES
         if self._sequences:
             right = cut_at_the_end(plan, samples) if plan.drafts else ()
             hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
@@ -263,7 +263,7 @@ class SimulatedEngine:
         """Make the steps that `ahead` gave, or the first of them: what as many calls of `step` do."""
         before, steps = self.scheduler_state, len(times.started)
         seqs, lengths, computed = before.running
-        hashes = scheduler.NO_HASHES
+        hashes = NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
                 new = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)

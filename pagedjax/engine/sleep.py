@@ -4,7 +4,8 @@
     wake_up(runtime, Asleep) -> runtime
 
 Level 1 keeps the parameters in host memory. Level 2 forgets those of the model, and `update_params` gives new ones. A
-drafter's parameters are kept in both. What stays on the devices is small: tables of angles, and the blanks of steps.
+draft model's parameters are kept in both. What stays on the devices: tables of angles, the blanks of steps, and, with
+`enable_lora`, the factors of all adapter slots.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Asleep(NamedTuple):
     """What a sleeping engine remembers, in the order of the leaves; None where nothing is kept.
 
     model: of the model. None of a leaf: it is still on the devices, or its values are forgotten.
-    draft: of the drafter.
+    draft: of the draft model.
     cache: whether the cache is gone.
     """
 

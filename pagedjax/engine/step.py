@@ -21,7 +21,7 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import FinishReason, Plan, StepResult
+from pagedjax.host.types import NO_DRAFTS, FinishReason, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
@@ -49,7 +49,7 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
         drafts: of each decode; None: as many as pay by the times of past steps. Nothing else depends on a clock.
     """
     began = time.perf_counter(), compilations.compilations()
-    learned, offered = state.drafting, scheduler.NO_DRAFTS
+    learned, offered = state.drafting, NO_DRAFTS
     if learned:
         draftable, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
         drafts = paying if drafts is None else drafts

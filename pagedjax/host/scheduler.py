@@ -12,8 +12,8 @@ one or more tokens. The rules:
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
 3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
    blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share all its blocks and compute
-   its last token again. A block that others own or can find is copied before it is written.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
+   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
 5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
    they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
    rejects what could not.
@@ -52,6 +52,8 @@ from pagedjax.host.preemption import make_room
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
 from pagedjax.host.types import (
+    NO_DRAFTS,
+    NO_HASHES,
     Admitted,
     Choice,
     Event,
@@ -91,8 +93,6 @@ __all__ = [
     "update",
 ]
 
-NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
-NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 
 

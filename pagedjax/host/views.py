@@ -26,7 +26,7 @@ Views = tuple[View, ...]
 
 
 def check_config(config: SchedulerConfig) -> None:
-    """Raises ValueError for views that are none, or beside a baseline, which keeps every block."""
+    """Raises ValueError for an entry that is no `View`, or views beside a baseline, which keeps every block."""
     for view in config.views:
         sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
         if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(set(view.kept)):
