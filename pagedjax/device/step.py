@@ -235,7 +235,7 @@ def _check(batch: Batch) -> None:
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
     if batch.adapters is not None:
-        check_shape("adapters.slots", batch.adapters.slots, (t,))
+        check_shape("adapters.adapter_slots", batch.adapters.adapter_slots, (t,))
     if batch.drafted is not None:
         check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)
         if batch.drafted.probs is not None:

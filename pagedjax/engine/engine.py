@@ -155,7 +155,7 @@ class Engine:
         names, table = (request_id, *forks), self.runtime.adapters
         if adapter is not None:
             here = adapters.of_name(table, adapter)
-            options["adapter"] = here.slot, here.digest
+            options["adapter"] = here.slot, here.content_hash
         self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
         if adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
@@ -249,7 +249,7 @@ class Engine:
             ValueError: the engine has no adapters, this one does not fit, or no slot is free. The engine is unchanged.
         """
         table = self._adapter_table(adapter.name)
-        in_use = adapters.slots_in_use(self._state.sequences)
+        in_use = adapters.adapter_slots_in_use(self._state.sequences)
         after = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
         self.runtime = replace(self.runtime, adapters=after)
 

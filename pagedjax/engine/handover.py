@@ -41,7 +41,7 @@ class Handover(NamedTuple):
     tokens: [length] int32, the prompt and what was generated.
     seed: that its samples are drawn with; a position draws the same in every engine.
     root: what its hashes grow from; None: it shares no blocks.
-    adapter: the digest of its content; "" without.
+    adapter: the hash of its content; "" without.
     grammar: of structured outputs. It stays in its process: another one compiles it again from `params`.
     facts: what must be equal in both engines.
     """
@@ -92,14 +92,15 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
     data = state.sequences[name]
     if name in state.wants:
         raise ValueError(f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out")
-    digest = ""
-    if data.adapter and runtime.adapters:
-        digest = next((one.digest for one in runtime.adapters.names.values() if one.slot == data.adapter), "")
-        if not digest:
+    content_hash = ""
+    if data.adapter_slot and runtime.adapters:
+        loaded = runtime.adapters.names.values()
+        content_hash = next((one.content_hash for one in loaded if one.slot == data.adapter_slot), "")
+        if not content_hash:
             raise ValueError(f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here")
     grammar = data.matcher.grammar if data.matcher else None
     tokens = data.tokens[: released.length].copy()
-    return Handover(released, tokens, data.params, data.seed, data.root, digest, grammar, facts(runtime, state))
+    return Handover(released, tokens, data.params, data.seed, data.root, content_hash, grammar, facts(runtime, state))
 
 
 def release(state: EngineState, name: str) -> EngineState:
@@ -192,16 +193,16 @@ def adopt(
     return state, adopted
 
 
-def adapter_of(runtime: Runtime, digest: str) -> tuple[int, str]:
-    """The slot of the adapter with this content, and its digest. Raises ValueError if it is not loaded."""
-    if not digest:
+def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
+    """The slot of the adapter with this content, and that hash. Raises ValueError if it is not loaded."""
+    if not content_hash:
         return 0, ""
     known = runtime.adapters.names if runtime.adapters else {}
     for one in known.values():
-        if one.digest == digest:
-            return one.slot, digest
-    here = ", ".join(f"{key!r} ({one.digest})" for key, one in sorted(known.items())) or "none"
-    what = f"a sequence needs the adapter of content {digest}, and the engine that goes on with it has {here}"
+        if one.content_hash == content_hash:
+            return one.slot, content_hash
+    here = ", ".join(f"{key!r} ({one.content_hash})" for key, one in sorted(known.items())) or "none"
+    what = f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with it has {here}"
     raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
 
