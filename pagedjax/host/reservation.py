@@ -20,7 +20,7 @@ from pagedjax.host.types import SchedulerConfig, Seq
 
 
 def tokens(config: SchedulerConfig, seq: Seq) -> int:
-    """Token slots that a sequence takes when it is admitted; of a baseline alone."""
+    """Token slots that a sequence takes when it is admitted. Not for reservation "none"."""
     if config.reservation == "max":
         return config.max_model_len
     if config.reservation == "oracle":
@@ -30,7 +30,7 @@ def tokens(config: SchedulerConfig, seq: Seq) -> int:
 
 
 def piece(config: SchedulerConfig, seq: Seq) -> int:
-    """Blocks that a sequence takes when it is admitted; of a baseline alone."""
+    """Blocks that a sequence takes when it is admitted. Not for reservation "none"."""
     return _power_of_two(blocks.needed(tokens(config, seq), config.block_size))
 
 
@@ -41,7 +41,7 @@ def table_width(config: EngineConfig, length: int) -> int:
 
 
 def largest(config: SchedulerConfig) -> int:
-    """Blocks that one sequence can have at most; of a baseline alone."""
+    """Blocks that one sequence can have at most. Not for reservation "none"."""
     return 1 << (config.num_blocks.bit_length() - 1)
 
 
