@@ -297,7 +297,7 @@ class LLM:
             raise ValueError("this process takes the requests; follow() is for processes from 1 on")
         self.engine.follow(**options)
 
-    def release(self) -> None:
+    def release_followers(self) -> None:
         """Let `follow` return in the other processes. In a single process it does nothing."""
         if isinstance(self.engine, LeaderEngine):
             self.engine.release_followers()
@@ -404,7 +404,7 @@ class LLM:
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
-        ids, (adapter,) = self._kept(self._tokens(prompt), params), self._adapters(lora_request, 1)
+        ids, (adapter,) = self._truncated(self._tokens(prompt), params), self._adapters(lora_request, 1)
         branches: Branches = {}
         sent, ended = 0, False
         try:
@@ -506,7 +506,7 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _kept(self, ids: list[int], params: Params) -> Sequence[int]:
+    def _truncated(self, ids: list[int], params: Params) -> Sequence[int]:
         """The tokens that `truncate_prompt_tokens` keeps."""
         count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
         return ids if count is None else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
@@ -538,7 +538,7 @@ class LLM:
         )
         rows = zip(ids, *columns, strict=True)
         requests = [
-            GenerationRequest(self._kept(tokens, p), p, text, rank, name, adapter=adapter)
+            GenerationRequest(self._truncated(tokens, p), p, text, rank, name, adapter=adapter)
             for tokens, text, p, rank, name, adapter in rows
         ]
         branches: Branches = {}

@@ -124,7 +124,7 @@ def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
     """The largest step of an engine, which computes nothing; decodes: the one of decodes alone."""
     width = -(-plan.length // plan.block_size)
     fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size)
-    fixed = fixed._replace(decodes=(plan.tokens,) if decodes else ())
+    fixed = fixed._replace(decode_buckets=(plan.tokens,) if decodes else ())
     return pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
 
 

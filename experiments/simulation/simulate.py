@@ -31,10 +31,10 @@ from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData, Sequences, apply_events, extended, hashes_of_filled, prepare
 from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
-from pagedjax.host.drafts import Sample, kept
+from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import EMPTY_PLAN, Event, Finished, Plan, Released, Request, Seq, StepResult
+from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Event, Finished, Plan, Released, Request, Seq, StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
@@ -233,9 +233,9 @@ class SimulatedEngine:
             if self._sequences:  # accepted drafts are in the tokens
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
             samples[i] = tuple(tokens)
-        hashes = scheduler.NO_HASHES
+        hashes = NO_HASHES
         if self._sequences:
-            right = kept(plan, samples) if plan.drafts else ()
+            right = cut_at_the_end(plan, samples) if plan.drafts else ()
             hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
         self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
         if self._sequences:
@@ -263,7 +263,7 @@ class SimulatedEngine:
         """Make the steps that `ahead` gave, or the first of them: what as many calls of `step` do."""
         before, steps = self.scheduler_state, len(times.started)
         seqs, lengths, computed = before.running
-        hashes = scheduler.NO_HASHES
+        hashes = NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
                 new = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)
@@ -293,11 +293,11 @@ class SimulatedEngine:
         running, buckets = self.scheduler_state.running, self.config.token_buckets
         if not (self._drafting and buckets):
             return {}
-        decodes, k = drafting.wanted(self._drafting, running, buckets)
+        draftable, k = drafting.wanted(self._drafting, running, buckets)
         if not k:
             return {}
         seqs = {seq.request_id: seq for seq in running.seqs}
-        return {name: self._guesses(seqs[name], length, k) for name, length in decodes}
+        return {name: self._guesses(seqs[name], length, k) for name, length in draftable}
 
     def _padded(self, tokens: int) -> int:
         if not self._simulate.padded:

@@ -42,13 +42,13 @@ class Adapter:
 
     name: what requests call it by.
     parts: its factors, scaled, in float32.
-    digest: of their content.
+    content_hash: of `parts`.
     source: where it comes from, for people.
     """
 
     name: str
     parts: Parts = field(repr=False)
-    digest: str
+    content_hash: str
     source: str = ""
 
     @property

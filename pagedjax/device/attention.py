@@ -1,4 +1,4 @@
-"""Binds a model's attention to one implementation. The only module of pagedjax that imports pallas_kernels.
+"""Binds a model's attention to one implementation. `attention.py` and `linear.py` alone import pallas_kernels.
 
 An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own is
 "folder/file.py:NAME" or "module:NAME".

@@ -112,8 +112,8 @@ class Batch(NamedTuple):
     adapters: TokenAdapters | None = None  # in every step of an engine with adapters
 
     @property
-    def offsets(self) -> Any:
-        """[B + 1] where the tokens of each row begin."""
+    def row_cu_q_lens(self) -> Any:
+        """[B + 1] where the tokens of each row begin, of decodes alone too."""
         if self.cu_q_lens is None:
             return jnp.cumsum(jnp.pad(self.seq_lens > 0, (1, 0)), dtype=jnp.int32)
         return self.cu_q_lens
@@ -121,11 +121,11 @@ class Batch(NamedTuple):
     @property
     def used_tokens(self) -> Any:
         """[1] how many of the T tokens are not padding."""
-        return self.offsets[-1:]
+        return self.row_cu_q_lens[-1:]
 
     @property
     def attention(self) -> tuple[Any, Any, Any]:
-        """(block tables, context lengths, offsets or None) of the rows of attention."""
+        """(block tables, context lengths, cu_q_lens or None) of the rows of attention."""
         rows = self.seen or self
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
@@ -170,7 +170,7 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
-    decodes: bool = False  # every row has one token, of which no prompt's log-probability is wanted
+    decodes_alone: bool = False  # every row has one token, of which no prompt's log-probability is wanted
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Shapes(NamedTuple):
     view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
     layout: LayerGroups | None = None  # of several groups of layers
     selection: Selection | None = None  # of a KV policy
-    decodes: tuple[int, ...] = ()  # T of the steps that have a program of their own for decodes alone
+    decode_buckets: tuple[int, ...] = ()  # T of the steps that have a program of their own for decodes alone
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -217,9 +217,9 @@ class Shapes(NamedTuple):
     def steps(self) -> tuple[StepShape, ...]:
         """The shapes of all steps, the largest last."""
         kinds = (False, True) if self.drafts else (False,)
-        decodes = [StepShape(t, self.samples(t, False), True) for t in self.decodes]
+        alone = [StepShape(t, self.samples(t, False), True) for t in self.decode_buckets]
         mixed = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
-        return tuple(dict.fromkeys((*decodes, *mixed)))
+        return tuple(dict.fromkeys((*alone, *mixed)))
 
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.

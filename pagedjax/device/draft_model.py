@@ -119,7 +119,7 @@ def _observe_eagle(
     found = head.features(outputs).astype(pages.features.dtype)
     at = batch.slots // size, batch.slots % size
     pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
-    row = jnp.minimum(jnp.searchsorted(batch.offsets, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)
+    row = jnp.minimum(jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)
     before = features_before(pages, batch.block_tables, row, batch.positions)
     assert before is not None
     _, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)

@@ -1,4 +1,4 @@
-"""Sampling: from logits to tokens, for rows that each have their own options. Unused options cost nothing.
+"""Sampling: from logits to tokens, for samples that each have their own options. Unused options cost nothing.
 
 The options that change logits or weights are `row_features`; the draw is draws.py, and with the rule "rejection" of
 speculative decoding rejection.py. Here is the order of all, and log-probabilities.
@@ -23,25 +23,25 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import log_softmax
 
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
-CPU_TILE = 8  # rows for `sample` on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
+CPU_TILE = 8  # samples at a time on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
 
 
 class SampledTokens(NamedTuple):
-    """The sampled tokens of a step. Log-probability fields are zeros unless some row wants them."""
+    """The sampled tokens of a step. Log-probability fields are zeros unless some sample wants them."""
 
-    tokens: jax.Array  # [B] int32
-    logprobs: jax.Array  # [B] f32 of the chosen token, under the model's own distribution (before any adjustment)
-    ranks: jax.Array  # [B] int32, 1 for the most likely token
-    top_ids: jax.Array  # [B, MAX_TOP] int32, most likely first; -1 past a small vocabulary
-    top_logprobs: jax.Array  # [B, MAX_TOP] f32
+    tokens: jax.Array  # [R] int32
+    logprobs: jax.Array  # [R] f32 of the chosen token, under the model's own distribution (before any adjustment)
+    ranks: jax.Array  # [R] int32, 1 for the most likely token
+    top_ids: jax.Array  # [R, MAX_TOP] int32, most likely first; -1 past a small vocabulary
+    top_logprobs: jax.Array  # [R, MAX_TOP] f32
 
 
 class History(NamedTuple):
-    """Where the tokens of the rows are: in the cache, through the block tables."""
+    """Where the tokens before each sample are: in the cache, through the block table of its row."""
 
     tokens: jax.Array  # [P, S] int32, of a `KVCache`
-    block_tables: jax.Array  # [B, M] int32
-    seq_lens: jax.Array  # [B] int32
+    block_tables: jax.Array  # [R, M] int32
+    seq_lens: jax.Array  # [R] int32
 
 
 class PromptLogprobs(NamedTuple):
@@ -67,18 +67,18 @@ def sample(
     chain: RowChain = DEFAULT,
     drafted: Drafted | None = None,
 ) -> SampledTokens:
-    """One token for each row.
+    """One token for each sample.
 
     Args:
-        logits: [B, V] float32.
-        history: read only by options that some row uses.
+        logits: [R, V] float32.
+        history: read only by options that some sample uses.
         seed: [] uint32, the engine's.
-        tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
+        tile: number of samples that are drawn, or have their log-probabilities computed, at a time; None is all.
         chain: the options in `s.features`.
-        drafted: the drafts, if they are accepted by rejection sampling. A row draws its draft's token if it accepts it.
+        drafted: the drafts, if they are accepted by rejection sampling. A sample is its draft if that is accepted.
 
     Raises:
-        ValueError: an array has not one row for each row of the step, or `s.features` is of another chain.
+        ValueError: an array has not one row for each sample, or `s.features` is of another chain.
     """
     _check(logits, s, history, chain)
 
@@ -98,37 +98,37 @@ def sample(
 
 
 def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
-    b = len(s.temperature)
-    check_shape("logits", logits, (b, None))
+    r = len(s.temperature)
+    check_shape("logits", logits, (r, None))
     check_shape("tokens", history.tokens, (None, None))
-    check_shape("block_tables", history.block_tables, (b, None))
-    check_shape("seq_lens", history.seq_lens, (b,))
+    check_shape("block_tables", history.block_tables, (r, None))
+    check_shape("seq_lens", history.seq_lens, (r,))
     if s.features.keys() != (names := {f.name for f in chain.features}):
         raise ValueError(f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}")
     for path, array in jax.tree.leaves_with_path(s):
-        check_shape(jax.tree_util.keystr(path), array, (b, *array.shape[1:]))
+        check_shape(jax.tree_util.keystr(path), array, (r, *array.shape[1:]))
 
 
 def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *rows: Any) -> Any:
-    """function(logits [B, V], arrays [B, ...]) -> arrays [B, ...], computed for `tile` rows at a time."""
-    b = len(logits)
-    if tile is None or b <= tile:
+    """function(logits [R, V], arrays [R, ...]) -> arrays [R, ...], computed for `tile` samples at a time."""
+    r = len(logits)
+    if tile is None or r <= tile:
         return function(logits, *rows)
 
     def body(i: jax.Array, out: Any) -> Any:
-        start = jnp.minimum(i * tile, b - tile)  # the last tile computes rows of the one before again
+        start = jnp.minimum(i * tile, r - tile)  # the last tile computes samples of the one before again
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
         return jax.tree.map(put, out, function(*jax.tree.map(cut, (logits, *rows))))
 
     like = jax.eval_shape(function, logits, *rows)
-    return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+    return jax.lax.fori_loop(0, -(-r // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
 def _choose(
     logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain, drafted: Drafted | None
 ) -> jax.Array:
-    """[B] the best or a drawn token, after the rows' options have changed their logits."""
+    """[R] the best or a drawn token, after the samples' options have changed their logits."""
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 
@@ -197,7 +197,7 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of finite x [B, V] as k maxima: ([B, k], [B, k] int32), of equal numbers the first ones.
+    """`jax.lax.top_k` of finite x [R, V] as k maxima: ([R, k], [R, k] int32), of equal numbers the first ones.
 
     XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA graph.
     """

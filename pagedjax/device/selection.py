@@ -85,24 +85,24 @@ def attend_selected(
     selection, selects = batch.selecting
     t, n, d = q.shape
     k = keys.pages.shape[1]
-    tables, lens, offsets = batch.attention
+    tables, lens, cu_q_lens = batch.attention
     token = jnp.arange(t, dtype=jnp.int32)
-    chosen = selects & (token < offsets[-1])
+    chosen = selects & (token < cu_q_lens[-1])
     until = jnp.cumsum(chosen, dtype=jnp.int32)  # queries that select, up to each
     number = until[-1]
 
     # The queries that select are behind all others: a step has both kinds in any order.
-    before = jnp.pad(until, (1, 0))[offsets]
-    dense = Rows(tables, lens - jnp.diff(before), offsets - before)
+    before = jnp.pad(until, (1, 0))[cu_q_lens]
+    dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
     dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
     first = dense.cu_q_lens[-1]
-    place = jnp.where(chosen, first + until - 1, jnp.where(token < offsets[-1], token - until, token))
+    place = jnp.where(chosen, first + until - 1, jnp.where(token < cu_q_lens[-1], token - until, token))
     order = jnp.zeros(t, jnp.int32).at[place].set(token, unique_indices=True)
     found = attend(q[order], keys.pages, v_pages, *dense, window=None, soft_cap=soft_cap)[place]
 
     mine = order[(first + token) % t]  # in the first `number` places
-    row = jnp.minimum(jnp.searchsorted(offsets[1:], mine, side="right"), len(lens) - 1)
-    length = jnp.where(token < number, lens[row] - (offsets[row + 1] - 1 - mine), 0)
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], mine, side="right"), len(lens) - 1)
+    length = jnp.where(token < number, lens[row] - (cu_q_lens[row + 1] - 1 - mine), 0)
     queries = q[mine].reshape(t, k, n // k, d)
     selected = _selected(queries * scale, keys, tables[row], length, number, selection.blocks)
     k_flat, v_flat = (pages.reshape(-1, 1, *pages.shape[2:]) for pages in (keys.pages, v_pages))

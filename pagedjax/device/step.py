@@ -106,8 +106,8 @@ def make_step(
     """
     modules, by_rows = _modules(model, bound), model.placement.by_rows if model.placement else whole_rows
 
-    def step(leaves: Sequence[Any], cache: KVCache, sent: OneTransfer) -> tuple[KVCache, StepOutput]:
-        batch = parted(sent)
+    def step(leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer) -> tuple[KVCache, StepOutput]:
+        batch = parted(joined_batch)
         _check(batch)
         (model, drafter), feed = modules(leaves), batch.feed
         if feed is not None:
@@ -220,7 +220,7 @@ def _check(batch: Batch) -> None:
         if name != "targets" or batch.targets is not None:
             check_shape(name, getattr(batch, name), (t,))
     check_shape("block_tables", batch.block_tables, (b, None))
-    check_shape("cu_q_lens", batch.offsets, (b + 1,))
+    check_shape("cu_q_lens", batch.row_cu_q_lens, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)
     if batch.seen is not None:
         (a,) = batch.seen.seq_lens.shape
@@ -235,7 +235,7 @@ def _check(batch: Batch) -> None:
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
     if batch.adapters is not None:
-        check_shape("adapters.slots", batch.adapters.slots, (t,))
+        check_shape("adapters.adapter_slots", batch.adapters.adapter_slots, (t,))
     if batch.drafted is not None:
         check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)
         if batch.drafted.probs is not None:

@@ -15,20 +15,20 @@ Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a and b
 class TokenAdapters(NamedTuple):
     """The adapters of a step's tokens.
 
-    slots: [T] i32; 0 is none.
+    adapter_slots: [T] i32; 0 is none.
     factors: of all layers, or of one of them.
-    order: [T] i32, the tokens in the order of their slots; None from the host: `routed` finds it.
-    sizes: [S] i32, the tokens of each slot.
+    order: [T] i32, the tokens in the order of these; None from the host: `routed` finds it.
+    sizes: by adapter slot, i32: its tokens.
     """
 
-    slots: Any
+    adapter_slots: Any
     factors: Any
     order: Any = None
     sizes: Any = None
 
     def routed(self) -> TokenAdapters:
         """With the order of the tokens."""
-        slots = self.slots.astype(jnp.int32)
+        slots = self.adapter_slots.astype(jnp.int32)
         count = jax.tree.leaves(self.factors)[0].shape[0]
         sizes = (slots[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
         return TokenAdapters(slots, self.factors, jnp.argsort(slots, stable=True).astype(jnp.int32), sizes)
@@ -38,9 +38,9 @@ class TokenAdapters(NamedTuple):
 
     def of_tokens(self, tokens: Any) -> TokenAdapters:
         """Those of some of the tokens."""
-        return self._replace(slots=self.slots[tokens]).routed()
+        return self._replace(adapter_slots=self.adapter_slots[tokens]).routed()
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank:
         """What a layer's matrix adds. parts: as `DecoderConfig.parts` has them."""
         a, b = self.factors[name]
-        return LowRank(a, b, self.slots, self.order, self.sizes, parts)
+        return LowRank(a, b, self.adapter_slots, self.order, self.sizes, parts)

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pagedjax.engine import handover, interrupts
+from pagedjax.engine import handover as handovers
+from pagedjax.engine import interrupts
 from pagedjax.host import request_limits, scheduler
 from pagedjax.host.types import Event
 from pagedjax.llm import LLM
@@ -75,8 +76,8 @@ class PairSession:
         self._check()
 
     def _check(self) -> None:
-        handover.check_processes()
-        handover.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
+        handovers.check_processes()
+        handovers.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
         """As `Session.add`. The requests must be able to run in both engines, and to leave the first one.
@@ -91,7 +92,8 @@ class PairSession:
                 what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
                 raise ValueError(f"a request has {what}, which one engine computes; use `prefill` or `decode` alone")
             if request.adapter is not None:
-                handover.adapter_of(self.decode.engine.runtime, self.prefill.engine.adapters[request.adapter].digest)
+                needed = self.prefill.engine.adapters[request.adapter]
+                handovers.adapter_of(self.decode.engine.runtime, needed.content_hash)
         added = self.prefill.add(requests)
         names = {name for branches in added for name in branches}
         try:
@@ -138,11 +140,11 @@ class PairSession:
             if name not in self._mine - self._stay or left != 1 or not seq.computed or seq.request.forks:
                 continue
             try:
-                found = source.handover(name)
-                if not target.has_room(found):
+                handover = source.handover(name)
+                if not target.has_room(handover):
                     break
                 (mine,) = target.new_ids(1)
-                if not target.adopt(mine, found, source.padded_pages):
+                if not target.adopt(mine, handover, source.padded_pages):
                     again.append(name)
             except ValueError as error:  # refused, and nothing has changed
                 log.warning("sequence %r ends in the prefill engine: %s", name, error)

@@ -33,11 +33,11 @@ class Offer(NamedTuple):
 
     address: of the process that has them.
     uuid: of these pages there.
-    shapes: shape and dtype of each page array; its first axis has the blocks of `found.released.blocks`, in order, and
-        padding.
+    shapes: shape and dtype of each page array; its first axis has the blocks of `handover.released.blocks`, in order,
+        and padding.
     """
 
-    found: Handover
+    handover: Handover
     address: str
     uuid: int
     shapes: tuple[tuple[tuple[int, ...], str], ...]
@@ -66,13 +66,13 @@ class Transfers:
         Raises:
             ValueError: see `Engine.handover`.
         """
-        found, uuid = engine.handover(request_id)._replace(grammar=None), next(self._uuids)
-        if not found.released.blocks:
-            return Offer(found, self._server.address(), uuid, ())
-        pages = jax.device_put(engine.padded_pages(found.released.blocks), self._device)
+        handover, uuid = engine.handover(request_id)._replace(grammar=None), next(self._uuids)
+        if not handover.released.blocks:
+            return Offer(handover, self._server.address(), uuid, ())
+        pages = jax.device_put(engine.padded_pages(handover.released.blocks), self._device)
         leaves = jax.tree.leaves(pages)
         self._server.await_pull(uuid, leaves)
-        return Offer(found, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves]))
+        return Offer(handover, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves]))
 
     def adopt(self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None) -> bool:
         """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is computed again.
@@ -91,10 +91,10 @@ class Transfers:
             nonlocal fetched
             fetched = True
             pages = jax.tree.unflatten(structure, self._pulled(offer))
-            own = {block: row for row, block in enumerate(offer.found.released.blocks)}
+            own = {block: row for row, block in enumerate(offer.handover.released.blocks)}
             return take_padded(pages, [own[block] for block in blocks])
 
-        here = engine.adopt(request_id, offer.found, fetch, grammar=grammar)
+        here = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
         if not fetched:  # without room, or all blocks were here: the other process must not keep the pages
             try:
                 self._pulled(offer)

@@ -1,1 +1,1 @@
-"""The loop: schedule -> pack -> run -> commit. The only package that imports both `host` and `device`."""
+"""The loop: schedule -> pack -> run -> commit. Neither `host` nor `device` imports the other."""

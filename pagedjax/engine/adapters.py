@@ -34,7 +34,7 @@ class InSlot(NamedTuple):
     """
 
     slot: int
-    digest: str
+    content_hash: str
     rank: int
     source: str
     kept: bool
@@ -86,7 +86,7 @@ def loaded(
     """
     check(table, adapter)
     here = table.names.get(adapter.name)
-    if here and here.digest == adapter.digest:
+    if here and here.content_hash == adapter.content_hash:
         found = here._replace(kept=here.kept or keep, source=adapter.source, turn=table.turns)
         return table._replace(names={**table.names, adapter.name: found}, turns=table.turns + 1)
     others = {name: one for name, one in table.names.items() if name != adapter.name}
@@ -101,7 +101,7 @@ def loaded(
     slot = free[0]
     factors = adapters.with_slot(table.factors, slot, table.config, adapter.parts)
     kept = keep or bool(here and here.kept)
-    found = InSlot(slot, adapter.digest, adapter.rank, adapter.source, kept, table.turns)
+    found = InSlot(slot, adapter.content_hash, adapter.rank, adapter.source, kept, table.turns)
     return table._replace(names={**others, adapter.name: found}, factors=factors, turns=table.turns + 1)
 
 
@@ -145,9 +145,9 @@ def used(table: AdapterTable, name: str) -> AdapterTable:
     return table._replace(names=names, turns=table.turns + 1)
 
 
-def slots_in_use(sequences: Sequences) -> frozenset[int]:
+def adapter_slots_in_use(sequences: Sequences) -> frozenset[int]:
     """The slots of unfinished requests."""
-    return frozenset(data.adapter for data in sequences.values())
+    return frozenset(data.adapter_slot for data in sequences.values())
 
 
 def check(table: AdapterTable, adapter: Adapter) -> None:
@@ -172,6 +172,6 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
 def of_tokens(table: AdapterTable, plan: Plan, sequences: Sequences, t: int) -> TokenAdapters:
     """The adapters of a step's tokens; padding has none."""
     slots = np.zeros(t, np.int32)
-    each = [sequences[seq.request_id].adapter for seq in plan.seqs]
+    each = [sequences[seq.request_id].adapter_slot for seq in plan.seqs]
     slots[: sum(plan.counts)] = np.repeat(np.array(each, np.int32), np.asarray(plan.counts, np.int32))
     return TokenAdapters(slots, table.factors)

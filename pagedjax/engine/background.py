@@ -105,19 +105,19 @@ class BackgroundPrograms(dict[Shape, Any]):
 
     def _present(self) -> Shapes:
         found = [shape for shape in self.shapes.steps if shape in self]
-        mixed, decodes = (tuple(one.tokens for one in found if one.decodes == kind) for kind in (False, True))
-        return self.shapes._replace(tokens=mixed, decodes=decodes)
+        mixed, alone = (tuple(one.tokens for one in found if one.decodes_alone == kind) for kind in (False, True))
+        return self.shapes._replace(tokens=mixed, decode_buckets=alone)
 
 
-def in_order(shapes: Sequence[StepShape], decodes: int) -> list[StepShape]:
+def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
     """The order in which programs are compiled.
 
-    The first one holds `decodes` tokens, because most steps are decodes alone. Then comes the middle one of those on
+    The first one holds `most_seqs` tokens, because most steps are decodes alone. Then comes the middle one of those on
     each side of it, and so on, so that no step is far from its own bucket for long. A bucket's program for decodes
     alone comes after its other one, because a step has only buckets with that one.
     """
     sizes = sorted({shape.tokens for shape in shapes})
-    at = bisect_left(sizes, decodes)
+    at = bisect_left(sizes, most_seqs)
     found, parts = sizes[at : at + 1], deque([sizes[:at], sizes[at + 1 :]])
     while parts:
         if part := parts.popleft():

@@ -21,7 +21,7 @@ def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: s
     """The hash before the first block's. Requests with different salts, tags or adapters share no block.
 
     Args:
-        adapter: the digest of its content, and not its name: another adapter may have the name later.
+        adapter: the hash of its content, and not its name: another adapter may have the name later.
     """
     found = blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
     for tag in tags:

@@ -25,9 +25,8 @@ from pagedjax.config import Speculative
 from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
-from pagedjax.host.drafts import Sample, kept
-from pagedjax.host.scheduler import NO_DRAFTS
-from pagedjax.host.types import Finished, Plan, Running, StepResult, Verified
+from pagedjax.host.drafts import Sample, cut_at_the_end
+from pagedjax.host.types import NO_DRAFTS, Finished, Plan, Running, StepResult, Verified
 
 WEIGHT = 0.1  # of a new time in a running average
 HALF_LIFE = 64  # verified drafts after which an older one counts half in the average acceptance
@@ -66,7 +65,7 @@ def start(drafter: Drafter, options: Speculative) -> Drafting:
 
 def offer(
     drafting: Drafting,
-    decodes: Sequence[tuple[str, int]],
+    draftable: Sequence[tuple[str, int]],
     k: int,
     sequences: Mapping[str, SequenceData],
     vocab_size: int,
@@ -76,16 +75,16 @@ def offer(
     A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
 
     Args:
-        decodes, k: as `wanted` returns them.
+        draftable, k: as `wanted` returns them.
 
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary.
     """
     propose = drafting.drafter.propose
     if propose is None:
-        return {name: k for name, _ in decodes} if k else NO_DRAFTS
+        return {name: k for name, _ in draftable} if k else NO_DRAFTS
     offered = {}
-    for name, length in decodes if k else ():
+    for name, length in draftable if k else ():
         data = sequences[name]
         drafts = np.asarray(token_masks.drafts(data, length, k, partial(propose, drafting.memory, name)))
         if len(drafts):
@@ -105,19 +104,19 @@ def wanted(drafting: Drafting, running: Running, buckets: Sequence[int]) -> tupl
     They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
     places for drafts.
     """
-    decodes = [
+    draftable = [
         (seq.request.request_id, length)
         for seq, length, computed in zip(*running, strict=True)
         if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
     ]
     most = drafting.options.num_tokens
-    if not (drafting.options.adaptive and decodes):
-        return decodes, most
-    rest = sum(running.lengths) - sum(running.computed) - len(decodes)
-    return decodes, paying(drafting, most, len(decodes), rest, buckets)
+    if not (drafting.options.adaptive and draftable):
+        return draftable, most
+    rest = sum(running.lengths) - sum(running.computed) - len(draftable)
+    return draftable, paying(drafting, most, len(draftable), rest, buckets)
 
 
-def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequence[int]) -> int:
+def paying(drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]) -> int:
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
@@ -125,23 +124,23 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
     drafts took on the device.
 
     Args:
-        decodes: number of sequences that may have drafts.
+        num_decodes: sequences that may have drafts.
         rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
         buckets: the padded tokens of steps, ascending.
     """
     a = min(drafting.acceptance, 0.999)
     best, rate = 0, 0.0
     for k in range(most + 1):
-        tokens = decodes * (1 + k) + rest
+        tokens = num_decodes * (1 + k) + rest
         if k and tokens > buckets[-1]:
             break
         size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
         seconds = cost(drafting.seconds, size)
         if seconds is None:  # time steps without drafts first
             return 0
-        rows = buckets[min(bisect_left(buckets, decodes), len(buckets) - 1)]
+        rows = buckets[min(bisect_left(buckets, num_decodes), len(buckets) - 1)]
         seconds += k * draft_cost(drafting.draft_seconds, rows)
-        gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
+        gained = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
             best, rate = k, gained
     return best if best or drafting.idle < RETRY else 1
@@ -186,7 +185,7 @@ def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarr
             found.append(tuple(sampled[: right + 1]))
         else:
             found.append(sampled[0])
-    return kept(plan, found)
+    return cut_at_the_end(plan, found)
 
 
 def learned(drafting: Drafting, result: StepResult) -> Drafting:

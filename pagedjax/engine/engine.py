@@ -22,7 +22,8 @@ from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import adapters, handover, interrupts, runtime, sleep, state
+from pagedjax.engine import adapters, interrupts, runtime, sleep, state
+from pagedjax.engine import handover as handovers
 from pagedjax.engine.adapters import AdapterTable, InSlot
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
@@ -154,7 +155,7 @@ class Engine:
         names, table = (request_id, *forks), self.runtime.adapters
         if adapter is not None:
             here = adapters.of_name(table, adapter)
-            options["adapter"] = here.slot, here.digest
+            options["adapter"] = here.slot, here.content_hash
         self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
         if adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
@@ -173,15 +174,15 @@ class Engine:
     @property
     def facts(self) -> Mapping[str, Any]:
         """What must be equal in two engines that hand requests over."""
-        return handover.facts(self.runtime, self._state)
+        return handovers.facts(self.runtime, self._state)
 
     def handover(self, request_id: str) -> Handover:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here (`handover`)."""
-        return handover.handover(self.runtime, self._state, request_id)
+        return handovers.handover(self.runtime, self._state, request_id)
 
-    def has_room(self, found: Handover) -> bool:
+    def has_room(self, handover: Handover) -> bool:
         """Whether a sequence of another engine would run here in the next step."""
-        return handover.has_room(self.runtime, self._state, found)
+        return handovers.has_room(self.runtime, self._state, handover)
 
     def pages(self, blocks: Sequence[int]) -> KVCache:
         """Copies of the pages of n blocks, on the device, in the order of their ids; block 0 is the trash block.
@@ -193,7 +194,7 @@ class Engine:
         Raises:
             ValueError: an id is no block, or there is no cache now: the engine sleeps, or its last step failed.
         """
-        return handover.take(self._cache(), blocks)
+        return handovers.take(self._cache(), blocks)
 
     def padded_pages(self, blocks: Sequence[int]) -> KVCache:
         """`pages` with padding rows behind them, up to a power of two: what `adopt` fetches, with few programs.
@@ -201,7 +202,7 @@ class Engine:
         Raises:
             ValueError: as in `pages`.
         """
-        return handover.take_padded(self._cache(), blocks)
+        return handovers.take_padded(self._cache(), blocks)
 
     def _cache(self) -> KVCache:
         if self._state.cache is None:
@@ -210,21 +211,21 @@ class Engine:
         return self._state.cache
 
     @interrupts.deferred()
-    def adopt(self, request_id: str, found: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
+    def adopt(self, request_id: str, handover: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
         """Go on with a sequence of another engine -> whether its content is here; else it is computed again.
 
         Raises:
             ValueError: see `handover.adopt`. The engine is unchanged.
         """
         self._check_awake()
-        options = self.runtime, self._state, request_id, found, fetch
-        after, adopted = handover.adopt(*options, grammar=grammar)
+        options = self.runtime, self._state, request_id, handover, fetch
+        after, adopted = handovers.adopt(*options, grammar=grammar)
         self._set(after)
         return bool(adopted.blocks)
 
     def release(self, request_id: str) -> None:
         """Forget a sequence that another engine has adopted. Its full blocks stay in the prefix cache."""
-        self._set(handover.release(self._state, request_id))
+        self._set(handovers.release(self._state, request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Unfinished requests continue."""
@@ -248,7 +249,7 @@ class Engine:
             ValueError: the engine has no adapters, this one does not fit, or no slot is free. The engine is unchanged.
         """
         table = self._adapter_table(adapter.name)
-        in_use = adapters.slots_in_use(self._state.sequences)
+        in_use = adapters.adapter_slots_in_use(self._state.sequences)
         after = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
         self.runtime = replace(self.runtime, adapters=after)
 
@@ -307,7 +308,7 @@ class Engine:
         sleep.check_level(level)
         self._check_idle("before the engine sleeps")
         self._check_awake()
-        self.runtime, self._asleep = sleep.asleep(self.runtime, level, self._shared)
+        self.runtime, self._asleep = sleep.put_to_sleep(self.runtime, level, self._shared)
         self._dropped, self._shared = level == 2, set()
         self._set(state.roll_back(self._state))
 
@@ -321,15 +322,15 @@ class Engine:
         Raises:
             ValueError: an unknown tag.
         """
-        found, kept = sleep.check_tags(tags), self._asleep
-        if kept is None:
+        found, asleep = sleep.check_tags(tags), self._asleep
+        if asleep is None:
             return
         if "weights" in found:
-            self.runtime, kept = sleep.awake(self.runtime, kept), sleep.Asleep((), (), kept.cache)
-        if "kv_cache" in found and kept.cache:
+            self.runtime, asleep = sleep.wake_up(self.runtime, asleep), sleep.Asleep((), (), asleep.cache)
+        if "kv_cache" in found and asleep.cache:
             self._set(self._state._replace(cache=self.runtime.new_cache()))
-            kept = kept._replace(cache=False)
-        self._asleep = kept if kept.cache or kept.model or kept.draft else None
+            asleep = asleep._replace(cache=False)
+        self._asleep = asleep if asleep.cache or asleep.model or asleep.draft else None
 
     @property
     def is_sleeping(self) -> bool:

@@ -1,8 +1,8 @@
 """Handing a sequence from one engine to another, with the keys and values that it has (docs/design/disaggregation.md).
 
-    found = handover(runtime, state, name)                     what the other engine needs to know
-    state, adopted = adopt(runtime, state, name, found, fetch)  on the other side; fetch(blocks) -> their pages
-    state = release(state, name)                               the sequence is gone here
+    handover(runtime, state, name) -> Handover                           what the other engine needs to know
+    adopt(runtime, state, name, handover, fetch) -> (state, Adopted)     on the other side; fetch(blocks) -> their pages
+    release(state, name) -> state                                        the sequence is gone here
 
 Blocks are known by their hashes. So the adopting engine fetches only those that it does not have, and shares the
 others. If they cannot be fetched, or there is no room, the sequence is queued with its tokens and computed again.
@@ -41,7 +41,7 @@ class Handover(NamedTuple):
     tokens: [length] int32, the prompt and what was generated.
     seed: that its samples are drawn with; a position draws the same in every engine.
     root: what its hashes grow from; None: it shares no blocks.
-    adapter: the digest of its content; "" without.
+    adapter: the hash of its content; "" without.
     grammar: of structured outputs. It stays in its process: another one compiles it again from `params`.
     facts: what must be equal in both engines.
     """
@@ -65,7 +65,7 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     same = "block_size", "max_model_len", "kv_cache_dtype", "dtype", "weight_dtype", "seed"
     found |= {name: getattr(c, name) for name in same}
     found |= {"eos_token_ids": sorted(runtime.eos_token_ids)}
-    found |= {"row_features": sorted(feature.name for feature in runtime.options.features)}
+    found |= {"row_features": sorted(feature.name for feature in runtime.chain.features)}
     found |= {"kv_policy": runtime.scheduler_config.views, "selection": runtime.shapes.selection}
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
     found |= {"pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages], "kinds of pages": str(structure)}
@@ -88,18 +88,19 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
             processes.
     """
     check_processes()
-    _, found = scheduler.release(state.scheduler, name)
+    _, released = scheduler.release(state.scheduler, name)
     data = state.sequences[name]
     if name in state.wants:
         raise ValueError(f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out")
-    digest = ""
-    if data.adapter and runtime.adapters:
-        digest = next((one.digest for one in runtime.adapters.names.values() if one.slot == data.adapter), "")
-        if not digest:
+    content_hash = ""
+    if data.adapter_slot and runtime.adapters:
+        loaded = runtime.adapters.names.values()
+        content_hash = next((one.content_hash for one in loaded if one.slot == data.adapter_slot), "")
+        if not content_hash:
             raise ValueError(f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here")
     grammar = data.matcher.grammar if data.matcher else None
-    tokens = data.tokens[: found.length].copy()
-    return Handover(found, tokens, data.params, data.seed, data.root, digest, grammar, facts(runtime, state))
+    tokens = data.tokens[: released.length].copy()
+    return Handover(released, tokens, data.params, data.seed, data.root, content_hash, grammar, facts(runtime, state))
 
 
 def release(state: EngineState, name: str) -> EngineState:
@@ -108,27 +109,27 @@ def release(state: EngineState, name: str) -> EngineState:
     Raises:
         ValueError: see `scheduler.release`.
     """
-    after, found = scheduler.release(state.scheduler, name)
+    after, released = scheduler.release(state.scheduler, name)
     if state.drafting:  # the rest of its output is not seen here
-        drafting.left(state.drafting, name, state.sequences[name], found.length)
+        drafting.left(state.drafting, name, state.sequences[name], released.length)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.delete(name),
         ahead=state.ahead._replace(last=None),  # as in `state.cancel`
-        log=(*state.log, ("release", (found,))),
+        log=(*state.log, ("release", (released,))),
     )
 
 
-def has_room(runtime: Runtime, state: EngineState, found: Handover) -> bool:
+def has_room(runtime: Runtime, state: EngineState, handover: Handover) -> bool:
     """Whether an engine would run a sequence in its next step. Else it queues it, to be computed again."""
-    return scheduler.has_room(state.scheduler, runtime.policy, found.released)
+    return scheduler.has_room(state.scheduler, runtime.policy, handover.released)
 
 
 def adopt(
     runtime: Runtime,
     state: EngineState,
     name: str,
-    found: Handover,
+    handover: Handover,
     fetch: Fetch,
     *,
     grammar: Grammar | None = None,
@@ -138,21 +139,21 @@ def adopt(
     Args:
         name: its id here.
         fetch: gives the pages of blocks where the sequence was. If it raises, the sequence is computed again.
-        grammar: of its structured outputs; None: that of `found`.
+        grammar: of its structured outputs; None: that of `handover`.
 
     Raises:
         ValueError: a fact differs between the engines, the adapter is not here, or the request can never run here. The
             state is unchanged.
     """
     check_processes()
-    check_equal(facts(runtime, state), found.facts)
-    released, before = found.released, state.scheduler
-    request, prompt = released.request, found.tokens[: released.request.prompt_len].tolist()
+    check_equal(facts(runtime, state), handover.facts)
+    released, before = handover.released, state.scheduler
+    request, prompt = released.request, handover.tokens[: released.request.prompt_len].tolist()
     prepared = prepare(
         before,
         (name,),
         prompt,
-        found.params,
+        handover.params,
         eos_token_ids=runtime.eos_token_ids,
         vocab_size=runtime.model.config.vocab_size,
         caching=runtime.config.enable_prefix_caching,
@@ -160,15 +161,15 @@ def adopt(
         user=request.user,
         tags=request.tags,
         spare=runtime.spare,
-        chain=runtime.options,
-        grammar=grammar or found.grammar,
-        adapter=adapter_of(runtime, found.adapter),
-        seed=found.seed,
+        chain=runtime.chain,
+        grammar=grammar or handover.grammar,
+        adapter=adapter_of(runtime, handover.adapter),
+        seed=handover.seed,
     )
     data = prepared.sequences[name]
-    data.tokens = np.concatenate([found.tokens, np.zeros(runtime.spare + 1, np.int32)])
+    data.tokens = np.concatenate([handover.tokens, np.zeros(runtime.spare + 1, np.int32)])
     mine = released._replace(request=prepared.request)
-    if data.root is None or data.root != found.root:
+    if data.root is None or data.root != handover.root:
         data, mine = without_hashes(data), mine._replace(request=prepared.request._replace(hashes=()), hashes=())
     after, adopted = scheduler.adopt(before, runtime.policy, mine)
     cache = state.cache
@@ -192,16 +193,16 @@ def adopt(
     return state, adopted
 
 
-def adapter_of(runtime: Runtime, digest: str) -> tuple[int, str]:
-    """The slot of the adapter with this content, and its digest. Raises ValueError if it is not loaded."""
-    if not digest:
+def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
+    """The slot of the adapter with this content, and that hash. Raises ValueError if it is not loaded."""
+    if not content_hash:
         return 0, ""
     known = runtime.adapters.names if runtime.adapters else {}
     for one in known.values():
-        if one.digest == digest:
-            return one.slot, digest
-    here = ", ".join(f"{key!r} ({one.digest})" for key, one in sorted(known.items())) or "none"
-    what = f"a sequence needs the adapter of content {digest}, and the engine that goes on with it has {here}"
+        if one.content_hash == content_hash:
+            return one.slot, content_hash
+    here = ", ".join(f"{key!r} ({one.content_hash})" for key, one in sorted(known.items())) or "none"
+    what = f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with it has {here}"
     raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
 

@@ -43,6 +43,11 @@ class SentStep(NamedTuple):
     wanted: Wanted = NOTHING  # what its output has beside samples
 
     @property
+    def cu_q_lens(self) -> np.ndarray:
+        """[rows + 1] where the tokens of each row of the plan begin among those of the step."""
+        return np.cumsum([0, *self.plan.counts])
+
+    @property
     def ready(self) -> bool:
         tokens: Any = self.output.sampled.tokens
         return tokens.is_ready()

@@ -70,15 +70,15 @@ def pack(
     seq_lens = np.zeros(b, np.int32)
     seq_lens[:rows] = starts + counts
     r = shapes.samples(t, bool(plan.drafts))
-    row_of, ahead = _samples(plan)
+    row_of, relative = _samples(plan)
     last, sampled_row = np.zeros(r, np.int32), np.zeros(r, np.int32)
     sampled_row[: len(row_of)] = row_of
-    last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + ahead
+    last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + relative
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
     targets, prompt_lens = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens), records["prompt_len"]
     known, masks = np.asarray(plan.lengths, np.int32), token_masks.of_samples(plan, mine)
     if plan.drafts:
-        known = known[row_of] + ahead + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
+        known = known[row_of] + relative + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
         mine, records = [mine[i] for i in row_of], records[row_of]
     sampling = _sampling(mine, records, known, blanks[r], chain, masks)
     seen = seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last) if shapes.view else None
@@ -87,7 +87,7 @@ def pack(
         selects = np.zeros(t, bool)
         selects[:total] = positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
         selecting = Selecting(shapes.selection, selects)
-    if total == rows and t in shapes.decodes and (targets < 0).all():
+    if total == rows and t in shapes.decode_buckets and (targets < 0).all():
         cu_q_lens = targets = None
     rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
     return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups, selecting=selecting)
@@ -113,8 +113,8 @@ def pack_drafts(
     sampling = _sampling(mine, records, known, blanks[b], chain)._replace(num_top=np.full(b, -1, np.int32))
     samples = np.zeros(shape.samples, np.int32)
     if shape.samples:
-        row_of, ahead = _samples(plan)
-        draft = np.asarray(plan.drafts)[row_of] + ahead  # 0, 1, ... of each row; the last sample has none
+        row_of, relative = _samples(plan)
+        draft = np.asarray(plan.drafts)[row_of] + relative  # 0, 1, ... of each row; the last sample has none
         drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
         samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
     (tables,) = _tables(seqs, mine, b, shapes)
@@ -125,24 +125,24 @@ def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
     """[R] the draft in the place of each sample of a packed plan, -1 where there is none."""
     found = np.full(len(batch.last), -1, np.int32)
     if plan.drafts:
-        ahead = _samples(plan)[1]
-        before = np.flatnonzero(ahead < 0)  # the last sample of a row follows all of its drafts
+        relative = _samples(plan)[1]
+        before = np.flatnonzero(relative < 0)  # the last sample of a row follows all of its drafts
         found[before] = batch.tokens[batch.last[before] + 1]
     return found
 
 
 def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes) -> np.ndarray:
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
-    number = len(shapes.layout.windows) if shapes.layout else 1
-    tables = np.zeros((b, shapes.table_width * number), np.int32)
+    groups = len(shapes.layout.windows) if shapes.layout else 1
+    tables = np.zeros((b, shapes.table_width * groups), np.int32)
     into, at = tables.data.cast("B"), 0
     for data, seq in zip(mine, seqs, strict=True):
         ids = data.block_ids(seq.blocks)
         into[at : at + len(ids)] = ids
         at += tables.strides[0]
-    if number == 1:
+    if groups == 1:
         return tables[None]
-    return np.ascontiguousarray(tables.reshape(b, -1, number).transpose(2, 0, 1))
+    return np.ascontiguousarray(tables.reshape(b, -1, groups).transpose(2, 0, 1))
 
 
 def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

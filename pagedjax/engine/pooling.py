@@ -74,13 +74,13 @@ def advance(plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[in
         assert output.taps is not None, "`wanted` chose the program"
         states = np.asarray(output.taps.hidden[max(output.taps.hidden)])  # after the final norm
     samples = first_samples(plan) if plan.drafts else rows
-    offsets = np.cumsum([0, *sent.plan.counts])
+    cu_q_lens = sent.cu_q_lens
     for i, name in mine:
         pool, first, count = pools[name], plan.starts[i], plan.counts[i]
         ends = first + count >= plan.lengths[i]
         if pool.params.kind != "LAST":
             assert states is not None
-            at = offsets[rows[i]]
+            at = cu_q_lens[rows[i]]
             pool = added(pool, first, states[at : at + count])
         elif ends:
             pool = added(pool, first, hidden[samples[i]][None])

@@ -44,7 +44,7 @@ class SequenceData:
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
     root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
-    adapter: int = field(default=0, kw_only=True)  # its slot; 0: none
+    adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
     read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
     options: RowOptions = field(init=False)
     record: bytes = field(init=False)  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
@@ -154,7 +154,7 @@ def prepare(
         spare: see `appended`.
         chain: the sampling options of the engine.
         grammar: what `params.structured_outputs` was compiled to.
-        adapter: its slot and the digest of its content.
+        adapter: its slot and the hash of its content.
         seed: of a single sequence that another engine began; None: that of its parameters.
 
     Raises:
@@ -203,7 +203,7 @@ def prepare(
         matcher = grammar.matcher() if grammar else None
         sequences[name] = SequenceData(
             *(row, own if seed is None else seed, len(prompt), tokens, stops, matcher, root, options),
-            adapter=adapter[0],
+            adapter_slot=adapter[0],
         )
     search = None
     if isinstance(params, BeamSearchParams):

@@ -185,7 +185,7 @@ def layers_in_groups(c: EngineConfig, model: Model) -> LayerGroups | None:
     """The groups of layers with block tables of their own; None: all layers have one table.
 
     Args:
-        c: with its max_model_len. A window that no sequence is longer than is none.
+        c: with its max_model_len. A window as long as the longest sequence counts as none.
     """
     windows = _windows(c, model)
     return layer_groups(windows) if len(set(windows)) > 1 else None
@@ -221,7 +221,7 @@ def selection(c: EngineConfig, model: Model) -> Selection | None:
     """What queries read of what they see; None: all of it.
 
     Args:
-        c: with its max_model_len. A selection that leaves nothing of so many tokens out is none.
+        c: with its max_model_len. A selection of all blocks of such a sequence counts as none.
 
     Raises:
         ValueError: see `views`; no layer selects; devices that share a key head.
@@ -252,7 +252,7 @@ def selection(c: EngineConfig, model: Model) -> Selection | None:
 def _windows(c: EngineConfig, model: Model) -> list[int | None]:
     """Of each layer, the window before which blocks are given back.
 
-    None are if a baseline or a draft model reads them, or the user wants to keep them.
+    No layer has one if a baseline or a draft model reads those blocks, or if the user keeps them.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     kinds, width = model.config.kinds, table_width(c, c.max_model_len)
@@ -277,7 +277,7 @@ def block_shape(
     """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and values in them.
 
     Args:
-        impl: what reads them; None gives what has as many bytes.
+        impl: the attention that reads them; None: the plain layout, of as many bytes.
         draft: whose pages are in them too.
         layout: of several groups of layers; a block then has the layers of one group.
         selection: whose scores need bounds of a block's keys.
@@ -344,6 +344,6 @@ def shapes(c: Resolved, model: Model) -> Shapes:
         assert found[0].window is not None, "else the policy would be full"
         view = found[0].window, found[0].kept
     separate = attention.find(c.attention_impl).decodes_alone and c.kv_policy is None and not c.batch_invariant
-    decodes = tuple(t for t in c.token_buckets if t <= rows) if separate else ()
+    decode_buckets = tuple(t for t in c.token_buckets if t <= rows) if separate else ()
     rest = layers_in_groups(c, model), selection(c, model)
-    return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest, decodes)
+    return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest, decode_buckets)

@@ -66,13 +66,13 @@ def logprobs(
     found: list[TokenLogprobs] = []
     if any(data.params.prompt_logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.prompt)
-        offsets = np.concatenate([[0], np.cumsum(sent.plan.counts)])
+        cu_q_lens = sent.cu_q_lens
         for i, name, data in wanted:
             start, top = plan.starts[i], data.params.prompt_logprobs
             if top is None:
                 continue
             for j in range(start, min(start + plan.counts[i], data.prompt_len - 1)):
-                token, at = int(data.tokens[j + 1]), int(offsets[rows[i]]) + j - start
+                token, at = int(data.tokens[j + 1]), int(cu_q_lens[rows[i]]) + j - start
                 found.append(TokenLogprobs(name, True, j + 1, token, *_pick(host, at, top)))
     if any(data.params.logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.sampled)

@@ -33,7 +33,8 @@ from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
-from pagedjax.device.row_features import RowChain, RowFeature, chain, find
+from pagedjax.device.row_features import RowChain, RowFeature, find
+from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.device.taps import NOTHING, Wanted
@@ -73,7 +74,7 @@ class Runtime:
 
     config: nothing in it is left open.
     leaves: the model's parameters as a step takes them, and behind them the draft model's.
-    options: the sampling options, in their order.
+    chain: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
     tapped: by what steps return beside samples, and by the shape of a step, its program. It is compiled when a step
@@ -94,7 +95,7 @@ class Runtime:
     policy: Policy
     leaves: tuple[Any, ...]
     shapes: Shapes
-    options: RowChain
+    chain: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
     tapped: programs.TappedPrograms
@@ -137,12 +138,12 @@ class Runtime:
 
 
 def with_leaves(runtime: Runtime, model: Sequence[Any], draft: Sequence[Any]) -> Runtime:
-    """The runtime with these leaves as the parameters of its model and of its drafter; nothing is copied or checked."""
+    """The runtime with these leaves as parameters of its model and its draft model; nothing is copied or checked."""
     own = runtime.model._replace(params=jax.tree.structure(runtime.model.params).unflatten(model))
-    drafter = runtime.draft_model
-    if drafter:
-        drafter = drafter._replace(params=jax.tree.structure(drafter.params).unflatten(draft))
-    return replace(runtime, model=own, draft_model=drafter, leaves=_leaves(own, drafter))
+    draft_model = runtime.draft_model
+    if draft_model:
+        draft_model = draft_model._replace(params=jax.tree.structure(draft_model.params).unflatten(draft))
+    return replace(runtime, model=own, draft_model=draft_model, leaves=_leaves(own, draft_model))
 
 
 def build(
@@ -166,7 +167,7 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options = chain((*map(find, config.row_features), *row_features), model.config.vocab_size)
+    chain = chain_of((*map(find, config.row_features), *row_features), model.config.vocab_size)
     model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
@@ -174,13 +175,13 @@ def build(
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
     table = adapters.init(model, resolved)
-    inputs = _blank_inputs(sizes, resolved, model, options, sizes.draft_shapes if draft_model else (), table)
+    inputs = _blank_inputs(sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table)
     found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
     # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their memory
     shapeless = model._replace(params=shapes_of(model.params))
-    drafting_model = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
-    compiler = partial(_compiler, shapeless, drafting_model, resolved, sizes, options, inputs, shapes_of(leaves))
+    shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
+    compiler = partial(_compiler, shapeless, shapeless_draft, resolved, sizes, chain, inputs, shapes_of(leaves))
     compile_one = compiler()
 
     def settle(program: Any) -> Resolved:
@@ -225,7 +226,7 @@ def build(
         policy=policies.find(resolved.policy),
         leaves=leaves,
         shapes=sizes,
-        options=options,
+        chain=chain,
         blanks=inputs.sampling,
         programs=steps,
         tapped=programs.TappedPrograms(compiler, resolved),
@@ -260,16 +261,16 @@ def _blank_inputs(
     sizes: Shapes,
     c: Resolved,
     model: Model,
-    options: RowChain,
+    chain: RowChain,
     draft_shapes: Sequence[DraftShape],
     table: AdapterTable | None,
 ) -> BlankInputs:
     samples = {shape.samples for shape in sizes.steps}
     several = samples | {shape.rows for shape in draft_shapes}
-    sampling = {r: _on_devices(blank_sampling(r, options), model) for r in several}
+    sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in several}
     rejection = c.speculative is not None and c.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    fixed = sampling, c.lookahead > 0, options, drafted, table
+    fixed = sampling, c.lookahead > 0, chain, drafted, table
     steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
@@ -284,7 +285,7 @@ def _compiler(
     draft_model: DraftModel | None,
     c: Resolved,
     sizes: Shapes,
-    options: RowChain,
+    chain: RowChain,
     inputs: BlankInputs,
     leaves: Sequence[Any],
     wanted: Wanted = NOTHING,
@@ -295,13 +296,13 @@ def _compiler(
     bound = None
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
-    common = c.seed, device_tile(), options
+    common = c.seed, device_tile(), chain
     step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
     xla = programs.compiler_options(jax.default_backend())
 
-    def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:
-        pages = _cache_shapes(c, model, draft_model)
+    def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
+        pages = _cache_shapes(settled, model, draft_model)
         if isinstance(shape, DraftShape):
             assert draft is not None
             return draft.lower(leaves, pages, inputs.drafts[shape]).compile(xla)
@@ -316,7 +317,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted, runtime.adapters
+        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.chain, runtime.undrafted, runtime.adapters
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
@@ -383,13 +384,14 @@ def _blank_batch(
     shape: StepShape,
     blanks: Mapping[int, SamplingBatch],
     ahead: bool,
-    options: RowChain,
+    chain: RowChain,
     undrafted: Mapping[int, Drafted],
     table: AdapterTable | None,
 ) -> Batch:
     """A step of a shape that computes nothing."""
-    only = sizes._replace(tokens=(shape.tokens,), decodes=(shape.tokens,) if shape.decodes else ())
-    batch = pack(EMPTY_PLAN, {}, only, blanks, options)
+    alone = (shape.tokens,) if shape.decodes_alone else ()
+    only = sizes._replace(tokens=(shape.tokens,), decode_buckets=alone)
+    batch = pack(EMPTY_PLAN, {}, only, blanks, chain)
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)
         seen = batch.seen and batch.seen._replace(of_samples=last)

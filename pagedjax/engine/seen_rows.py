@@ -34,7 +34,7 @@ def rows_of(
     (window, kept), size, a = shapes.view, shapes.block_size, shapes.attention_rows(t)
     hidden = next(i for i in range(len(kept) + 1) if i not in kept)  # the first block that goes out of sight
     row, begin, count = _cut(starts, counts, hidden + window, size)
-    number = len(row)
+    num_rows = len(row)
     end = begin + count
     first = np.maximum((end - 1) // size - window + 1, 0)  # of the window
 
@@ -45,11 +45,11 @@ def rows_of(
     found = np.take_along_axis(tables[row], np.minimum(index, tables.shape[1] - 1), axis=1)
 
     block_tables, seq_lens, cu_q_lens = (np.zeros(shape, np.int32) for shape in ((a, found.shape[1]), a, a + 1))
-    block_tables[:number] = np.where(index * size < end[:, None], found, 0)
-    seq_lens[:number] = end - (first - before) * size
-    cu_q_lens[1 : number + 1] = np.cumsum(count)
-    cu_q_lens[number + 1 :] = cu_q_lens[number]
-    of_samples = np.searchsorted(cu_q_lens[1 : number + 1], last, side="right").clip(max=max(number - 1, 0))
+    block_tables[:num_rows] = np.where(index * size < end[:, None], found, 0)
+    seq_lens[:num_rows] = end - (first - before) * size
+    cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
+    cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
+    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right").clip(max=max(num_rows - 1, 0))
     return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples.astype(np.int32))
 
 

@@ -1,10 +1,11 @@
 """An engine that sleeps: its device memory is free for others, and no program has to be compiled again afterwards.
 
-    asleep(runtime, level, shared) -> (runtime without parameters, Asleep)
-    awake(runtime, Asleep) -> runtime
+    put_to_sleep(runtime, level, shared) -> (runtime without parameters, Asleep)
+    wake_up(runtime, Asleep) -> runtime
 
 Level 1 keeps the parameters in host memory. Level 2 forgets those of the model, and `update_params` gives new ones. A
-drafter's parameters are kept in both. What stays on the devices is small: tables of angles, and the blanks of steps.
+draft model's parameters are kept in both. What stays on the devices: tables of angles, the blanks of steps, and, with
+`enable_lora`, the factors of all adapter slots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TAGS = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class HostCopy:
     """An array in host memory: the parts that the devices of this process have, by where they begin."""
 
     shape: tuple[int, ...]
@@ -37,16 +38,16 @@ class Asleep(NamedTuple):
     """What a sleeping engine remembers, in the order of the leaves; None where nothing is kept.
 
     model: of the model. None of a leaf: it is still on the devices, or its values are forgotten.
-    draft: of the drafter.
+    draft: of the draft model.
     cache: whether the cache is gone.
     """
 
-    model: tuple[Kept | None, ...]
-    draft: tuple[Kept | None, ...]
+    model: tuple[HostCopy | None, ...]
+    draft: tuple[HostCopy | None, ...]
     cache: bool = True
 
 
-def asleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, Asleep]:
+def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, Asleep]:
     """Take the parameters off the devices.
 
     Args:
@@ -56,29 +57,30 @@ def asleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, Asl
     stay = buffers(runtime.model.params)
     model = [None if name_of(key) in stay else x for key, x in keys]
     draft = list(runtime.draft_model.leaves) if runtime.draft_model else []
-    kept = Asleep(tuple(x if x is None or level == 2 else _kept(x) for x in model), tuple(map(_kept, draft)))
+    copies = tuple(x if x is None or level == 2 else _host_copy(x) for x in model)
+    asleep = Asleep(copies, tuple(map(_host_copy, draft)))
     if level == 2:
-        kept = kept._replace(model=(None,) * len(model))
+        asleep = asleep._replace(model=(None,) * len(model))
     shapes = [x if gone is None else shapes_of(x) for (_, x), gone in zip(keys, model, strict=True)]
     after = with_leaves(runtime, shapes, shapes_of(draft))
     for x in (*model, *draft):
         if x is not None and id(x) not in shared and not x.is_deleted():
             x.delete()
-    return after, kept
+    return after, asleep
 
 
-def awake(runtime: Runtime, kept: Asleep) -> Runtime:
+def wake_up(runtime: Runtime, asleep: Asleep) -> Runtime:
     """Put what is kept back onto the devices. Parameters that `update_params` gave in the meantime stay."""
     model = jax.tree.leaves(runtime.model.params)
     draft = runtime.draft_model.leaves if runtime.draft_model else ()
 
-    def one(here: Any, host: Kept | None) -> Any:
+    def one(here: Any, host: HostCopy | None) -> Any:
         return here if host is None or not forgotten(here) else _placed(host)
 
     return with_leaves(
         runtime,
-        [one(*pair) for pair in zip(model, kept.model or (None,) * len(model), strict=True)],
-        [one(*pair) for pair in zip(draft, kept.draft or (None,) * len(draft), strict=True)],
+        [one(*pair) for pair in zip(model, asleep.model or (None,) * len(model), strict=True)],
+        [one(*pair) for pair in zip(draft, asleep.draft or (None,) * len(draft), strict=True)],
     )
 
 
@@ -87,17 +89,17 @@ def forgotten(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _kept(x: jax.Array) -> Kept:
+def _host_copy(x: jax.Array) -> HostCopy:
     parts: dict[tuple[int, ...], np.ndarray] = {}
     for shard in x.addressable_shards:
         where = _start(shard.index, x.shape)
         if where not in parts:  # of copies, one; and no view of memory that is freed
             parts[where] = np.array(shard.data)
-    return Kept(x.shape, x.sharding, parts)
+    return HostCopy(x.shape, x.sharding, parts)
 
 
-def _placed(kept: Kept) -> jax.Array:
-    return jax.make_array_from_callback(kept.shape, kept.sharding, lambda at: kept.parts[_start(at, kept.shape)])
+def _placed(copy: HostCopy) -> jax.Array:
+    return jax.make_array_from_callback(copy.shape, copy.sharding, lambda at: copy.parts[_start(at, copy.shape)])
 
 
 def _start(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ def submit(
     Args:
         names: ids of its sequences; the first one is the request's.
         grammar: of its structured outputs.
-        adapter: its slot and the digest of its content.
+        adapter: its slot and the hash of its content.
 
     Raises:
         ValueError: the request can never run (see `scheduler.submit`, `prepare` and `taps.wanted_by`).
@@ -126,7 +126,7 @@ def submit(
         user=user,
         tags=tags,
         spare=runtime.spare,
-        chain=runtime.options,
+        chain=runtime.chain,
         grammar=grammar,
         adapter=adapter,
     )

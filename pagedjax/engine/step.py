@@ -21,14 +21,14 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import FinishReason, Plan, StepResult
+from pagedjax.host.types import NO_DRAFTS, FinishReason, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
     """What a step will compute. Nothing was sent to the device yet.
 
     scheduler: the scheduler's state after `schedule`.
-    drafts: how many drafts each decode was to offer.
+    drafts: how many were asked for each decode.
     offered: how many it offered, by sequence id.
     started: seconds of time.perf_counter.
     compiled: how many programs this process had compiled by then; a policy may compile some.
@@ -49,11 +49,11 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
         drafts: of each decode; None: as many as pay by the times of past steps. Nothing else depends on a clock.
     """
     began = time.perf_counter(), compilations.compilations()
-    learned, offered = state.drafting, scheduler.NO_DRAFTS
+    learned, offered = state.drafting, NO_DRAFTS
     if learned:
-        decodes, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
+        draftable, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
         drafts = paying if drafts is None else drafts
-        offered = drafting.offer(learned, decodes, drafts, state.sequences, runtime.shapes.vocab_size)
+        offered = drafting.offer(learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size)
     return ScheduledStep(*scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, *began)
 
 
@@ -66,7 +66,7 @@ def step(
         scheduled: what `schedule` returned for this state; None calls it.
     """
     config, sequences, learned = runtime.config, state.sequences, state.drafting
-    before, plan, _, offered, started, compiled = scheduled or schedule(runtime, state)
+    after_schedule, plan, _, offered, started, compiled = scheduled or schedule(runtime, state)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
     ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
@@ -78,8 +78,8 @@ def step(
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
 
-        ahead_of = (ahead, sent, before, plan, runtime.policy, sequences, config.lookahead, cache, send_predicted)
-        cache, ahead = lookahead.extend(*ahead_of)
+        here = ahead, sent, after_schedule, plan, runtime.policy, sequences
+        cache, ahead = lookahead.extend(*here, config.lookahead, cache, send_predicted)
     overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)  # the device computes predicted steps
     was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
     tokens = np.asarray(sent.output.sampled.tokens)
@@ -92,7 +92,7 @@ def step(
     searches, choices, ended = state.searches, {}, ()
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
-    after, events = scheduler.commit(before, plan, sampled, hashes, choices)
+    after, events = scheduler.commit(after_schedule, plan, sampled, hashes, choices)
     mine = requests.of_rows(plan, sequences)
     wanted = any([data.wants_logprobs for data in mine])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
@@ -101,7 +101,7 @@ def step(
     log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
     log = (*state.log, *((("taps", (tapped,)),) if tapped else ()), *log)
     state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
-    state = with_events(state, events, before, runtime.spare)
+    state = with_events(state, events, after_schedule, runtime.spare)
     reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
     for name, reason in (reasons | token_masks.failed(plan, mine, state.sequences, after)).items():
         state, cancelled = cancel(state, name, reason)
@@ -162,7 +162,7 @@ def drafted(
     Returns:
         (cache, seconds of the program, what the draft in the place of each sample was drawn from)
     """
-    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
     began = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
     drafts, seconds = np.asarray(output.tokens), time.perf_counter() - began
@@ -182,7 +182,7 @@ def packed(
     probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
+    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.chain)
     if runtime.adapters:
         batch = batch._replace(adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens)))
     if runtime.undrafted:

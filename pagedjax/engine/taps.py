@@ -143,13 +143,14 @@ def parts(
     assert sent.output.taps is not None, "`of_plan` chose the program"
     host = _on_host(sent.output.taps, union(wants[name] for _, name in mine))
     heads_of = dict(sent.wanted.attention)
-    first, offsets = first_samples(plan) if plan.drafts else rows, np.cumsum([0, *sent.plan.counts])
+    first, cu_q_lens = first_samples(plan) if plan.drafts else rows, sent.cu_q_lens
     found = []
     for i, name in mine:
         wanted, sample = wants[name], sampled[i]
         kept = len(sample) if isinstance(sample, tuple) else 1
         rejected = plan.drafts[i] + 1 - kept if plan.drafts else 0
-        at = slice(int(offsets[rows[i]]), int(offsets[rows[i]]) + plan.counts[i] - rejected)
+        begin = int(cu_q_lens[rows[i]])
+        at = slice(begin, begin + plan.counts[i] - rejected)
         states = {layer: host.hidden[layer][at].astype(np.float32) for layer in wanted.hidden}
         routes = {layer: host.experts[layer] for layer in wanted.experts}
         experts = {layer: (one.experts[at].copy(), one.weights[at].copy()) for layer, one in routes.items()}

@@ -105,12 +105,12 @@ def shared(pool: BlockPool, active: Running, forked: frozenset[int], config: Sch
     """
     copying: list[tuple[int, int]] = []
     left: dict[int, int] = {}
-    size, number = config.block_size, config.groups
+    size, groups = config.block_size, config.groups
     for i, seq in enumerate(active.seqs) if forked else ():
-        if seq.arrival not in forked or not active.computed[i] * number < len(seq.blocks) * size:
+        if seq.arrival not in forked or not active.computed[i] * groups < len(seq.blocks) * size:
             continue
-        first = active.computed[i] // size * number
-        for at in range(first, first + number):
+        first = active.computed[i] // size * groups
+        for at in range(first, first + groups):
             block = seq.blocks[at]
             owners = left.setdefault(block, pool.owners[block])
             if owners > 1 or block in pool.hashes:

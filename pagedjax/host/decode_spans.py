@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from types import MappingProxyType
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Running, Seq
-
-NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+from pagedjax.host.types import NO_HASHES, Running, Seq
 
 
 def steps_ahead(state: SchedulerState) -> int:

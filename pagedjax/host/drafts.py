@@ -36,7 +36,7 @@ class Granted(NamedTuple):
 def grant(
     pool: BlockPool,
     active: Running,
-    decodes: int,
+    num_decodes: int,
     counts: list[int],
     offered: Mapping[str, int],
     budget: int,
@@ -48,21 +48,21 @@ def grant(
     may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and branches before their fork, get none.
 
     Args:
-        decodes: the first rows, which compute one token each.
+        num_decodes: of the first rows, which compute one token each.
         counts: the tokens of each row.
         offered: by sequence id, the drafts that its drafter has.
         budget: tokens that are left.
     """
-    drafts, seqs, size, number = [0] * len(counts), list(active.seqs), config.block_size, config.groups
-    for i in range(min(decodes, len(counts))):
+    drafts, seqs, size, groups = [0] * len(counts), list(active.seqs), config.block_size, config.groups
+    for i in range(min(num_decodes, len(counts))):
         if budget <= 0:
             break
         seq, length = seqs[i], active.lengths[i]
         k = min(offered.get(seq.request.request_id, 0), budget, seq.limit - length - 1)
-        k = min(k, (len(seq.blocks) // number + pool.num_free // number) * size - length)
+        k = min(k, (len(seq.blocks) // groups + pool.num_free // groups) * size - length)
         if k <= 0 or seq.request.beams or seq.request.forks:
             continue
-        more = blocks.needed(length + k, size) * number - len(seq.blocks)
+        more = blocks.needed(length + k, size) * groups - len(seq.blocks)
         if more > 0:
             taken = blocks.allocate(pool, more)
             assert taken is not None, "k was bounded by the free blocks"
@@ -76,7 +76,7 @@ def grant(
     return Granted(pool, active._replace(seqs=tuple(seqs)), counts, tuple(drafts))
 
 
-def kept(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
+def cut_at_the_end(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples of a plan with drafts that are kept: a row ends at its first stop token and at its limit.
 
     Raises:
@@ -106,7 +106,7 @@ class Accepted(NamedTuple):
 
 
 def accepted(plan: Plan, samples: Sequence[Sample]) -> Accepted:
-    """Args: samples: what `kept` returned for a plan with drafts."""
+    """Args: samples: what `cut_at_the_end` returned for a plan with drafts."""
     tokens = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
     more = [len(row) - 1 for row in tokens]  # accepted drafts
     counts = [n - k + m for n, k, m in zip(plan.counts, plan.drafts, more, strict=True)]

@@ -11,9 +11,9 @@
     {"release":{"request_id":"c","length":6,"computed":5,"blocks":[1,2],"hashes":["..."]}}
     {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],"hashes":["..."],"blocks":[4,3],...}}
 
-The scheduler is pure. So the header, the submits, the cancels, the sequences that were adopted, the drafts that were
-offered, the sampled tokens, the hashes of filled blocks and the choices of beam searches determine every other byte
-(replay.py). A reader needs no scheduler:
+The scheduler is pure (replay.py). The header, every submit, cancel, forget, restart, update, release and adopt, the
+drafts offered, the sampled tokens, the hashes of filled blocks and the choices determine every other byte. A reader
+needs no scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
   finished.
@@ -28,7 +28,7 @@ offered, the sampled tokens, the hashes of filled blocks and the choices of beam
   sequences (`scheduler.update`). Tokens of later commits are of this version.
 - A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none here any more. An
   `adopt` takes one: `from` are its blocks where it was, `blocks` are those here, none if it has to be computed again,
-  and `copies` are (from, to). The line of `blocks` of a step has those that follow.
+  and `copies` are (from, to). The `blocks` of later steps are those that it gets after these.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that was cancelled.
 
 A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
@@ -46,13 +46,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
-from types import MappingProxyType
 from typing import IO, Any, Literal, get_args
 
 from pagedjax import __version__
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import (
     HOLE,
+    NO_DRAFTS,
     Adopted,
     Choice,
     Event,
@@ -73,7 +73,6 @@ KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
 Choices = Mapping[str, Choice]  # id of the first beam -> how its request's beams continue
-NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier lines gave them
 
 

@@ -26,26 +26,26 @@ class Preemptions(NamedTuple):
 def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Preemptions]:
     """Give a block to each decode whose last block is full or must be copied; preempt until the blocks suffice."""
     size, preempted, swapped, moved = state.config.block_size, [], [], []
-    number = state.config.groups
-    full, shared = _full(state.running, size, number), _shared(state)
-    while len(full) * number + len(shared) > state.pool.num_free:
+    groups = state.config.groups
+    full, shared = _full(state.running, size, groups), _shared(state)
+    while len(full) * groups + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
         state, pairs = _preempt(state, policy, candidates, victims)
         moved += pairs
         preempted += [victim.request_id for victim in victims]
         swapped += [victim.request_id for victim in victims] if pairs else []
-        full, shared = _full(state.running, size, number), _shared(state)
+        full, shared = _full(state.running, size, groups), _shared(state)
     facts = tuple(preempted), tuple(swapped), tuple(moved)
     if not (full or shared):
         return state, Preemptions((), *facts)
-    taken = blocks.allocate(state.pool, len(full) * number + len(shared))
+    taken = blocks.allocate(state.pool, len(full) * groups + len(shared))
     assert taken is not None, "the loop above made room"
     (pool, ids), active = taken, state.running
     seqs, copies = list(active.seqs), []
     for k, i in enumerate(full):
-        seqs[i] = _with_blocks(active, i, seqs[i].blocks + ids[k * number : (k + 1) * number])
-    for (i, at), block in zip(shared, ids[len(full) * number :], strict=True):
+        seqs[i] = _with_blocks(active, i, seqs[i].blocks + ids[k * groups : (k + 1) * groups])
+    for (i, at), block in zip(shared, ids[len(full) * groups :], strict=True):
         table = seqs[i].blocks
         copies.append((table[at], block))
         seqs[i] = _with_blocks(active, i, (*table[:at], block, *table[at + 1 :]))
@@ -92,8 +92,8 @@ def _preempt(
 
     # a beam that waits for its siblings computes its last token again, because its offer is dropped
     victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
-    size, number = state.config.block_size, state.config.groups
-    tables = [victim.blocks[: blocks.needed(victim.computed, size) * number] for victim in victims]
+    size, groups = state.config.block_size, state.config.groups
+    tables = [victim.blocks[: blocks.needed(victim.computed, size) * groups] for victim in victims]
     moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table if block))
     swaps = state.host_pool is not None and all(tables) and policy.swap(victims)
     taken = blocks.allocate(state.host_pool, len(moved_blocks)) if state.host_pool is not None and swaps else None

@@ -29,10 +29,10 @@ def filling(active: Running, first: int, counts: Sequence[int], config: Schedule
 
 def fills(found: dict[str, int], seq: Seq, start: int, stop: int, config: SchedulerConfig) -> None:
     """Add to `found` the blocks that tokens `start` to `stop` of a sequence fill."""
-    size, number = config.block_size, config.groups
+    size, groups = config.block_size, config.groups
     for j in range(start // size, min(stop // size, len(seq.hashes))):
-        for group in range(number):
-            found.setdefault(named(seq.hashes[j], group), seq.blocks[j * number + group])
+        for group in range(groups):
+            found.setdefault(named(seq.hashes[j], group), seq.blocks[j * groups + group])
 
 
 def find(pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: SchedulerConfig) -> tuple[int, ...]:
@@ -57,14 +57,14 @@ def _find_seen(
     pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, keys: Sequence[str], config: SchedulerConfig
 ) -> tuple[int, ...]:
     """The same where queries do not see all blocks: those that the next query does not see are holes."""
-    number, contents, found = config.groups, pool.contents, []
+    groups, contents, found = config.groups, pool.contents, []
     for key in keys:
-        for group in range(number):
+        for group in range(groups):
             name = named(key, group)
             found.append(contents.get(name) or filling_now.get(name, HOLE))
     of_request = views.views_of(config, seq.request)
-    at = views.usable(of_request, [[block != HOLE for block in found[group::number]] for group in range(number)])
-    return views.seen(of_request, found[: at * number])
+    at = views.usable(of_request, [[block != HOLE for block in found[group::groups]] for group in range(groups)])
+    return views.seen(of_request, found[: at * groups])
 
 
 def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
@@ -91,7 +91,7 @@ def publish(
     config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
     """Make the blocks that the rows of a step filled findable, now that the step has run."""
-    size, number = config.block_size, config.groups
+    size, groups = config.block_size, config.groups
     full = [i for i, end in enumerate(ends) if end % size < counts[i]]
     if not full:
         return pool, seqs
@@ -106,7 +106,7 @@ def publish(
         if not known:
             continue
         first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
-        for group in range(number):
+        for group in range(groups):
             keys = known[first:last] if not group else [named(key, group) for key in known[first:last]]
-            filled += zip(table[first * number + group : last * number : number], keys, strict=True)
+            filled += zip(table[first * groups + group : last * groups : groups], keys, strict=True)
     return (blocks.publish(pool, filled) if filled else pool), tuple(changed)

@@ -20,9 +20,7 @@ from pagedjax.host.types import SchedulerConfig, Seq
 
 
 def tokens(config: SchedulerConfig, seq: Seq) -> int:
-    """Token slots that a sequence takes when it is admitted."""
-    if config.reservation == "none":
-        return seq.length
+    """Token slots that a sequence takes when it is admitted. Not for reservation "none"."""
     if config.reservation == "max":
         return config.max_model_len
     if config.reservation == "oracle":
@@ -32,9 +30,8 @@ def tokens(config: SchedulerConfig, seq: Seq) -> int:
 
 
 def piece(config: SchedulerConfig, seq: Seq) -> int:
-    """Blocks that a sequence takes when it is admitted."""
-    need = blocks.needed(tokens(config, seq), config.block_size)
-    return need if config.reservation == "none" else _power_of_two(need)
+    """Blocks that a sequence takes when it is admitted. Not for reservation "none"."""
+    return _power_of_two(blocks.needed(tokens(config, seq), config.block_size))
 
 
 def table_width(config: EngineConfig, length: int) -> int:
@@ -44,9 +41,8 @@ def table_width(config: EngineConfig, length: int) -> int:
 
 
 def largest(config: SchedulerConfig) -> int:
-    """Blocks that one sequence can have at most."""
-    pool = config.num_blocks
-    return pool if config.reservation == "none" else 1 << (pool.bit_length() - 1)
+    """Blocks that one sequence can have at most. Not for reservation "none"."""
+    return 1 << (config.num_blocks.bit_length() - 1)
 
 
 def _power_of_two(n: int) -> int:

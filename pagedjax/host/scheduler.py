@@ -12,8 +12,8 @@ one or more tokens. The rules:
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
 3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
    blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share all its blocks and compute
-   its last token again. A block that others own or can find is copied before it is written.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
+   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
 5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
    they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
    rejects what could not.
@@ -45,13 +45,15 @@ from immutables import Map
 from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
 from pagedjax.host.admission import Admission, admit
-from pagedjax.host.drafts import Sample, accepted, flat, give_back, grant, kept
+from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import make_room
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
 from pagedjax.host.types import (
+    NO_DRAFTS,
+    NO_HASHES,
     Admitted,
     Choice,
     Event,
@@ -91,8 +93,6 @@ __all__ = [
     "update",
 ]
 
-NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
-NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 
 
@@ -137,15 +137,15 @@ def schedule(
     c = state.config
     state, preempted = make_room(state, policy)
     host_pool, waiting = state.host_pool, state.waiting
-    active, decodes, waiting_beams = _decodes_first(state.running)
+    active, num_decodes, waiting_beams = _decodes_first(state.running)
     if c.mixed_steps:
-        active, counts, admission = _token_counts(state, policy, active, decodes, not preempted.preempted)
+        active, counts, admission = _token_counts(state, policy, active, num_decodes, not preempted.preempted)
     else:
-        mixed, ones, skipped = active, decodes, waiting_beams
+        mixed, ones, skipped = active, num_decodes, waiting_beams
         for kind in step_kinds.kinds(c, state.step):
-            active, decodes, skipped = step_kinds.split(mixed, ones, kind)
+            active, num_decodes, skipped = step_kinds.split(mixed, ones, kind)
             admits = kind != "decodes" and not preempted.preempted
-            active, counts, admission = _token_counts(state, policy, active, decodes, admits)
+            active, counts, admission = _token_counts(state, policy, active, num_decodes, admits)
             if counts:
                 break
         waiting_beams = skipped.joined(waiting_beams)
@@ -165,7 +165,7 @@ def schedule(
     drafts: tuple[int, ...] = ()
     if offered:
         left = c.max_num_batched_tokens - sum(counts)
-        pool, active, counts, drafts = grant(pool, active, decodes, counts, offered, left, c)
+        pool, active, counts, drafts = grant(pool, active, num_decodes, counts, offered, left, c)
     rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -192,16 +192,16 @@ def schedule(
 
 
 def _token_counts(
-    state: SchedulerState, policy: Policy, active: Running, decodes: int, admits: bool
+    state: SchedulerState, policy: Policy, active: Running, num_decodes: int, admits: bool
 ) -> tuple[Running, list[int], Admission]:
     """The tokens that each running sequence gets, decodes first, then each sequence that is admitted."""
     c, pool = state.config, state.pool
-    counts, budget = [1] * decodes, c.max_num_batched_tokens - decodes
+    counts, budget = [1] * num_decodes, c.max_num_batched_tokens - num_decodes
     if c.views:
-        pool, active, chunks = views.grow(c, pool, active, decodes, budget)
+        pool, active, chunks = views.grow(c, pool, active, num_decodes, budget)
         counts, budget = counts + chunks, budget - sum(chunks)
     else:
-        for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
+        for length, computed in zip(active.lengths[num_decodes:], active.computed[num_decodes:], strict=True):
             if budget == 0:
                 break
             counts.append(min(length - computed, budget))
@@ -212,7 +212,7 @@ def _token_counts(
         free_rows = c.max_running - sum([seq.num_rows for seq in state.running.seqs])
     admission = Admission(pool, {}, budget, free_rows, {})
     if state.waiting and budget and free_rows > 0 and admits:
-        filling_now = prefix_sharing.filling(active, decodes, counts, c)
+        filling_now = prefix_sharing.filling(active, num_decodes, counts, c)
         promised = views.promised(c, active) if c.views else 0
         admission = admission._replace(filling_now=filling_now, promised=promised)
         admission = admit(admission, policy, state.waiting, state.running, c)
@@ -246,7 +246,7 @@ def commit(
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
-    all_tokens: tuple[Any, ...] = kept(plan, sampled) if plan.drafts else tuple(sampled)
+    all_tokens: tuple[Any, ...] = cut_at_the_end(plan, sampled) if plan.drafts else tuple(sampled)
     seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
     lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
     step, c = plan.step, state.config
@@ -416,14 +416,14 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
         (sequences with tokens to compute, the number of decodes among them, beams that wait for their siblings)
     """
     left = list(map(sub, active.lengths, active.computed))
-    decodes, waiting_beams = left.count(1), Running()
+    num_decodes, waiting_beams = left.count(1), Running()
     if 0 in left:
         waiting_beams = active.pick([i for i, number in enumerate(left) if not number])
         active = active.pick([i for i, number in enumerate(left) if number])
         left = [number for number in left if number]
-    if decodes < len(left) and left[:decodes].count(1) != decodes:
+    if num_decodes < len(left) and left[:num_decodes].count(1) != num_decodes:
         active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
-    return active, decodes, waiting_beams
+    return active, num_decodes, waiting_beams
 
 
 def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:

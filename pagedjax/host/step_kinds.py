@@ -29,9 +29,9 @@ def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
     return "prompts", "decodes"
 
 
-def split(active: Running, decodes: int, kind: Kind) -> tuple[Running, int, Running]:
+def split(active: Running, num_decodes: int, kind: Kind) -> tuple[Running, int, Running]:
     """Running sequences, decodes first -> (those of this kind of step, the number of decodes, those that wait)."""
     if kind == "both":
-        return active, decodes, Running()
-    first, rest = active.pick(range(decodes)), active.pick(range(decodes, len(active.seqs)))
-    return (first, decodes, rest) if kind == "decodes" else (rest, 0, first)
+        return active, num_decodes, Running()
+    first, rest = active.pick(range(num_decodes)), active.pick(range(num_decodes, len(active.seqs)))
+    return (first, num_decodes, rest) if kind == "decodes" else (rest, 0, first)

@@ -1,21 +1,12 @@
 """Plain immutable records that both towers speak of. Imports no jax and no numpy.
 
-Glossary, used in signatures and comments everywhere:
-
-    block        a fixed-size piece of the KV cache that holds `S` token slots; kernels call it a page
-    block table  the block ids of one sequence, in token order
-    length       tokens of a sequence whose values are known (prompt + generated so far)
-    computed     tokens of a sequence whose keys and values are in the cache; it grows until it equals `length`
-    chunk        the tokens of one sequence that one step computes
-    step         schedule -> pack -> run -> commit, once
-
-    B sequences in a step   T packed tokens         P cache blocks    S tokens in a block   M blocks in a table row
-    N query heads           K key/value heads       D head size       L layers              V vocabulary
+Words and letters: docs/design/glossary.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagedjax.config import Reservation
@@ -25,6 +16,8 @@ HOLE = 0  # in a block table: a block that the sequence does not have (views.py)
 FinishReason = Literal["stop", "length", "abort"]
 Pending = Literal["restart", "keep"]  # what new weights mean to what unfinished sequences have computed
 Item = TypeVar("Item")
+NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
+NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class SchedulerConfig(NamedTuple):
@@ -75,7 +68,7 @@ class Request(NamedTuple):
 class Seq(NamedTuple):
     """A request in the scheduler. `computed` grows until it equals `length`; `blocks` covers at least `computed`.
 
-    Only a beam may catch up: it waits until its siblings have, and all of them get their next tokens.
+    Only a beam may have `computed == length`: it waits until its siblings have it too.
     """
 
     request: Request
@@ -152,7 +145,7 @@ class Plan(NamedTuple):
     """The work of one step, in columns because a step has hundreds of rows. It is a result, never carried state."""
 
     step: int
-    seqs: tuple[Seq, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; see Row for a view
+    seqs: tuple[Seq, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; `rows` gives records
     lengths: tuple[int, ...]  # known tokens of each before the step
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1

@@ -26,7 +26,7 @@ Views = tuple[View, ...]
 
 
 def check_config(config: SchedulerConfig) -> None:
-    """Raises ValueError for views that are none, or beside a baseline, which keeps every block."""
+    """Raises ValueError for an entry that is no `View`, or views beside a baseline, which keeps every block."""
     for view in config.views:
         sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
         if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(set(view.kept)):
@@ -53,13 +53,13 @@ def seen(views: Views, found: Sequence[int]) -> tuple[int, ...]:
     Args:
         found: the entries of a sequence's first blocks.
     """
-    table, number = list(found), len(views)
-    at = len(found) // number
+    table, groups = list(found), len(views)
+    at = len(found) // groups
     for group, view in enumerate(views):
         kept = view.outside(at)
         for i in range(view.first(at)):
             if i not in kept:
-                table[i * number + group] = HOLE
+                table[i * groups + group] = HOLE
     return tuple(table)
 
 
@@ -133,14 +133,14 @@ def entering(config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int,
         free: blocks that it may have.
         budget: tokens that it may compute.
     """
-    size, number = config.block_size, config.groups
+    size, groups = config.block_size, config.groups
     if seq.blocks:
         had, computed = len(seq.blocks), seq.computed
         new = held(seq.blocks) - len(found)
     else:
-        had, computed, new = len(found), len(found) // number * size, 0
-    count = min(seq.length - computed, budget, (had + free - new) // number * size - computed)
-    new += max(0, blocks.needed(computed + count, size) * number - had)
+        had, computed, new = len(found), len(found) // groups * size, 0
+    count = min(seq.length - computed, budget, (had + free - new) // groups * size - computed)
+    new += max(0, blocks.needed(computed + count, size) * groups - had)
     return new, max(0, wanted(config, seq) - held(found) - new)
 
 
@@ -194,14 +194,14 @@ def grow(
 
 def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[BlockPool, Running]:
     """Give back the blocks of running sequences that no later query sees."""
-    seqs, number, size, freed = list(active.seqs), config.groups, config.block_size, []
+    seqs, groups, size, freed = list(active.seqs), config.groups, config.block_size, []
     for i, seq in enumerate(seqs):
         at = position(active.lengths[i], active.computed[i]) // size
         table: list[int] | None = None
         for group, view in enumerate(views_of(config, seq.request)):
             block = view.first(at) - 1
             while block >= 0:  # below the first hole that is not kept, all others are holes
-                entry = block * number + group
+                entry = block * groups + group
                 if block not in view.kept:
                     if seq.blocks[entry] == HOLE:
                         break

@@ -84,7 +84,7 @@ def adapter_of(
         raise ValueError(
             f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load another state"
         )
-    return Adapter(name, parts, digest(parts), source)
+    return Adapter(name, parts, content_hash(parts), source)
 
 
 def initial_factors(
@@ -206,7 +206,7 @@ def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
 
 
-def digest(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
+def content_hash(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
     """A hash of all factors and where they belong: 128 bits, as those of blocks."""
     found = blake2b(digest_size=16)
     for place, factors in sorted(parts.items()):

@@ -45,7 +45,7 @@ class Implementation(NamedTuple):
         rows, in any chunk, with any block size and number of threads. None: it has no such form.
     without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few tokens; None: `attend`.
     decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then have programs for steps
-        of decodes alone, beside those of mixed steps. For others, `api.paged_attention` makes the offsets.
+        of decodes alone, beside those of mixed steps. For others, `api.paged_attention` makes `cu_q_lens`.
     probabilities: what it weighs values with, for some heads of single queries, the contract of
         `probabilities.probabilities`; None: they cannot be had. Those in `api.IMPLS` share that function.
     """

@@ -35,15 +35,15 @@ def batch_of(shapes: Shapes, counts: tuple[int, ...]):
     "shapes",
     [
         SHAPES,
-        SHAPES._replace(tokens=(3,), decodes=(3,)),
+        SHAPES._replace(tokens=(3,), decode_buckets=(3,)),
         SHAPES._replace(view=(2, (0,))),
         SHAPES._replace(layout=LAYOUT),
     ],
     ids=["mixed", "decodes alone", "a KV policy", "two groups of layers"],
 )
 def test_a_program_gets_the_bits_of_the_batch(shapes, fed):
-    batch = batch_of(shapes, (1, 1) if shapes.decodes else (1, 3))
-    assert (batch.cu_q_lens is None) == bool(shapes.decodes)
+    batch = batch_of(shapes, (1, 1) if shapes.decode_buckets else (1, 3))
+    assert (batch.cu_q_lens is None) == bool(shapes.decode_buckets)
     assert isinstance(batch.groups, GroupTables) == (shapes.layout is not None)
     if fed:
         batch = batch._replace(feed=Feed(np.arange(len(batch.tokens), dtype=np.int32), jax.numpy.arange(3)))

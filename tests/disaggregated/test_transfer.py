@@ -61,7 +61,7 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(tiny_folde
                 scheduler.check(engine.scheduler_state)
         finally:
             process.kill()
-    tokens = [offer.found.tokens.tolist() for offer in offers]
+    tokens = [offer.handover.tokens.tolist() for offer in offers]
     while engine.has_work:
         result: Any = engine.step()
         for event in result.events:

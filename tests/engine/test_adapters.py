@@ -217,9 +217,9 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
     assert_same(
         llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, ["two"])
     )
-    wanted = llm.engine.adapters["mine"].digest
+    wanted = llm.engine.adapters["mine"].content_hash
     llm.load_adapter("folder", folders["two"])
-    assert llm.engine.adapters["folder"].digest == wanted, "the same content shares blocks"
+    assert llm.engine.adapters["folder"].content_hash == wanted, "the same content shares blocks"
     llm.load_adapter("mine", initial_factors(llm.model.model.config, 2))
     assert_same(
         llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, [None])

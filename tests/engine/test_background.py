@@ -263,7 +263,7 @@ def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "decodes", "order"),
+    ("sizes", "most_seqs", "order"),
     [
         ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 64, [64, 8, 512, 2, 32, 256, 1024, 1, 4, 16, 128]),
         ((2, 4, 8), 3, [4, 2, 8]),
@@ -271,9 +271,9 @@ def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):
         ((), 64, []),
     ],
 )
-def test_the_order_keeps_every_step_near_a_bucket(sizes, decodes, order):
+def test_the_order_keeps_every_step_near_a_bucket(sizes, most_seqs, order):
     shapes = [StepShape(size, size) for size in sizes]
-    assert [shape.tokens for shape in background.in_order(shapes, decodes)] == order
+    assert [shape.tokens for shape in background.in_order(shapes, most_seqs)] == order
 
 
 def test_a_buckets_program_for_decodes_is_compiled_behind_its_other_one():

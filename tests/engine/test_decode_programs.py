@@ -68,8 +68,8 @@ def test_tokens_are_those_of_mixed_programs(tiny, config):
     chex.assert_trees_all_close(*values, atol=1e-5)
     shapes = set(separate.engine.runtime.programs)
     assert {StepShape(t, t, True) for t in (2, 4)} <= shapes or config.get("compilation") == "lazy"
-    assert any(shape.decodes for shape in shapes)
-    assert not any(shape.decodes for shape in mixed.engine.runtime.programs)
+    assert any(shape.decodes_alone for shape in shapes)
+    assert not any(shape.decodes_alone for shape in mixed.engine.runtime.programs)
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(tiny):
@@ -83,7 +83,7 @@ def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(tiny):
     while llm.engine.has_work:
         steps.append(llm.engine.step())
     alone = [max(one.plan.counts) == 1 for one in steps]
-    assert [shape.decodes for shape in ran] == alone
+    assert [shape.decodes_alone for shape in ran] == alone
     assert set(alone) == {True, False}
 
 
@@ -108,8 +108,8 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
 
 def test_buckets_above_the_sequences_have_mixed_programs_alone(tiny):
     llm = make(tiny, OWN, max_num_seqs=3)
-    assert {shape for shape in llm.engine.runtime.programs if shape.decodes} == {StepShape(2, 2, True)}
-    assert make(tiny, OWN, kv_policy="streaming").engine.runtime.shapes.decodes == ()
+    assert {shape for shape in llm.engine.runtime.programs if shape.decodes_alone} == {StepShape(2, 2, True)}
+    assert make(tiny, OWN, kv_policy="streaming").engine.runtime.shapes.decode_buckets == ()
 
 
 def test_programs_that_come_in_later_serve_the_steps_after_them(tiny, tmp_path):
@@ -120,7 +120,7 @@ def test_programs_that_come_in_later_serve_the_steps_after_them(tiny, tmp_path):
     background = llm.engine.background
     assert background is not None
     background.join(120)
-    assert background.present.decodes == (2, 4)
+    assert background.present.decode_buckets == (2, 4)
     assert background.present.tokens == BUCKETS
     assert [one.token_ids for one in outputs(llm)] == expected
     llm.engine.record(None)

@@ -29,7 +29,7 @@ def empty_plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "seconds", "decodes", "expected"),
+    ("acceptance", "seconds", "num_decodes", "expected"),
     [
         (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
         (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
@@ -40,9 +40,9 @@ def empty_plan() -> Plan:
         (0.5, {8: 1.0}, 8, 4),  # steps above the largest are taken to cost as much, until they are tried
     ],
 )
-def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, decodes, expected):
+def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, num_decodes, expected):
     learned = Drafting(Drafter("any", lambda *_: []), acceptance=acceptance, seconds=seconds)
-    assert paying(learned, 4, decodes, 0, BUCKETS) == expected
+    assert paying(learned, 4, num_decodes, 0, BUCKETS) == expected
 
 
 def test_the_time_of_drafts_on_the_device_counts():

@@ -102,9 +102,9 @@ def test_names_and_values_are_given_together_or_under_vllms_name(tiny, file):
     lazy: dict[str, Any] = {"progress": False, "compilation": "lazy", **SIZES}
     for given in ({"row_features": value}, {"logits_processors": [value]}, {"logits_processors": f"{file}:WATERMARK"}):
         llm = LLM(tiny, **lazy, **given)
-        assert [one.name for one in llm.engine.runtime.options.features][-1] == "watermark"
+        assert [one.name for one in llm.engine.runtime.chain.features][-1] == "watermark"
     llm = LLM(tiny, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
-    assert [one.name for one in llm.engine.runtime.options.features][-2:] == ["watermark", "other"]
+    assert [one.name for one in llm.engine.runtime.chain.features][-2:] == ["watermark", "other"]
     assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
     assert LLM(tiny, **lazy, logits_processors=None).engine.config.row_features == ()
     with pytest.raises(ValueError, match="logits_processors is vLLM's name of row_features, and both are given"):

@@ -34,7 +34,6 @@ def holes(**ways) -> SchedulerState:
 @pytest.mark.parametrize(
     ("way", "prompt_len", "max_tokens", "tokens", "blocks"),
     [
-        ("none", 5, 9, 5, 2),
         ("oracle", 5, 9, 14, 4),
         ("pow2", 5, 9, 5 + 16, 8),  # six blocks, and a piece of six is one of eight
         ("max", 5, 9, 64, 16),
@@ -67,7 +66,7 @@ def test_a_sequence_keeps_its_reserved_piece_for_its_whole_life(way):
     assert state.pool.num_free == 64
 
 
-@pytest.mark.parametrize(("way", "largest"), [("none", 14), ("oracle", 8), ("pow2", 8), ("max", 8)])
+@pytest.mark.parametrize(("way", "largest"), [("oracle", 8), ("pow2", 8), ("max", 8)])
 def test_one_sequence_has_at_most_the_largest_piece_of_the_pool(way, largest):
     assert reservation.largest(start(num_blocks=14, reservation=way).config) == largest
 

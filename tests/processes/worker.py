@@ -33,7 +33,7 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
             continue
         results = play(llm.engine, run["seed"], Path(run["log"])).results
         Path(f"{run['log']}.results").write_text(repr(results))
-        llm.release()
+        llm.release_followers()
 
 
 def break_at(step: int, fault: Callable[[], None]) -> None:

@@ -82,7 +82,7 @@ def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
     """Made-up samples of a plan: of a row with drafts a random number of accepted ones, and one more."""
     of_rows = plan.drafts or (0,) * len(plan.seqs)
     tokens = [tuple(draw.randrange(20) for _ in range(draw.randint(1, k + 1))) for k in of_rows]
-    return list(drafts.kept(plan, tokens)) if plan.drafts else [one for (one,) in tokens]
+    return list(drafts.cut_at_the_end(plan, tokens)) if plan.drafts else [one for (one,) in tokens]
 
 
 def kept_part(plan: Plan, sampled: Sequence[drafts.Sample]) -> Plan:

@@ -174,7 +174,7 @@ def test_some_modules_and_orbax_folders(model, module, tmp_path):
     assert again == report
     assert {path.name for path in (out / "upper").iterdir()} == {"adapter_config.json", "params"}
     after = [read_adapter(out / name, module.config, name) for name in NAMES]
-    assert [one.digest for one in after] == [one.digest for one in before]
+    assert [one.content_hash for one in after] == [one.content_hash for one in before]
 
 
 @pytest.mark.oracle
