@@ -94,6 +94,13 @@ def prepare(wanted: str | None, dtype: str) -> None:
     find(wanted or DEFAULTS[0]).prepare(dtype)
 
 
+def register_kernels(program: bytes) -> None:
+    """Makes the kernels callable that a compiled program calls, before it is loaded from disk."""
+    from pallas_kernels.shared.cpu.handler import register_called
+
+    register_called(program)
+
+
 @dataclass(frozen=True)
 class Bound:
     """`paged_attention` with its implementation and scale: an `Attend`."""

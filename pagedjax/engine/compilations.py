@@ -17,7 +17,8 @@ _MADE = "/jax/core/compile/backend_compile_duration"
 _CACHED = "/jax/compilation_cache/cache_hits"
 _events = {_MADE: 0, _CACHED: 0}
 _lock = threading.Lock()  # programs are compiled in threads
-_thread = threading.local()  # .uncounted: whether the thread is in a block of `uncounted`
+# .uncounted: whether the thread is in a block of `uncounted`; .cached: programs that it has loaded from disk
+_thread = threading.local()
 
 MAX_BYTES = 2**30  # of the cache on disk; the program that was not used for the longest time goes first
 _blocks = 0  # of `disk_cache` that run now, in all threads, with the options that the first of them has set
@@ -36,6 +37,8 @@ class Counts(NamedTuple):
 
 
 def _listen(event: str, *_: Any, **__: Any) -> None:
+    if event == _CACHED:
+        _thread.cached = cached_by_thread() + 1
     if event in _events and not getattr(_thread, "uncounted", False):
         with _lock:
             _events[event] += 1
@@ -52,6 +55,24 @@ def counts() -> Counts:
 def compilations() -> int:
     """Programs that this process has compiled or loaded."""
     return _events[_MADE]
+
+
+def cached_by_thread() -> int:
+    """Programs that this thread has loaded from JAX's cache on disk."""
+    return getattr(_thread, "cached", 0)
+
+
+def count_kept() -> None:
+    """Count a program that JAX was not asked for, because it was there or on disk."""
+    _listen(_MADE)
+    _listen(_CACHED)
+
+
+def folder() -> Path | None:
+    """Where programs are kept now; None if they are not, or not in a folder."""
+    place = getattr(jax.config, "jax_compilation_cache_dir", None)
+    enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
+    return Path(place) if enabled and place and "://" not in place else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from immutables import Map
 from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
-from pagedjax.device import attention, cache, memory
+from pagedjax.device import attention, cache, linear, memory
 from pagedjax.device.batch import (
     Batch,
     DraftBatch,
@@ -38,13 +38,14 @@ from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine import adapters, compilations, drafters, programs
+from pagedjax.engine import adapters, compilations, drafters, kept_programs, programs
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
 from pagedjax.engine.resolve import (
     block_shape,
+    devices_of,
     free_memory,
     groups,
     host_block_bytes,
@@ -300,15 +301,35 @@ def _compiler(
     step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
     xla = programs.compiler_options(jax.default_backend())
+    facts = None if draft_model else _facts(model, attend, (*common, kinds, wanted, sorted(xla.items())))
+    (device, *_) = devices_of(model)
 
     def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
         pages = _cache_shapes(settled, model, draft_model)
         if isinstance(shape, DraftShape):
             assert draft is not None
             return draft.lower(leaves, pages, inputs.drafts[shape]).compile(xla)
-        return step.lower(leaves, pages, joined(inputs.steps[shape])).compile(xla)
+        arguments = leaves, pages, joined(inputs.steps[shape])
+        compile_step = lambda: step.lower(*arguments).compile(xla)  # noqa: E731
+        return kept_programs.program(facts, arguments, device, compile_step)
 
     return compile_one
+
+
+def _facts(model: Model, attend: attention.Attend, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a step's program is made from, for `kept_programs`; None if not all of it can be told.
+
+    options: as `_compiler` has them: seed, tile, chain and so on.
+    """
+    seed, tile, chain, *rest = options
+    if not isinstance(attend, attention.Bound) or model.placement or jax.process_count() > 1:
+        return None
+    products = linear.find(model.config.linear)
+    functions = [attend.impl.attend, attend.impl.write, products.multiply, products.gather]
+    if not kept_programs.own_code(*functions, *[feature.apply for feature in chain.features]):
+        return None
+    names = attend.impl.name, products.name, *[feature.name for feature in chain.features]
+    return model.config, model.graphdef, model.dtype, attend.scale, names, seed, tile, *rest
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:

@@ -11,6 +11,16 @@ from pathlib import Path
 import jax
 
 
+HANDLERS: list[Handler] = []  # of all kernels that are imported
+
+
+def register_called(program: bytes) -> None:
+    """Registers the handlers that a compiled program calls. Its code has the names of their targets."""
+    for handler in HANDLERS:
+        if handler.target.encode() in program:
+            handler.register()
+
+
 class Handler:
     """A compiled handler of a kernel.
 
@@ -29,6 +39,7 @@ class Handler:
         self.name, self.target, self.package, self.folder = name, target, package, folder
         self.registered = False
         self._lock = threading.Lock()
+        HANDLERS.append(self)
 
     def register(self) -> None:
         """Loads or compiles the handler, once a process.

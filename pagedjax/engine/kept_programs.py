@@ -1,0 +1,232 @@
+"""Finished programs of steps, in memory and on disk: an engine that finds its program traces nothing.
+
+JAX's own cache is by the lowered program, so a program must be traced before it is found. Here a program is found by
+what it is made from. The name of a file is a hash of that:
+
+- the source code of `pagedjax` and `pallas_kernels`, and the versions of JAX and what it needs;
+- the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of all arguments;
+- XLA's options, JAX's settings, and the device.
+
+A program is only kept if all its code is in these packages, as it was imported. Code of your own, a function that was
+replaced, a drafter on the device, a mesh and several processes are compiled as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+from jax.experimental import serialize_executable
+
+from pagedjax.device import attention
+from pagedjax.engine import compilations
+
+PACKAGES = ("pagedjax", "pallas_kernels")
+TRACED = ("pagedjax.device", "pallas_kernels")  # modules whose functions are in programs
+LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
+PREFIX = "step-"  # of the files
+MAX_BYTES = 2**29  # of all files; the one that was not used for the longest time goes first
+COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
+# Settings of JAX that change no program. A cache's folder differs from machine to machine.
+PLACES = ("cache", "dump", "log", "profiler", "traceback", "distributed", "persistent", "check_tracer", "explain")
+
+log = logging.getLogger("pagedjax.engine")
+_programs: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of all engines of this process, by their key
+_lock = threading.Lock()  # of _programs
+
+
+def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]) -> Any:
+    """Returns a compiled program of these arguments: that of another engine, one from disk, or a new one.
+
+    Args:
+        facts: what the program is made from, beside its arguments and what is equal in a whole process; values with
+            the same `str` in each process. None: the program is not kept.
+        arguments: arrays or their shapes.
+        device: on which it runs.
+        compile_: makes a new one.
+    """
+    if facts is None or not _as_imported():
+        return compile_()
+    key = _key(facts, arguments, device)
+    with _lock:
+        present = _programs.get(key)
+    if present is not None:
+        compilations.count_kept()
+        return present
+    folder = compilations.folder()
+    file = folder / f"{PREFIX}{key}" if folder else None
+    loaded = _load(file, device) if file else None
+    if loaded is not None:
+        compilations.count_kept()
+    cached = compilations.cached_by_thread()
+    made = compile_() if loaded is None else loaded
+    # XLA writes a program incompletely that it has itself loaded from JAX's cache
+    if file and loaded is None and compilations.cached_by_thread() == cached:
+        _keep(file, made)
+    with _lock:
+        _programs[key] = made
+    return made
+
+
+def own_code(*functions: Any) -> bool:
+    """Whether functions come from the packages whose source code is a part of the key."""
+    modules = [_unwrapped(function).__module__ for function in functions]
+    return all(module.partition(".")[0] in PACKAGES for module in modules)
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+# the key ---------------------------------------------------------------------------------------------------------
+
+
+def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    parts = (_code(), _settings(), _device(device), str(tree), shapes, [str(fact) for fact in facts])
+    return blake2b(repr(parts).encode(), digest_size=20).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Returns a hash of the source code and the versions of the libraries."""
+    digest = blake2b(digest_size=16)
+    for package in PACKAGES:
+        root = Path(str(sys.modules[package].__file__)).parent
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{package}/{file.relative_to(root)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest() + repr([version(library) for library in LIBRARIES])
+
+
+def _settings() -> list[tuple[str, str]]:
+    """Returns JAX's settings and XLA's flags that may change a program."""
+    settings = {name: str(value) for name, value in jax.config.values.items()}
+    kept = [item for item in sorted(settings.items()) if not any(place in item[0] for place in PLACES)]
+    flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    return [*kept, *[(name, os.environ.get(name, "")) for name in flags]]
+
+
+@cache
+def _device(device: Any) -> tuple[Any, ...]:
+    """Returns what tells a device from others: machine code for one CPU may not run on another."""
+    client = device.client
+    features = _cpu_features() if device.platform == "cpu" else ""
+    return device.platform, device.device_kind, device.id, client.platform_version, features
+
+
+def _cpu_features() -> str:
+    """Returns the model and the instructions of this machine's processor; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("ascii", "replace").partition("\n\n")[0].splitlines()
+        return repr([line for line in lines if line.startswith(("model name", "flags", "Features"))])
+    return ""
+
+
+# code as it was imported -----------------------------------------------------------------------------------------
+
+
+_imported: dict[str, dict[str, Any]] = {}  # by module or class: its code, when it was first seen here
+
+
+def _as_imported() -> bool:
+    """Whether no function or constant of a module in `TRACED` was replaced since it was first seen here."""
+    modules = [(name, module) for name, module in sys.modules.items() if _is_traced(name)]
+    return all([_unchanged(name, vars(module)) for name, module in modules if isinstance(module, ModuleType)])
+
+
+def _is_traced(name: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in TRACED)
+
+
+def _unchanged(name: str, names: Mapping[str, Any]) -> bool:
+    if name not in _imported:
+        _imported[name] = {key: value for key, value in names.items() if _is_code(key, value)}
+    before = _imported[name]
+    if any(names.get(key) is not value for key, value in before.items()):
+        return False
+    classes = [value for value in before.values() if isinstance(value, type)]
+    return all([_unchanged(f"{name}:{each.__name__}", vars(each)) for each in classes if _is_traced(each.__module__)])
+
+
+def _is_code(name: str, value: Any) -> bool:
+    """Functions, classes and constants; not what a module remembers."""
+    return callable(value) or isinstance(value, property) or name.lstrip("_").isupper()
+
+
+_as_imported()  # most modules are imported before this one
+
+
+# files -----------------------------------------------------------------------------------------------------------
+
+
+def _keep(file: Path, made: Any) -> None:
+    """Write a program for other processes, atomically. What cannot be written is not kept."""
+    try:
+        content = zlib.compress(pickle.dumps(serialize_executable.serialize(made)), COMPRESSION)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f"part-{PREFIX}", dir=file.parent)
+        try:
+            with open(handle, "wb") as written:
+                written.write(_digest(content) + content)
+            os.replace(part, file)
+        finally:
+            Path(part).unlink(missing_ok=True)
+        _remove_old(file.parent)
+    except Exception as error:  # of the file system, or a program that JAX cannot serialize
+        log.debug("a program is not kept: %s", error)
+
+
+def _load(file: Path, device: Any) -> Any:
+    """Returns the program of a file; None if there is none, or it cannot be used here."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    size = len(_digest(b""))
+    try:
+        if content[:size] != _digest(content[size:]):
+            raise ValueError("its content has changed")
+        serialized, arguments, results = pickle.loads(zlib.decompress(content[size:]))
+        attention.register_kernels(serialized)
+        made = serialize_executable.deserialize_and_load(
+            serialized, arguments, results, backend=device.client, execution_devices=[device]
+        )
+    except Exception as error:
+        log.info("%s is no program for this process, and is made again: %s", file, error)
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(file)
+    return made
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the files that were not used for the longest time, until the others fit in MAX_BYTES."""
+    files = [(file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob(f"{PREFIX}*")]
+    room = MAX_BYTES
+    for _, size, file in sorted(files, reverse=True):
+        room -= size
+        if room < 0:
+            file.unlink(missing_ok=True)
