@@ -235,7 +235,7 @@ class EngineConfig:
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
         "background": the largest at start-up, the others one at a time while steps run; a step is padded to the next
-        larger one that exists. It is the default of `pagedjax serve` alone, excludes speculative, and is for one
+        larger one that exists. It is the default of `LLM` and `pagedjax serve`, excludes speculative, and is for one
         process.
     preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.

@@ -59,16 +59,6 @@ def _room_for_programs() -> Iterator[None]:
     garbage.collect_now_and_then()
 
 
-@pytest.fixture(scope="module")
-def shared_programs() -> Iterator[None]:
-    """Engines of a module that are alike have the same compiled programs: tracing alone takes half a second each."""
-    from pagedjax.engine import runtime
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "_compiler", quick_compiler.remembered(runtime._compiler))
-        yield
-
-
 @pytest.fixture(scope="session")
 def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
     """(page of docs/design, name) -> the file of that name that the page shows, written to a folder."""

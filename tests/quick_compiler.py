@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable
-from threading import Lock
+from collections import deque
 from typing import Any
 
 # Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
@@ -41,28 +39,27 @@ def choose(quick: bool) -> None:
 
     of_tests.of_tests = True  # type: ignore[attr-defined]
     programs.compiler_options = of_tests  # type: ignore[attr-defined]
+    remember()
+    if llm := sys.modules.get("pagedjax.llm"):
+        llm._compilation = compile_when_needed  # type: ignore[attr-defined]
 
 
-def remembered(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-    """`runtime._compiler`, whose programs are made once for all that they depend on: not for sampling options of a test
-    by the same name, and not for functions that a test replaces."""
-    made: dict[Any, Any] = {}
-    locks: defaultdict[Any, Lock] = defaultdict(Lock)  # engines are also made in threads
+def compile_when_needed(engine: Any) -> str:
+    """The default of `LLM` in tests: no thread compiles beside a test, and no program that it does not run."""
+    return "lazy"
 
-    def of(model: Any, draft_model: Any, c: Any, sizes: Any, options: Any, inputs: Any, leaves: Any, *more: Any) -> Any:
-        build = compiler(model, draft_model, c, sizes, options, inputs, leaves, *more)
-        kinds = [(x.shape, str(x.dtype), str(x.sharding)) for x in leaves]
-        draft = draft_model and (draft_model.graphdef, draft_model.layers)
-        names = [feature.name for feature in options.features]
-        fixed = str((model.graphdef, model.config, draft, kinds, names, more, _quick))
 
-        def one(shape: Any, config: Any) -> Any:
-            key = fixed, shape, str(config)
-            with locks[key]:
-                if key not in made:
-                    made[key] = build(shape, config)
-            return made[key]
+def remember(most: int = 150) -> None:
+    """Keep programs for later engines of this process that need the same ones; see `engine/kept_programs.py`."""
+    from pagedjax.engine import kept_programs
 
-        return one
+    find = kept_programs.program
+    latest: deque[Any] = deque(maxlen=most)
 
-    return of
+    def found(*arguments: Any) -> Any:
+        latest.append(find(*arguments))
+        return latest[-1]
+
+    if not getattr(find, "of_tests", False):
+        found.of_tests = True  # type: ignore[attr-defined]
+        kept_programs.program = found  # type: ignore[assignment]

@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=in_turn.at_least_1, nargs="+", default=[8, 16])
     args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
-    without, engines = LLM(model, progress=False, **ENGINE), {}
+    without, engines = LLM(model, progress=False, compilation="eager", **ENGINE), {}
     for rank in args.ranks:
         options = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank}
-        engines[rank] = LLM(model, progress=False, **ENGINE, **options)
+        engines[rank] = LLM(model, progress=False, compilation="eager", **ENGINE, **options)
         for i in range(ADAPTERS):
             engines[rank].engine.load_adapter(random_adapter(model.model.config, str(i), rank, seed=i))
     found = [measured(without, engines, name, args.rounds) for name in args.workloads]

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = in_turn.parser(__doc__, WORKLOADS).parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     modes = {"without": False, "with": True}
-    engines = {which: LLM(model, progress=False, **ENGINE, batch_invariant=on) for which, on in modes.items()}
+    common: dict[str, Any] = {"progress": False, "compilation": "eager", **ENGINE}
+    engines = {which: LLM(model, **common, batch_invariant=on) for which, on in modes.items()}
     found = [measured(engines, name, args.rounds) for name in args.workloads]
     print("| workload | seconds without / with | ratio |\n|---|---:|---:|")
     for one in found:

@@ -48,6 +48,7 @@ def searcher(model: LoadedModel, block_size: int) -> LLM:
     return LLM(
         model,
         progress=False,
+        compilation="eager",
         block_size=block_size,
         max_num_seqs=PLACES,
         max_num_batched_tokens=256,

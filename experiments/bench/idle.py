@@ -55,6 +55,7 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         max_num_batched_tokens=max(budget, sequences),
         token_buckets=sorted({sequences, max(budget, sequences)}),
         lookahead=lookahead,
+        compilation="eager",
     )
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=length - PROMPT, ignore_eos=True)
     draw = np.random.default_rng(0)

@@ -114,7 +114,7 @@ def read_cache(llm: LLM, batch: int, context: int) -> Run:
 
 def make_llm(tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]) -> LLM:
     sizes: dict[str, Any] = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, "max_model_len": length}
-    return LLM(**model, **sizes, token_buckets=sorted({*buckets, tokens}))
+    return LLM(**model, **sizes, token_buckets=sorted({*buckets, tokens}), compilation="eager")
 
 
 def beside_lower_bounds(

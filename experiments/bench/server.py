@@ -100,7 +100,7 @@ def _option(value: Any) -> str:
 
 def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, list[float]]:
     """Output tokens/s of each pass, by way."""
-    llm = LLM(model, progress=False, **ENGINE)
+    llm = LLM(model, progress=False, compilation="eager", **ENGINE)
     work = requests(count, llm.tokenizer.vocab_size)
     ways: dict[str, Callable[[Sequence[tuple[list[int], int]]], float]] = {"library": partial(by_library, llm)}
     servers = {"": (), **({", ingress": ("--replicas", "1")} if replicas else {})}

@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows: list[dict[str, Any]] = []
         vocabulary = model.model.config.vocab_size
         for work in workloads(model.tokenizer.encode, vocabulary, args.output, args.workloads):
-            engines = {"plain": LLM(model, **work.engine)}
+            engines = {"plain": LLM(model, compilation="eager", **work.engine)}
             named = {"eagle": args.head, "draft": args.draft}
             for method in (*args.methods, *(name for name, path in named.items() if path)):
                 options = {"method": method, "num_tokens": args.tokens, "model": named.get(method)}

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     sizes = {"max_num_seqs": args.requests, "max_num_batched_tokens": 512, "max_model_len": 64 + args.tokens}
-    llm = LLM(args.model, progress=False, **sizes)
+    llm = LLM(args.model, progress=False, compilation="eager", **sizes)
     found = [measured(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
     print("| form | output tokens/s without / with | ratio | time in masks | compile, ms |\n|---|---:|---:|---:|---:|")
     for one in found:

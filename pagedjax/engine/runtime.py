@@ -301,23 +301,28 @@ def _compiler(
     step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
     xla = programs.compiler_options(jax.default_backend())
-    facts = None if draft_model else _facts(model, attend, (*common, kinds, wanted, sorted(xla.items())))
+    facts = _facts(model, bound, attend, (*common, kinds, wanted, sorted(xla.items())))
     (device, *_) = devices_of(model)
 
     def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
         pages = _cache_shapes(settled, model, draft_model)
+        jitted: Any
         if isinstance(shape, DraftShape):
-            assert draft is not None
-            return draft.lower(leaves, pages, inputs.drafts[shape]).compile(xla)
-        arguments = leaves, pages, joined(inputs.steps[shape])
-        compile_step = lambda: step.lower(*arguments).compile(xla)  # noqa: E731
-        return kept_programs.program(facts, arguments, device, compile_step)
+            jitted, kind, batch = draft, ("draft", sizes.drafts, sizes.keeps_probs), inputs.drafts[shape]
+        else:
+            jitted, kind, batch = step, ("step",), joined(inputs.steps[shape])
+        arguments = leaves, pages, batch
+        return kept_programs.program(
+            facts and (*facts, *kind), arguments, device, lambda: jitted.lower(*arguments).compile(xla)
+        )
 
     return compile_one
 
 
-def _facts(model: Model, attend: attention.Attend, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a step's program is made from, for `kept_programs`; None if not all of it can be told.
+def _facts(
+    model: Model, bound: BoundDraftModel | None, attend: attention.Attend, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """What programs are made from, for `kept_programs`; None if not all of it can be told.
 
     options: as `_compiler` has them: seed, tile, chain and so on.
     """
@@ -326,10 +331,17 @@ def _facts(model: Model, attend: attention.Attend, options: tuple[Any, ...]) -> 
         return None
     products = linear.find(model.config.linear)
     functions = [attend.impl.attend, attend.impl.write, products.multiply, products.gather]
-    if not kept_programs.own_code(*functions, *[feature.apply for feature in chain.features]):
+    functions += [feature.apply for feature in chain.features]
+    drafter = None
+    if bound:
+        own = bound.model.observe, bound.model.next_logits
+        functions += own
+        names = [function.__qualname__ for function in own]
+        drafter = *bound.model._replace(params=None, observe=None, next_logits=None), *names, bound.attend.scale
+    if not kept_programs.own_code(*functions):
         return None
     names = attend.impl.name, products.name, *[feature.name for feature in chain.features]
-    return model.config, model.graphdef, model.dtype, attend.scale, names, seed, tile, *rest
+    return model.config, model.graphdef, model.dtype, drafter, attend.scale, names, seed, tile, *rest
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:

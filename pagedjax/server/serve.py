@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -170,7 +169,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
     group = joined()
-    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **served(engine, group)}
+    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
     if group is not None and group.process:
         return follow(LLM(args.model, **start), group, args.record)
     with bound_socket(args.host, args.port) as listener:
@@ -186,12 +185,6 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         finally:
             llm.engine.record(None)
     return ended(llm, 0)
-
-
-def served(engine: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """The engine of a server: unless something else was asked for, it compiles behind the steps wherever it can."""
-    behind = group is None and not engine.get("speculative")
-    return {"compilation": "background" if behind else "eager", **engine}
 
 
 def ended(llm: LLM, status: int) -> int:

@@ -23,7 +23,6 @@ from tests.engine.test_update_params import SIZES
 
 pytest.importorskip("numba")
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58, 16, 1)]
 PARAMS = [

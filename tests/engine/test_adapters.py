@@ -22,7 +22,7 @@ from pagedjax.weights.adapter_files import adapter_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 
-pytestmark = [pytest.mark.optimised, pytest.mark.usefixtures("shared_programs")]  # bits are compared
+pytestmark = pytest.mark.optimised  # bits are compared
 
 SIZES: dict[str, Any] = {
     **{"progress": False, "block_size": 8, "num_blocks": 120, "max_model_len": 64, "max_num_seqs": 8},

@@ -17,7 +17,6 @@ from pagedjax.engine import programs
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 SIZES = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_blocks": 64, "max_model_len": 32}
 BUCKETS = (2, 4, 16)

@@ -13,7 +13,6 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def leave_while_running(found, **options) -> None:

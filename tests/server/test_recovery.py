@@ -14,7 +14,6 @@ from pagedjax.engine import step
 from pagedjax.text.outputs import OutputBuilder
 from tests.server.support import ENGINE, GREEDY, completed, error_of, idle, served_to, serving, wait_until
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pagedjax import LLM, cli
 from pagedjax.server import serve
 from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from tests.server.support import (
     wait_until,
 )
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

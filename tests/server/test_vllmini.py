@@ -13,7 +13,6 @@ from pagedjax.engine import step
 from pagedjax.server import vllmini
 from tests.server.support import ENGINE, completed, error_of, idle, served_to, wait_until
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture

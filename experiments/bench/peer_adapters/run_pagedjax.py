@@ -11,7 +11,7 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     import pagedjax
     from pagedjax import LLM, SamplingParams
 
-    llm = LLM(model, progress=False, **options)
+    llm = LLM(model, progress=False, **{"compilation": "eager", **options})
 
     def generate(requests: list[Request]) -> list[list[int]]:
         llm.engine.reset()  # so that a round finds no blocks of an earlier one

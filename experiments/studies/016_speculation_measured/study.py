@@ -74,7 +74,7 @@ def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
 def measured(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Row]:
     """The rows of experiments.bench.speculation for a batch, with the acceptance of each engine's drafter."""
     work = work_of(model.tokenizer.encode, batch, size.output)
-    engines = {"plain": LLM(model, progress=False, **work.engine)}
+    engines = {"plain": LLM(model, progress=False, compilation="eager", **work.engine)}
     plain = serve(engines["plain"], work)
     of: dict[str, tuple[float | None, str]] = {"plain": (None, "none")}
     for acceptance in size.acceptances:

@@ -14,7 +14,6 @@ from pagedjax.routing import RouterRequest
 from pagedjax.server.app import create_app
 from pagedjax.server.ray import exchange
 from pagedjax.server.ray.options import ClusterOptions
-from pagedjax.server.serve import served
 
 HEADER = "x-replica"  # of each answer: the name of the replica that gave it
 TAKEN = "pagedjax.taken"  # the type of the first message of `answer`
@@ -37,7 +36,7 @@ class Replica:
             options.model,
             progress=False,
             compilation_cache=options.compilation_cache,
-            **served(options.engine, None),
+            **options.engine,
         )
         for name, folder in options.adapters.items():
             self.llm.load_adapter(name, folder)
