@@ -21,7 +21,7 @@ from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -98,7 +98,7 @@ def page_dtype(dtype: str) -> str:
     return BITS.get(dtype, dtype)
 
 
-def prepare(dtype: str, *, query_dtype: str, invariant: bool) -> None:
+def prepare(*, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
     if not unsupported(jax.default_backend(), dtype, HEAD_SIZES):
         handler_of(dtype, query_dtype, invariant).start()

@@ -14,34 +14,35 @@ import threading
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from pallas_kernels.shared.cpu import compiler, object_files
 from pallas_kernels.shared.cpu.memory import call, fetch_add, load_published
-from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Option, Translation, compiled
+from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Translation, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import failure, is_query
 
 SPARE = 20  # trampolines that are made at once: more than there are variants
 WAIT = 500  # microseconds between two looks
-CELL = Option("cell")  # address of two words: the handler's address, and that of a message that says why there is none
 
 usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in the same register
 
 
-@compiled
-def _enter(frame):
+@compiled_apart
+def _enter(frame, cell):
+    """cell: address of two words: the handler's address, and that of a message that says why there is none."""
     if is_query(frame):
         return 0
-    handler = load_published(CELL)
+    handler = load_published(cell)
     while handler == 0:
-        message = load_published(CELL + 8)
+        message = load_published(cell + 8)
         if message != 0:
             return failure(frame, message)
         usleep(WAIT)
-        handler = load_published(CELL)
+        handler = load_published(cell)
     return call(handler, frame)
 
 
-@compiled
+@compiled_apart
 def _publish(place, word):
     """Sets a word that is 0. Threads that see it also see all that was written before."""
     return fetch_add(place, word)
@@ -83,8 +84,11 @@ def _made() -> list[Trampoline]:
     cells = np.zeros((SPARE, 8), np.int64)  # a cache line each
     translation = Translation()
     names = [object_files.symbol(f"trampoline_{i}") for i in range(SPARE)]
+    enter = translation.translated(_enter, [WORD, WORD], {})
     for name, cell in zip(names, cells, strict=True):
-        translation.export(_enter, name, {CELL.name: cell.ctypes.data})
+        trampoline = ir.Function(translation.module, ir.FunctionType(WORD, [WORD]), name)
+        builder = ir.IRBuilder(trampoline.append_basic_block())
+        builder.ret(builder.call(enter, [trampoline.args[0], ir.Constant(WORD, cell.ctypes.data)]))
     publish = object_files.symbol("publish")
     translation.export(_publish, publish, {})
     code = compiler.object_code(translation, level=1)
