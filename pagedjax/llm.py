@@ -110,9 +110,7 @@ class LLM:
         if model is None:
             model = DEFAULT_MODEL
         if not isinstance(model, LoadedModel):
-            kept = engine_config.kv_cache_dtype or engine_config.dtype or "float32"
-            attention.prepare(engine_config.attention_impl, kept)
-            linear.prepare(engine_config.linear_impl)
+            _prepare_kernels(engine_config)
             places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
             options = {"tokenizer": tokenizer, "hub": arguments.hub, "progress": progress}
             model = load_model(model, **formats, **places, **options)
@@ -568,6 +566,15 @@ class LLM:
 def _compilation(engine: Mapping[str, Any]) -> Compilation:
     """The default: behind the steps, wherever an engine can compile there."""
     return "background" if joined() is None and not engine.get("speculative") else "eager"
+
+
+def _prepare_kernels(config: EngineConfig) -> None:
+    """Starts what kernels need once a process, before the model is read."""
+    dtype = config.dtype or "float32"
+    kept = config.kv_cache_dtype or dtype
+    attention.prepare(config.attention_impl, dtype=kept, query_dtype=dtype, invariant=config.batch_invariant)
+    weight_dtype = config.weight_dtype or dtype
+    linear.prepare(config.linear_impl, dtype=dtype, weight_dtype=weight_dtype, low_rank=config.enable_lora)
 
 
 def _features(given: Any, processors: Any) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:

@@ -89,9 +89,13 @@ def page_dtype(impl: str | None, dtype: str) -> str:
 numbers_in, stored_in = read, stored  # the numbers in pages, and numbers as pages of a dtype have them
 
 
-def prepare(wanted: str | None, dtype: str) -> None:
-    """Starts an implementation's work of once a process, before there is a model to trace."""
-    find(wanted or DEFAULTS[0]).prepare(dtype)
+def prepare(wanted: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
+    """Starts an implementation's work of once a process, before there is a model to trace.
+
+    Args:
+        dtype, query_dtype, invariant: see `Implementation.prepare`.
+    """
+    find(wanted or DEFAULTS[0]).prepare(dtype=dtype, query_dtype=query_dtype, invariant=invariant)
 
 
 def register_kernels(program: bytes) -> None:

@@ -67,6 +67,10 @@ def choose(wanted: str | None, device: Any, **facts: Any) -> str:
     return wanted
 
 
-def prepare(wanted: str | None) -> None:
-    """Starts an implementation's work of once a process, before there is a model to trace."""
-    find(wanted or DEFAULTS[0]).prepare()
+def prepare(wanted: str | None, *, dtype: str, weight_dtype: str, low_rank: bool) -> None:
+    """Starts an implementation's work of once a process, before there is a model to trace.
+
+    Args:
+        dtype, weight_dtype, low_rank: see `Implementation.prepare`.
+    """
+    find(wanted or DEFAULTS[0]).prepare(dtype=dtype, weight_dtype=weight_dtype, low_rank=low_rank)

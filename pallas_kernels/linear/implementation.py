@@ -88,7 +88,7 @@ def _no_obstacle(device: Any, **facts: Any) -> str:
     return ""
 
 
-def _nothing() -> None:
+def _nothing(**facts: Any) -> None:
     pass
 
 
@@ -114,7 +114,8 @@ class Implementation(NamedTuple):
     pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
     unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
-    prepare: () -> None. Starts work that is needed once a process, before any tracing.
+    prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once a process, before any tracing,
+        for activations and weights of such dtypes. low_rank: some products have others of low rank beside them.
     invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
     low_rank: whether it adds products of low rank; to others none are given.
     pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b is an array of
@@ -127,7 +128,7 @@ class Implementation(NamedTuple):
     pack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
     unpack: Callable[[Any, Matrix], Any] = as_it_is
     gather: Callable[[jax.Array, Matrix, jax.Array], jax.Array] = rows_of
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[..., None] = _nothing
     invariant: bool = False
     low_rank: bool = False
     pack_low: Callable[[Any, Matrix], Any] = low_as_it_is

@@ -24,7 +24,7 @@ def _page_dtype(dtype: str) -> str:
     return BITS[dtype] if dtype == "float8_e4m3fn" else dtype
 
 
-def _nothing(dtype: str) -> None:
+def _nothing(**facts: Any) -> None:
     pass
 
 
@@ -38,7 +38,8 @@ class Implementation(NamedTuple):
         such a cache on the device, as the rest of a sentence; empty if it can. `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
-    prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
+    prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once a process, before any tracing.
+        `dtype` is that of the keys and values. invariant: the engine is batch-invariant.
     page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits, for an
         implementation that reads both.
     invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
@@ -55,7 +56,7 @@ class Implementation(NamedTuple):
     obstacle: Callable[..., str] = _no_obstacle
     page_row: Callable[[int], int] = _one_token
     write: Write = kv_write_xla.write
-    prepare: Callable[[str], None] = _nothing
+    prepare: Callable[..., None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
     invariant: Callable[..., jax.Array] | None = None
     without_drafts: Callable[..., jax.Array] | None = None

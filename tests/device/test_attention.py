@@ -34,11 +34,15 @@ def two_tokens(head_dim):
     return 2 * head_dim
 
 
+def prepare(**facts):
+    prepared.append(facts)
+
+
 def bits(dtype):
     return "uint16" if dtype == "bfloat16" else dtype
 
 
-MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepared.append, page_dtype=bits)
+MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepare, page_dtype=bits)
 SIZE = 8
 """
 
@@ -64,7 +68,7 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
     assert found == expected
     assert llm.engine.config.attention_impl == own
     file = attention.find(own).attend.__globals__
-    assert file["prepared"] == ["float32"]
+    assert file["prepared"] == [{"dtype": "float32", "query_dtype": "float32", "invariant": False}]
     m = llm.engine.model.config
     assert set(file["shapes"]) == {(41, m.kv_heads, 4, 2 * m.head_dim)}
 
@@ -137,7 +141,7 @@ class Device(NamedTuple):
     ],
 )
 def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, dtype, head_dim, expected):
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     sizes = SIZES | {"head_dim": head_dim}
     assert attention.choose(None, Device(platform), dtype=dtype, **sizes) == expected
 

@@ -23,7 +23,7 @@ from pagedjax.weights.trained import whole
 from pallas_kernels.linear import IMPLS, Implementation
 from tests.device.test_model_families import BODY, CASES, GPT2
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,)}
 PROMPTS = [[5, 6, 7], list(range(3, 30)), [9]]
@@ -38,7 +38,7 @@ def obstacle(device, *, mesh, **facts):
     return "cannot serve a mesh" if mesh else ""
 
 
-MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambda: prepared.append(1))
+MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambda **facts: prepared.append(facts))
 """
 
 
@@ -224,7 +224,9 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
     found, llm = outputs(tiny_folder, name)
     assert found == outputs(tiny_folder, "reference")[0]
     assert llm.engine.config.linear_impl == name
-    assert linear.find(name).obstacle.__globals__["prepared"] == [1]
+    assert linear.find(name).obstacle.__globals__["prepared"] == [
+        {"dtype": "float32", "weight_dtype": "float32", "low_rank": False}
+    ]
     with pytest.raises(ValueError, match="MINE' cannot serve a mesh; 'xla' has no such limit"):
         linear.choose(name, Device("cpu"), **FACTS | {"mesh": True})
 

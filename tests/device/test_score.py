@@ -22,7 +22,7 @@ from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapt
 from pagedjax.weights.trained import whole
 from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 pytestmark = pytest.mark.optimised  # bits are compared
 

@@ -21,7 +21,7 @@ from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58, 16, 1)]

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "trainer-parity.md"
 
 
 def test_the_code_of_the_page_runs(tiny_folder, capsys):
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     sizes = "max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=64, progress=False"
     code = "\n".join(blocks).replace('LLM(model="smollm2-135m"', f"LLM(model={str(tiny_folder)!r}, {sizes}")

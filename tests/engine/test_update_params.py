@@ -15,7 +15,7 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Admitted, Sampled
 from tests.engine.test_batch_invariance import VOCAB, model_of
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.optimised  # bits are compared
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("numba") is None:
+if importlib.util.find_spec("llvmlite") is None:
     pytest.skip("the cpu extra is not installed", allow_module_level=True)
 
 from pallas_kernels.linear.cpu import implementation as linear_cpu

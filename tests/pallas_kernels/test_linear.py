@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
 
 ROOT = Path(__file__).parents[2]
-HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("numba")]
+HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("llvmlite")]
 ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -289,7 +289,7 @@ def test_a_call_has_items_for_all_threads_and_they_are_about_equal(tiles, panels
     """The split of one matrix of panels by tiles of tokens."""
     from pallas_kernels.linear.cpu import kernel
 
-    split = kernel._split.py_func  # the compiled one has no wrapper for Python
+    split = kernel._split.function
     several, group = split(tiles, panels, 32 * number_bytes * steps, steps, 1, workers)
     assert 1 <= several <= tiles
     assert 1 <= group <= min(kernel.GROUP_PANELS, panels)
@@ -393,12 +393,12 @@ NARROWER = {
 @pytest.mark.parametrize("name", NARROWER)
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.vectors import has
+    from pallas_kernels.shared.cpu.compiler import has
 
     cpu, features, printed = NARROWER[name]
     if not all(has(feature[1:]) for feature in features.split(",")):
         pytest.skip(f"this CPU has no {name}")
-    settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    settings = {"PALLAS_KERNELS_CPU_NAME": cpu, "PALLAS_KERNELS_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | settings,

@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels.linear import IMPLS, Implementation, linear
 from tests.pallas_kernels.test_linear import CASES, case
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 from pallas_kernels.linear.cpu.differentiable import IMPLEMENTATION
 
 NAMES = ["odd sizes", "norm plus one", "gates of odd width", "rows within a panel", "experts", "bias and residual"]

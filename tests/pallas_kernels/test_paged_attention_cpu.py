@@ -32,7 +32,7 @@ from tests.pallas_kernels.test_paged_attention import (
     scatter,
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="the cpu extra is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="the cpu extra is not installed")
 
 
 def shapes(b: int, pages: int, m: int = 8) -> list[jax.ShapeDtypeStruct]:
@@ -138,7 +138,7 @@ NARROWER = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NARROWER)
 def test_the_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.vectors import has
+    from pallas_kernels.shared.cpu.compiler import has
 
     cpu_name, features = NARROWER[name]
     if not all(has(feature[1:]) for feature in features.split(",")):
@@ -147,9 +147,9 @@ def test_the_kernel_without_the_newest_instructions(name, tmp_path):
         "from tests.pallas_kernels.test_paged_attention_cpu import *\n"
         "for dtype in (np.float32, jnp.bfloat16):\n"
         "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
-        "print(__import__('pallas_kernels.paged_attention.cpu.vectors', fromlist=['PAIRS']).PAIRS)"
+        "print(__import__('pallas_kernels.paged_attention.cpu.tile_vectors', fromlist=['PAIRS']).PAIRS)"
     )
-    settings = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    settings = {"PALLAS_KERNELS_CPU_NAME": cpu_name, "PALLAS_KERNELS_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     found = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | settings,
@@ -309,7 +309,7 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
     assert "'gpu'" in cpu.unsupported("gpu", "float32", 64)
     assert cpu.unsupported("cpu", "bfloat16", 64) == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs numba" in cpu.unsupported("cpu", "bfloat16", 64)
+    assert "needs llvmlite" in cpu.unsupported("cpu", "bfloat16", 64)
     monkeypatch.setattr(cpu.sys, "platform", "win32")
     assert "POSIX" in cpu.unsupported("cpu", "bfloat16", 64)
 

@@ -16,11 +16,29 @@ from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRa
 from pallas_kernels.shared.cpu.handler import Handler
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.linear.cpu.3"
-HANDLER = Handler("linear", TARGET, __package__ or "", Path(__file__).parent)
+TARGET = "pallas_kernels.linear.cpu.4"
 DTYPES = ("float32", "bfloat16")
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 LANES, COLUMNS = 16, (6, 12)  # of a vector; of a tile at most, without and with AVX-512
+
+
+def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
+    """Makes the handler of a variant."""
+    parts = dict.fromkeys((dtype, weight_dtype, "low_rank" if low_rank else dtype))
+    variant = "_".join(parts)
+    options = {"x_size": BYTES[dtype], "kind": BYTES[weight_dtype], "low_rank": int(low_rank)}
+    folder = Path(__file__).parent
+    return Handler(f"linear_{variant}", f"{TARGET}.{variant}", __package__ or "", folder, options)
+
+
+# By the dtypes of x and of the weight, and whether products of low rank are added
+HANDLERS = {
+    (dtype, weight_dtype, low_rank): _handler(dtype, weight_dtype, low_rank)
+    for dtype in DTYPES
+    for weight_dtype in (dtype, "int8")
+    for low_rank in (False, True)
+}
 
 
 def multiply(
@@ -41,7 +59,8 @@ def multiply(
     wrong = unsupported(jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation)
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
-    HANDLER.register()
+    handler = HANDLERS[x.dtype.name, weight.dtype.name, epilogue.low is not None]
+    handler.register()
     each = matrix.outputs // matrix.count
     first, last = rows or (0, each)
     start = first - first % (panels.PANEL // 2)  # of half a panel
@@ -50,14 +69,14 @@ def multiply(
     if residual is not None and start < first:
         residual = jnp.pad(residual, ((0, 0), (first - start, 0)))
     kind = 0 if norm is None else 1 + norm.plus_one
-    options = np.array([each, start, last, ACTIVATIONS[activation], kind, low is not None], np.int32)
+    options = np.array([each, start, last, ACTIVATIONS[activation], kind], np.int32)
     operands = x, weight, scales, bias, norm and norm.weight, residual, sizes
     operands = [none if a is None else a for a in operands]
     width = matrix.width if rows is None else last - start
     out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
     eps = np.full(1, norm.eps if norm else 0, np.float32)
     more = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
-    return jax.ffi.ffi_call(TARGET, out)(*operands, options, eps, *more)[0][:, first - start :]
+    return jax.ffi.ffi_call(handler.target, out)(*operands, options, eps, *more)[0][:, first - start :]
 
 
 def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
@@ -90,8 +109,8 @@ def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | 
         return f"needs weights of int8 or of the activations' dtype {dtype}, and they are {weight_dtype}"
     if activation not in ACTIVATIONS:
         return f"has the gates {', '.join(filter(None, ACTIVATIONS))} and not {activation!r}"
-    if importlib.util.find_spec("numba") is None:
-        return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "needs llvmlite, which is not installed (pip install 'pagedjax[cpu]')"
     return ""
 
 
@@ -102,10 +121,13 @@ def obstacle(device: Any, *, dtype: str, weight_dtype: str, mesh: bool, activati
     return unsupported(device.platform, dtype, weight_dtype, activation)
 
 
-def prepare() -> None:
-    """Loads or compiles the handler in a thread, if it can serve here."""
-    if not unsupported(jax.default_backend(), "float32", "float32", None):
-        HANDLER.start()
+def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
+    """Loads or compiles in threads what such products need, if it can serve here. See `Implementation`."""
+    if unsupported(jax.default_backend(), dtype, weight_dtype, None):
+        return
+    HANDLERS[dtype, weight_dtype, False].start()
+    if low_rank:
+        HANDLERS[dtype, weight_dtype, True].start()
 
 
 def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:

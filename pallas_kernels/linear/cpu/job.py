@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pallas_kernels.linear.cpu.vectors import PANEL
-from pallas_kernels.shared.cpu.memory import compiled, load_int, load_word
+from pallas_kernels.shared.cpu.memory import load_int, load_word
+from pallas_kernels.shared.cpu.translate import Option, compiled
 from pallas_kernels.shared.cpu.vectors import FULL
+
+# Constants of a variant: bytes of a number of x and of the weight, and whether it has products of low rank
+X_SIZE, KIND, LOW = Option("x_size"), Option("kind"), Option("low_rank")
 
 # Words of a job: counters that the threads share, each in a cache line of its own, then constants that the handler
 # wrote.
 NEXT_TILE, TILES_DONE, NEXT, DONE = 64, 128, 192, 256
 TILES, ITEMS = 320, 328  # numbers of items
-X, X_SIZE, K, NORM, NORM_WEIGHT, EPS = 336, 344, 352, 360, 368, 376  # NORM: 0, RMS or RMS_PLUS_ONE; EPS: float32
-WEIGHT, KIND, PANELS, PANEL_BYTES = 384, 392, 400, 408  # panels of one matrix
+X, K, NORM, NORM_WEIGHT, EPS = 336, 352, 360, 368, 376  # NORM: 0, RMS or RMS_PLUS_ONE; EPS: float32
+WEIGHT, PANELS, PANEL_BYTES = 384, 400, 408  # panels of one matrix
 FIRST, LAST = 416, 424  # the outputs that are wanted, of one matrix
 SCALES, BIAS, ACTIVATION, RESIDUAL = 432, 440, 448, 456  # addresses, or 0; ACTIVATION: 0, SILU or GELU_TANH
 OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of the result: address, bytes, row length
@@ -43,7 +47,7 @@ def bytes_of_row(k):
 @compiled
 def token_at(job, place):
     """The row of x and of the result at a place of the tiles."""
-    order = load_word(job + ORDER)
+    order = load_word(job + ORDER) if LOW else 0
     return place if order == 0 else load_int(order + 4 * place)
 
 

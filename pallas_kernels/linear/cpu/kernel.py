@@ -1,18 +1,17 @@
-"""Products of activations with packed weights: numba code behind XLA's FFI.
+"""Products of activations with packed weights: compiled code behind XLA's FFI.
 
     handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
               pool for helpers, works, and waits for what helpers have begun.
     work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed,
               it computes items of the product, each some panels of the weight by some tiles.
 
-A helper that begins too late finds no item. Everything is read from the call frame, so one program serves every shape
-and dtype.
+A helper that begins too late finds no item. Shapes are read from the call frame, so one program serves all of them. A
+variant has code for its own dtypes alone, and for products of low rank if it has those (`job.py`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import types
 
 from pallas_kernels.linear.cpu import low_rank
 from pallas_kernels.linear.cpu.job import (
@@ -30,6 +29,7 @@ from pallas_kernels.linear.cpu.job import (
     JOB_BYTES,
     KIND,
     LAST,
+    LOW,
     LOW_A,
     NEXT,
     NEXT_TILE,
@@ -87,12 +87,9 @@ from pallas_kernels.linear.cpu.vectors import (
     write_columns,
 )
 from pallas_kernels.shared.cpu.memory import (
-    address_of,
-    compiled,
     copy_bytes,
     fetch_add,
     free,
-    linked,
     load_float,
     load_int,
     load_word,
@@ -102,27 +99,20 @@ from pallas_kernels.shared.cpu.memory import (
     store_float,
     store_word,
 )
+from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 from pallas_kernels.shared.cpu.xla_call import (
     HOLDERS,
     IS_FLOAT32,
-    IS_INT8,
     argument,
     ask_for_help,
-    compile_parts,
     data,
     dim,
     dtype,
-    is_query,
     release,
     result,
     threads,
 )
-
-multiply_tile, _define_multiply_tile = linked("linear_multiply_tile", 8)
-work, _define_work = linked("linear_work", 1)
-handler, _define_handler = linked("linear_handler", 1, types.intp)
-_address_of_work = address_of(work)
 
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
 GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
@@ -137,24 +127,25 @@ SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and 
 @compiled
 def _row(job, row, norm, out):
     """out = one row of x in the dtype of the factors, normalised, padded with zeros to whole vectors."""
-    k, size = load_word(job + K), load_word(job + X_SIZE)
-    whole, source = k - k % FULL, load_word(job + X) + row * k * size
-    widen(size, source, out, whole)
+    k = load_word(job + K)
+    whole = k - k % FULL
+    source = load_word(job + X) + row * k * X_SIZE
+    widen(X_SIZE, source, out, whole)
     if whole < k:
         end = out + 4 * whole
         rest = end + 4 * FULL  # the tail's own numbers, padded; then widened to its place
         for i in range(FULL):
             store_float(rest + 4 * i, np.float32(0))
-        copy_bytes(source + size * whole, rest, size * (k - whole))
-        widen(size, rest, end, FULL)
+        copy_bytes(source + X_SIZE * whole, rest, X_SIZE * (k - whole))
+        widen(X_SIZE, rest, end, FULL)
     padded = up(k, FULL)
     if load_word(job + NORM) != 0:
         mean = sum_of_squares(out, padded) / np.float32(k)
         factor = np.float32(1) / square_root(mean + load_float(job + EPS))
         scale_by(out, factor, norm, padded)
-    if size == BFLOAT16:
+    if X_SIZE == BFLOAT16:
         narrow(out, out, padded)
-        if not (PAIRS and load_word(job + KIND) == BFLOAT16):
+        if not (PAIRS and KIND == BFLOAT16):
             for start in range(padded - FULL, -1, -FULL):  # from the end, for it is in place
                 widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
 
@@ -162,11 +153,12 @@ def _row(job, row, norm, out):
 @compiled
 def _norm_weights(job, out):
     """out [K, padded] = the weights of the norm as float32."""
-    k, size, kind = load_word(job + K), load_word(job + X_SIZE), load_word(job + NORM)
+    k = load_word(job + K)
+    kind = load_word(job + NORM)
     if kind == 0:
         return
-    copy_bytes(load_word(job + NORM_WEIGHT), out, k * size)
-    if size == BFLOAT16:
+    copy_bytes(load_word(job + NORM_WEIGHT), out, k * X_SIZE)
+    if X_SIZE == BFLOAT16:
         for start in range(up(k, FULL) - FULL, -1, -FULL):
             widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
     for i in range(k if kind == RMS_PLUS_ONE else 0):
@@ -183,7 +175,7 @@ def _pack(job, tile, norm, rows):
     row_bytes, out = bytes_of_row(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
     for i in range(columns):
         _row(job, token_at(job, first + i), norm, rows + i * row_bytes)
-    if load_word(job + LOW_A) != 0:
+    if LOW and load_word(job + LOW_A) != 0:
         low_rank.multiply_rows(job, first, columns, rows)
     if columns == 1:
         copy_bytes(rows, out, 4 * up(words, FULL))
@@ -195,9 +187,9 @@ def _pack(job, tile, norm, rows):
 # --- the product ------------------------------------------------------------------------------------------------------
 
 
-def _multiply_tile(kind, columns, w, x, count, sums, ahead, stride):
-    _define_multiply_tile()
-    multiply(kind, columns, w, x, count, sums, ahead, stride)
+@compiled_apart
+def _multiply_tile(columns, w, x, count, sums, ahead, stride):
+    multiply(KIND, columns, w, x, count, sums, ahead, stride)
 
 
 @compiled
@@ -231,7 +223,7 @@ def _edges(job, panel, matrix, out):
             for i in range(FULL):
                 store_float(out + 4 * (PANEL + FULL * half + i), np.float32(0))
         else:
-            _vector_of(bias, load_word(job + X_SIZE), at + first, at + last, out + 4 * (2 * PANEL))
+            _vector_of(bias, X_SIZE, at + first, at + last, out + 4 * (2 * PANEL))
             copy_bytes(out + 4 * (2 * PANEL), out + 4 * (PANEL + FULL * half), 4 * FULL)
 
 
@@ -240,10 +232,10 @@ def _finish(job, panel, entry, sums, edges):
     """Scales, biases, activation and residual of a tile's sums, and their way to the result."""
     row, columns = load_word(entry), load_word(entry + 8)
     size, width, kind = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + ACTIVATION)
-    residual, x_size = load_word(job + RESIDUAL), load_word(job + X_SIZE)
+    residual = load_word(job + RESIDUAL)
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         scale_and_add(sums, edges, edges + 4 * PANEL, columns)
-    if load_word(job + LOW_A) != 0:
+    if LOW and load_word(job + LOW_A) != 0:
         low_rank.add_sums(job, panel, entry, sums)
     if kind != 0:
         gate(kind, sums, columns)
@@ -261,12 +253,12 @@ def _finish(job, panel, entry, sums, edges):
             here, place = sums + 4 * (PANEL * i + FULL * half), token_at(job, row + i) * width + at
             if count == FULL:
                 if residual != 0:
-                    add_16(x_size, here, residual + x_size * place)
+                    add_16(X_SIZE, here, residual + X_SIZE * place)
                 write_16(size, here, load_word(job + OUT) + size * place)
             else:
                 if residual != 0:
-                    copy_bytes(residual + x_size * place, spare, x_size * count)
-                    add_16(x_size, here, spare)
+                    copy_bytes(residual + X_SIZE * place, spare, X_SIZE * count)
+                    add_16(X_SIZE, here, spare)
                 write_16(size, here, spare)
                 copy_bytes(spare, load_word(job + OUT) + size * place, size * count)
 
@@ -274,7 +266,7 @@ def _finish(job, panel, entry, sums, edges):
 @compiled
 def _expect(job, panel, entry):
     """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
-    if load_word(job + LOW_A) != 0:
+    if LOW and load_word(job + LOW_A) != 0:
         low_rank.expect_factors(job, panel, entry)
     size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
     row, columns = load_word(entry), load_word(entry + 8)
@@ -285,8 +277,8 @@ def _expect(job, panel, entry):
         prefetch_written(load_word(job + OUT) + size * place)
         prefetch_written(load_word(job + OUT) + size * (place + FULL))
         if residual != 0:
-            prefetch(residual + load_word(job + X_SIZE) * place)
-            prefetch(residual + load_word(job + X_SIZE) * (place + FULL))
+            prefetch(residual + X_SIZE * place)
+            prefetch(residual + X_SIZE * (place + FULL))
 
 
 @compiled
@@ -312,7 +304,8 @@ def _item(job, item, sums):
     A tile is multiplied with all panels of the group, which stay in a core's cache, before the next one. So
     neighbouring numbers of the result are written one after the other.
     """
-    chunks, group, kind = load_word(job + CHUNKS), load_word(job + GROUP), load_word(job + KIND)
+    chunks = load_word(job + CHUNKS)
+    group = load_word(job + GROUP)
     chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
     first_tile, tiles = load_word(chunk), load_word(chunk + 8)
     first = load_word(job + FIRST_PANEL) + group * (item // chunks)
@@ -320,7 +313,7 @@ def _item(job, item, sums):
     table, packed = load_word(job + TABLE), load_word(job + PACKED)
     tile_bytes, panel_bytes = load_word(job + TILE_BYTES), load_word(job + PANEL_BYTES)
     steps, words = load_word(job + STEPS), load_word(job + WORDS)
-    step_bytes = PANEL if kind == INT8 else 4 * PANEL
+    step_bytes = PANEL if KIND == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
     weight = _weight_of(job, item)
     # Each tile fetches a part of the panels of the item that this thread takes next, if threads are equally fast. The
@@ -350,7 +343,7 @@ def _item(job, item, sums):
                     clear(here, columns)
                 if start + count == steps:
                     _expect(job, panel, entry)
-                multiply_tile(kind, columns, w, x, count, here, ahead, stride)
+                _multiply_tile(columns, w, x, count, here, ahead, stride)
                 if start + count == steps:
                     _finish(job, panel, entry, here, edges + EDGES * (panel - first))
 
@@ -362,7 +355,7 @@ def _scratch_bytes(k, steps):
     return max((FULL + 1) * bytes_of_row(k), sums + EDGES * GROUP_PANELS) + 128
 
 
-@compiled
+@compiled_apart
 def _share(job):
     """Computes items until none is left, then waits for those that other threads have begun."""
     room = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
@@ -390,8 +383,8 @@ def _share(job):
     free(room)
 
 
+@compiled
 def _work(job):
-    _define_work()
     if fetch_add(job + NEXT, 0) < load_word(job + ITEMS):
         _share(job)
     release(job)
@@ -444,7 +437,6 @@ def _job(frame, workers):
     x, weight, sizes, options = argument(frame, 0), argument(frame, 1), argument(frame, 6), data(argument(frame, 7))
     rows, k = dim(x, 0), dim(x, 1)
     matrices = max(dim(sizes, 0), 1)
-    kind = 1 if dtype(weight) == IS_INT8 else _size(weight)
     steps = dim(weight, 1)
     panels = dim(weight, 0) // matrices
     outputs, first, last = load_int(options), load_int(options + 4), load_int(options + 8)
@@ -455,14 +447,13 @@ def _job(frame, workers):
     gated = load_int(options + 12) != 0
     first_panel = 0 if gated else first // PANEL
     wanted = (panels if gated else -(-last // PANEL)) - first_panel
-    panel_bytes = steps * (PANEL if kind == INT8 else 4 * PANEL)
+    panel_bytes = steps * (PANEL if KIND == INT8 else 4 * PANEL)
     several, group = _split(tiles, wanted, panel_bytes, steps, matrices, workers)
     most = max(1, -(-tiles // several))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
     low_at = up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
-    low_rows = dim(argument(frame, 9), 1) if load_int(options + 20) != 0 else 0
-    job = malloc(low_at + (low_rank.room(frame, rows) if low_rows > 0 else 0))
+    job = malloc(low_at + (low_rank.room(frame, rows) if LOW else 0))
     at, tile = 0, 0
     for matrix in range(matrices):
         count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
@@ -488,13 +479,11 @@ def _job(frame, workers):
     store_word(job + TILES, tiles)
     store_word(job + ITEMS, chunks * (-(-wanted // group)))
     store_word(job + X, data(x))
-    store_word(job + X_SIZE, _size(x))
     store_word(job + K, k)
     store_word(job + NORM, load_int(options + 16))
     store_word(job + NORM_WEIGHT, data(argument(frame, 4)))
     store_float(job + EPS, load_float(data(argument(frame, 8))))
     store_word(job + WEIGHT, data(weight))
-    store_word(job + KIND, kind)
     store_word(job + PANELS, panels)
     store_word(job + PANEL_BYTES, panel_bytes)
     store_word(job + FIRST, first)
@@ -510,7 +499,7 @@ def _job(frame, workers):
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
     store_word(job + TILE_BYTES, 4 * (COLUMNS * up(k, FULL) + 2 * FULL))
-    store_word(job + WORDS, 1 if PAIRS or kind != BFLOAT16 else 2)
+    store_word(job + WORDS, 1 if PAIRS or KIND != BFLOAT16 else 2)
     store_word(job + STEPS, steps)
     store_word(job + WORKERS, workers)
     store_word(job + CHUNKS, chunks)
@@ -519,7 +508,8 @@ def _job(frame, workers):
     store_word(job + GROUP, group)
     store_word(job + TABLE, job + table_at)
     store_word(job + CHUNK_TABLE, job + chunks_at)
-    low_rank.begin(job, frame, at, job + low_at, low_rows)
+    if LOW:
+        low_rank.begin(job, frame, at, job + low_at)
     return job
 
 
@@ -532,25 +522,19 @@ def _clear_padding(frame):
         used += load_int(data(sizes) + 4 * matrix)
     row_bytes = _size(out) * dim(out, 1)
     for at in range(row_bytes * used, row_bytes * dim(out, 0) if dim(sizes, 0) > 0 else 0):
-        store_byte(data(out) + at, np.int8(0))
+        store_byte(data(out) + at, 0)
 
 
-def _handle(frame):
-    _define_handler()
-    if is_query(frame):
-        return 0
+@compiled
+def handle(frame):
+    """What XLA calls, with a call frame. Returns 0: no error."""
     workers = threads(frame)
     job = _job(frame, workers)
     items = load_word(job + ITEMS)
-    ask_for_help(frame, _address_of_work(), job, min(workers, items) - 1)
+    ask_for_help(frame, address_of(_work), job, min(workers, items) - 1)
     _clear_padding(frame)
     _share(job)
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
     release(job)
     return 0
-
-
-def compile_handler() -> tuple[int, list[bytes]]:
-    """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
-    return compile_parts(((multiply_tile, _multiply_tile), (work, _work), (handler, _handle)))

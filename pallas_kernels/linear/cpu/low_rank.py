@@ -25,7 +25,8 @@ from pallas_kernels.linear.cpu.job import (
     halves,
 )
 from pallas_kernels.linear.cpu.vectors import BFLOAT16, DOTS, PAIRS, PANEL, TOGETHER, add_rows, dots, prefetch
-from pallas_kernels.shared.cpu.memory import compiled, load_int, load_word, store_int, store_word
+from pallas_kernels.shared.cpu.memory import load_int, load_word, store_int, store_word
+from pallas_kernels.shared.cpu.translate import compiled
 from pallas_kernels.shared.cpu.vectors import FULL
 from pallas_kernels.shared.cpu.xla_call import argument, data, dim
 
@@ -46,17 +47,20 @@ def _run(job, place, end):
 @compiled
 def multiply_rows(job, first, columns, x):
     """The products of a tile's normalised rows with the rows of `a` of their slots. first: place of the tile."""
-    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_K)
-    x_size = BFLOAT16 if size == BFLOAT16 and PAIRS and load_word(job + KIND) == BFLOAT16 else 4
+    number = load_word(job + LOW_ROWS)
+    length = load_word(job + LOW_K)
+    row_bytes = X_SIZE * length
     stride, at = bytes_of_row(load_word(job + K)), 0
     while at < columns:
         slot, tokens = _run(job, first + at, first + columns)
         if slot != 0:
-            rows = load_word(job + LOW_A) + size * length * number * slot
+            rows = load_word(job + LOW_A) + row_bytes * number * slot
             out = load_word(job + LOW_X) + 4 * number * (first + at)
             for i in range(0, number, DOTS):
-                row = rows + size * length * i
-                dots(tokens, x_size, x + stride * at, stride, size, row, size * length, length, out + 4 * i, 4 * number)
+                dots(
+                    tokens, BFLOAT16 if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16 else 4, x + stride * at, stride,
+                    X_SIZE, rows + row_bytes * i, row_bytes, length, out + 4 * i, 4 * number,
+                )  # fmt: skip
         at += tokens
 
 
@@ -66,14 +70,14 @@ def _factors(job, panel, half, slot):
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
     first, last = load_int(ranks), load_int(ranks + 4)
     row = load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
-    return load_word(job + LOW_B) + load_word(job + X_SIZE) * FULL * row, first, last - first
+    return load_word(job + LOW_B) + X_SIZE * FULL * row, first, last - first
 
 
 @compiled
 def add_sums(job, panel, entry, sums):
     """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
     place, columns = load_word(entry), load_word(entry + 8)
-    size, number, at = load_word(job + X_SIZE), load_word(job + LOW_ROWS), 0
+    number, at = load_word(job + LOW_ROWS), 0
     while at < columns:
         slot, tokens = _run(job, place + at, place + columns)
         for half in range(2 if slot != 0 else 0):
@@ -82,7 +86,7 @@ def add_sums(job, panel, entry, sums):
                 rows, start, count = _factors(job, panel, half, slot)
                 factors = load_word(job + LOW_X) + 4 * (number * (place + at) + start)
                 own = sums + 4 * (PANEL * at + FULL * half)
-                add_rows(tokens, size, own, factors, 4 * number, rows, count)
+                add_rows(tokens, X_SIZE, own, factors, 4 * number, rows, count)
         at += tokens
 
 
@@ -90,7 +94,7 @@ def add_sums(job, panel, entry, sums):
 def expect_factors(job, panel, entry):
     """Fetches the rows of `b` for a tile's sums."""
     place, columns = load_word(entry), load_word(entry + 8)
-    row_bytes, at = load_word(job + X_SIZE) * FULL, 0
+    row_bytes, at = X_SIZE * FULL, 0
     while at < columns:
         slot, tokens = _run(job, place + at, place + columns)
         for half in range(2 if slot != 0 else 0):
@@ -133,16 +137,15 @@ def room(frame, rows):
 
 
 @compiled
-def begin(job, frame, tokens, place, number):
+def begin(job, frame, tokens, place):
     """Lists the products of a call, if a token has a slot.
 
-    place: address of `room` bytes. number: of rows of `a`; 0 for a call without products of low rank.
+    place: address of `room` bytes.
     """
     store_word(job + LOW_A, 0)
     store_word(job + ORDER, 0)
-    if number == 0:
-        return
     a, b, slots, ranks = argument(frame, 9), argument(frame, 10), argument(frame, 11), argument(frame, 12)
+    number = dim(a, 1)
     order = place + 4 * number * dim(slots, 0)
     if _sort_by_slot(data(slots), tokens, dim(a, 0), order) == 0:
         return

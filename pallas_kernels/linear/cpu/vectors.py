@@ -10,25 +10,27 @@ import itertools
 import math
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
-from pallas_kernels.shared.cpu.memory import INT32, WORD, instruction, pointer
+from pallas_kernels.shared.cpu.compiler import has
+from pallas_kernels.shared.cpu.memory import pointer
+from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, declared, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     constant,
     dot_pairs,
+    each_case,
+    each_index,
     every,
     exponential,
     floats,
     fold,
-    has,
     load,
     load_one,
     multiply_add,
     splat,
     store,
     transposed,
+    variable,
 )
 
 PANEL = 32  # outputs of a panel
@@ -72,7 +74,7 @@ def _fetch(builder, address, written, level):
     """Fetches a line; written: for a store. level: 3 is the nearest cache, 2 the one behind it."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    fetch = declared(builder.module, kind, "llvm.prefetch.p0")
     builder.call(fetch, [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))])
 
 
@@ -87,12 +89,11 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
         places = [
             [builder.add(sums, ir.Constant(WORD, 4 * (PANEL * c + FULL * v))) for v in vectors] for c in range(columns)
         ]
-        totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in vectors] for _ in range(columns)]
+        totals = [[variable(builder, floats(FULL)) for _ in vectors] for _ in range(columns)]
         for row, at in zip(totals, places, strict=True):
             for total, place in zip(row, at, strict=True):
                 builder.store(load(builder, place, zero, FULL), total)
-        with cgutils.for_range(builder, count) as loop:
-            index = loop.index
+        with each_index(builder, count) as index:
             line = builder.add(ahead, builder.mul(index, stride))
             for more in (0, 64):
                 _fetch(builder, builder.add(line, ir.Constant(WORD, more)), 0, 2)
@@ -113,36 +114,25 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
 
 
 @instruction
-def multiply(typing, kind, columns, w, x, count, sums, ahead, stride):
+def multiply(builder, kind, columns, w, x, count, sums, ahead, stride):
     """sums [columns, 32] += x [count, columns] . w [count, 32], as float32.
 
-    kind: of the weight. x: float32, or pairs of bfloat16 if the CPU multiplies those.
+    kind: of the weight, a constant. x: float32, or pairs of bfloat16 if the CPU multiplies those.
     count: of inputs; of pairs of them if the weight is bfloat16.
     ahead: memory that is needed next; every step fetches two lines, `stride` bytes further.
     """
 
-    def generate(context, builder, signature, args):
-        kind, columns, *rest = args
-        for one in (FLOAT32, BFLOAT16, INT8):
-            for width in range(1, COLUMNS + 1):
-                same = [builder.icmp_signed("==", x, ir.Constant(WORD, y)) for x, y in ((kind, one), (columns, width))]
-                with builder.if_then(builder.and_(*same)):
-                    _add_tile(builder, one, width, *rest)
-        return context.get_dummy_value()
+    def add_tile(width):
+        _add_tile(builder, kind.constant, width, w, x, count, sums, ahead, stride)
 
-    return types.void(*[types.intp] * 8), generate
+    each_case(builder, columns, range(1, COLUMNS + 1), add_tile)
 
 
 def _prefetch(written):
     @instruction
-    def fetch(typing, address):
+    def fetch(builder, address):
         """Fetches a line into the nearest cache."""
-
-        def generate(context, builder, signature, args):
-            _fetch(builder, args[0], written, 3)
-            return context.get_dummy_value()
-
-        return types.void(types.intp), generate
+        _fetch(builder, address, written, 3)
 
     return fetch
 
@@ -155,69 +145,49 @@ prefetch, prefetch_written = _prefetch(0), _prefetch(1)
 
 def _each(builder, size, piece):
     """Calls piece(index) for every 16 of `size` numbers; the last ones may be past `size`."""
-    with cgutils.for_range_slice(builder, ir.Constant(WORD, 0), size, ir.Constant(WORD, FULL)) as (index, _):
+    with each_index(builder, size, step=FULL) as index:
         piece(index)
 
 
 @instruction
-def widen(typing, size, source, out, count):
+def widen(builder, size, source, out, count):
     """out [count] = source [count] as float32, for a multiple of 16 numbers. size: 4 or 2 bytes."""
 
-    def generate(context, builder, signature, args):
-        size, source, out, count = args
-        for one in (4, 2):
-            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
-                _each(builder, count, lambda i, one=one: store(builder, load(builder, source, i, FULL, one), out, i))
-        return context.get_dummy_value()
+    def widen_all(size):
+        _each(builder, count, lambda i: store(builder, load(builder, source, i, FULL, size), out, i))
 
-    return types.void(*[types.intp] * 4), generate
+    each_case(builder, size, (4, 2), widen_all)
 
 
 @instruction
-def sum_of_squares(typing, x, count):
+def sum_of_squares(builder, x, count):
     """Returns the sum of the squares of x [count], padded with zeros to a multiple of 16."""
+    total = variable(builder, floats(FULL), constant(0))
 
-    def generate(context, builder, signature, args):
-        x, count = args
-        total = cgutils.alloca_once_value(builder, constant(0))
+    def piece(i):
+        y = load(builder, x, i, FULL)
+        builder.store(multiply_add(builder, y, y, builder.load(total)), total)
 
-        def piece(i):
-            y = load(builder, x, i, FULL)
-            builder.store(multiply_add(builder, y, y, builder.load(total)), total)
-
-        _each(builder, count, piece)
-        return fold(builder, builder.load(total), builder.fadd)
-
-    return types.float32(types.intp, types.intp), generate
+    _each(builder, count, piece)
+    return fold(builder, builder.load(total), builder.fadd)
 
 
 @instruction
-def square_root(typing, x):
-    """As an instruction: numba's calls the C library, and object code that refers to it is not kept."""
-
-    def generate(context, builder, signature, args):
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), args)
-
-    return types.float32(types.float32), generate
+def square_root(builder, x):
+    kind = ir.FunctionType(FLOAT, [FLOAT])
+    return builder.call(declared(builder.module, kind, "llvm.sqrt.f32"), [x])
 
 
 @instruction
-def scale_by(typing, x, factor, weights, count):
+def scale_by(builder, x, factor, weights, count):
     """x [count] = x * factor * weights, in place, for a multiple of 16 numbers."""
+    factor = splat(builder, factor, FULL)
 
-    def generate(context, builder, signature, args):
-        x, factor, weights, count = args
-        factor = splat(builder, factor, FULL)
+    def piece(i):
+        y = builder.fmul(load(builder, x, i, FULL), factor)
+        store(builder, builder.fmul(y, load(builder, weights, i, FULL)), x, i)
 
-        def piece(i):
-            y = builder.fmul(load(builder, x, i, FULL), factor)
-            store(builder, builder.fmul(y, load(builder, weights, i, FULL)), x, i)
-
-        _each(builder, count, piece)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32, types.intp, types.intp), generate
+    _each(builder, count, piece)
 
 
 def _rounded(builder, x):
@@ -231,39 +201,27 @@ def _rounded(builder, x):
 
 
 @instruction
-def narrow(typing, x, out, count):
+def narrow(builder, x, out, count):
     """out [count] bfloat16 = x [count], for a multiple of 16 numbers; may be in place."""
 
-    def generate(context, builder, signature, args):
-        x, out, count = args
+    def piece(i):
+        narrow = _rounded(builder, load(builder, x, i, FULL))
+        address = builder.add(out, builder.mul(i, ir.Constant(WORD, 2)))
+        builder.store(narrow, pointer(builder, address, narrow.type), align=2)
 
-        def piece(i):
-            narrow = _rounded(builder, load(builder, x, i, FULL))
-            address = builder.add(out, builder.mul(i, ir.Constant(WORD, 2)))
-            builder.store(narrow, pointer(builder, address, narrow.type), align=2)
-
-        _each(builder, count, piece)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), generate
+    _each(builder, count, piece)
 
 
 @instruction
-def transpose(typing, rows, row_bytes, out, columns):
+def transpose(builder, rows, row_bytes, out, columns):
     """16 rows of 16 words, `row_bytes` apart -> 16 rows of `columns` words of which each is followed by the next.
 
     Every row is written whole and the next one over its end, so up to 16 words behind the last one are changed.
     """
-
-    def generate(context, builder, signature, args):
-        rows, row_bytes, out, columns = args
-        starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(WORD, i))) for i in range(FULL)]
-        vectors = [load(builder, start, ir.Constant(WORD, 0), FULL) for start in starts]
-        for i, vector in enumerate(transposed(builder, vectors)):
-            store(builder, vector, out, builder.mul(columns, ir.Constant(WORD, i)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+    starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(WORD, i))) for i in range(FULL)]
+    vectors = [load(builder, start, ir.Constant(WORD, 0), FULL) for start in starts]
+    for i, vector in enumerate(transposed(builder, vectors)):
+        store(builder, vector, out, builder.mul(columns, ir.Constant(WORD, i)))
 
 
 # --- products of low rank ---------------------------------------------------------------------------------------------
@@ -274,111 +232,81 @@ TOGETHER = 4
 DOTS = 4  # rows of `a` at a time
 
 
-def _each_number(builder, tokens, generate):
-    """Generates code that runs generate(1) to generate(TOGETHER), by the value of `tokens` at run time."""
-    for number in range(1, TOGETHER + 1):
-        with builder.if_then(builder.icmp_signed("==", tokens, ir.Constant(WORD, number))):
-            generate(number)
-
-
 def _rows_at(builder, address, stride, number):
     return [builder.add(address, builder.mul(stride, ir.Constant(WORD, i))) for i in range(number)]
 
 
 @instruction
-def dots(typing, tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride):
+def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride):
     """out [tokens, 4] = the products of rows x [tokens, count] with 4 rows, for a multiple of 16 numbers.
 
-    x_size, size: bytes of a number of x and of the rows. Strides are in bytes.
+    x_size, size: bytes of a number of x and of the rows, constants. Strides are in bytes.
     """
 
-    def generate(context, builder, signature, args):
-        tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride = args
+    def sums(number):
+        own, starts = _rows_at(builder, x, x_stride, number), _rows_at(builder, rows, stride, DOTS)
+        totals = [[variable(builder, floats(FULL)) for _ in starts] for _ in own]
+        for total in itertools.chain(*totals):
+            builder.store(constant(0), total)
 
-        def sums(number, one, other):
-            own, starts = _rows_at(builder, x, x_stride, number), _rows_at(builder, rows, stride, DOTS)
-            totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in starts] for _ in own]
-            for total in itertools.chain(*totals):
-                builder.store(constant(0), total)
+        def piece(i):
+            factors = [load(builder, start, i, FULL, size.constant) for start in starts]
+            for token, own_totals in zip(own, totals, strict=True):
+                numbers = load(builder, token, i, FULL, x_size.constant)
+                for factor, total in zip(factors, own_totals, strict=True):
+                    builder.store(multiply_add(builder, numbers, factor, builder.load(total)), total)
 
-            def piece(i):
-                factors = [load(builder, start, i, FULL, other) for start in starts]
-                for token, own_totals in zip(own, totals, strict=True):
-                    numbers = load(builder, token, i, FULL, one)
-                    for factor, total in zip(factors, own_totals, strict=True):
-                        builder.store(multiply_add(builder, numbers, factor, builder.load(total)), total)
+        _each(builder, count, piece)
+        for place, own_totals in zip(_rows_at(builder, out, out_stride, number), totals, strict=True):
+            for i, total in enumerate(own_totals):
+                found = fold(builder, builder.load(total), builder.fadd)
+                builder.store(found, pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type))
 
-            _each(builder, count, piece)
-            for place, own_totals in zip(_rows_at(builder, out, out_stride, number), totals, strict=True):
-                for i, total in enumerate(own_totals):
-                    found = fold(builder, builder.load(total), builder.fadd)
-                    builder.store(found, pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type))
-
-        for one, other in ((4, 4), (4, 2), (2, 2)):
-            same = [builder.icmp_signed("==", a, ir.Constant(WORD, b)) for a, b in ((x_size, one), (size, other))]
-            with builder.if_then(builder.and_(*same)):
-                _each_number(builder, tokens, lambda number, one=one, other=other: sums(number, one, other))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 10), generate
+    each_case(builder, tokens, range(1, TOGETHER + 1), sums)
 
 
 @instruction
-def add_rows(typing, tokens, size, sums, factors, stride, rows, count):
+def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
     """sums [tokens, 32][:, :16] += factors [tokens, count] . rows [count, 16], for an even number of rows.
 
-    size: bytes of a number of the rows. stride: of the tokens' factors (float32), in bytes.
+    size: bytes of a number of the rows, a constant. stride: of the tokens' factors (float32), in bytes.
     """
+    zero = ir.Constant(WORD, 0)
 
-    def generate(context, builder, signature, args):
-        tokens, size, sums, factors, stride, rows, count = args
-        zero, two = ir.Constant(WORD, 0), ir.Constant(WORD, 2)
+    def products(number):
+        own = _rows_at(builder, factors, stride, number)
+        totals = [[variable(builder, floats(FULL)) for _ in range(2)] for _ in own]  # even, odd rows
+        for total in itertools.chain(*totals):
+            builder.store(constant(0), total)
+        with each_index(builder, count, step=2) as index:
+            for parity in range(2):
+                at = builder.add(index, ir.Constant(WORD, parity))
+                row = load(builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, size.constant)
+                for token, total in zip(own, totals, strict=True):
+                    factor = splat(builder, load_one(builder, token, at), FULL)
+                    sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
+                    builder.store(sum_, total[parity])
+        places = _rows_at(builder, sums, ir.Constant(WORD, 4 * PANEL), number)
+        for place, (even, odd) in zip(places, totals, strict=True):
+            total = builder.fadd(builder.load(even), builder.load(odd))
+            store(builder, builder.fadd(load(builder, place, zero, FULL), total), place, zero)
 
-        def products(number, one):
-            own = _rows_at(builder, factors, stride, number)
-            totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in range(2)] for _ in own]  # even, odd rows
-            for total in itertools.chain(*totals):
-                builder.store(constant(0), total)
-            with cgutils.for_range_slice(builder, zero, count, two) as (index, _):
-                for parity in range(2):
-                    at = builder.add(index, ir.Constant(WORD, parity))
-                    row = load(builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, one)
-                    for token, total in zip(own, totals, strict=True):
-                        factor = splat(builder, load_one(builder, token, at), FULL)
-                        sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
-                        builder.store(sum_, total[parity])
-            places = _rows_at(builder, sums, ir.Constant(WORD, 4 * PANEL), number)
-            for place, (even, odd) in zip(places, totals, strict=True):
-                total = builder.fadd(builder.load(even), builder.load(odd))
-                store(builder, builder.fadd(load(builder, place, zero, FULL), total), place, zero)
-
-        for one in (4, 2):
-            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
-                _each_number(builder, tokens, lambda number, one=one: products(number, one))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 7), generate
+    each_case(builder, tokens, range(1, TOGETHER + 1), products)
 
 
 # --- after the products: sums of a tile -------------------------------------------------------------------------------
 
 
 @instruction
-def scale_and_add(typing, sums, scales, bias, columns):
+def scale_and_add(builder, sums, scales, bias, columns):
     """sums [columns, 32] = sums * scales [32] + bias [32], in place."""
-
-    def generate(context, builder, signature, args):
-        sums, scales, bias, columns = args
-        starts = [ir.Constant(WORD, 0), ir.Constant(WORD, FULL)]
-        factors, added = ([load(builder, each, start, FULL) for start in starts] for each in (scales, bias))
-        with cgutils.for_range(builder, columns) as loop:
-            row = builder.add(sums, builder.mul(loop.index, ir.Constant(WORD, 4 * PANEL)))
-            for start, factor, more in zip(starts, factors, added, strict=True):
-                y = builder.fadd(builder.fmul(load(builder, row, start, FULL), factor), more)
-                store(builder, y, row, start)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+    starts = [ir.Constant(WORD, 0), ir.Constant(WORD, FULL)]
+    factors, added = ([load(builder, each, start, FULL) for start in starts] for each in (scales, bias))
+    with each_index(builder, columns) as index:
+        row = builder.add(sums, builder.mul(index, ir.Constant(WORD, 4 * PANEL)))
+        for start, factor, more in zip(starts, factors, added, strict=True):
+            y = builder.fadd(builder.fmul(load(builder, row, start, FULL), factor), more)
+            store(builder, y, row, start)
 
 
 SILU, GELU_TANH = 1, 2
@@ -394,38 +322,28 @@ def _sigmoid(builder, x):
 
 
 @instruction
-def gate(typing, kind, sums, columns):
+def gate(builder, kind, sums, columns):
     """sums [columns, 0 : 16] = activation(sums[:, 0 : 16]) * sums[:, 16 : 32], in place. kind: SILU or GELU_TANH."""
-
-    def generate(context, builder, signature, args):
-        kind, sums, columns = args
-        curved = builder.icmp_signed("==", kind, ir.Constant(WORD, GELU_TANH))
-        with cgutils.for_range(builder, columns) as loop:
-            row = builder.add(sums, builder.mul(loop.index, ir.Constant(WORD, 4 * PANEL)))
-            x, y = (load(builder, row, ir.Constant(WORD, at), FULL) for at in (0, FULL))
-            cubic = builder.fmul(builder.fmul(x, x), x)
-            inner = builder.fmul(constant(GELU[0]), multiply_add(builder, cubic, constant(GELU[1]), x))
-            share = _sigmoid(builder, builder.select(curved, inner, x))
-            store(builder, builder.fmul(builder.fmul(x, share), y), row, ir.Constant(WORD, 0))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), generate
+    curved = builder.icmp_signed("==", kind, ir.Constant(WORD, GELU_TANH))
+    with each_index(builder, columns) as index:
+        row = builder.add(sums, builder.mul(index, ir.Constant(WORD, 4 * PANEL)))
+        x, y = (load(builder, row, ir.Constant(WORD, at), FULL) for at in (0, FULL))
+        cubic = builder.fmul(builder.fmul(x, x), x)
+        inner = builder.fmul(constant(GELU[0]), multiply_add(builder, cubic, constant(GELU[1]), x))
+        share = _sigmoid(builder, builder.select(curved, inner, x))
+        store(builder, builder.fmul(builder.fmul(x, share), y), row, ir.Constant(WORD, 0))
 
 
 @instruction
-def add_16(typing, size, sums, more):
+def add_16(builder, size, sums, more):
     """sums [16] += more [16], which has numbers of 4 or 2 bytes."""
+    start = ir.Constant(WORD, 0)
 
-    def generate(context, builder, signature, args):
-        size, sums, more = args
-        start = ir.Constant(WORD, 0)
-        for one in (4, 2):
-            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
-                y = builder.fadd(load(builder, sums, start, FULL), load(builder, more, start, FULL, one))
-                store(builder, y, sums, start)
-        return context.get_dummy_value()
+    def add(size):
+        y = builder.fadd(load(builder, sums, start, FULL), load(builder, more, start, FULL, size))
+        store(builder, y, sums, start)
 
-    return types.void(*[types.intp] * 3), generate
+    each_case(builder, size, (4, 2), add)
 
 
 def _write(builder, size, x, out):
@@ -439,41 +357,23 @@ def _write(builder, size, x, out):
 
 
 @instruction
-def write_16(typing, size, sums, out):
+def write_16(builder, size, sums, out):
     """out [16] = sums [16], as float32 or bfloat16 by the size of a number."""
-
-    def generate(context, builder, signature, args):
-        size, sums, out = args
-        _write(builder, size, load(builder, sums, ir.Constant(WORD, 0), FULL), out)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), generate
+    _write(builder, size, load(builder, sums, ir.Constant(WORD, 0), FULL), out)
 
 
 @instruction
-def write_columns(typing, size, sums, out, stride, columns):
+def write_columns(builder, size, sums, out, stride, columns):
     """out [columns, 16] = sums [columns, 32][:, :16], whose rows are `stride` bytes apart in the result."""
-
-    def generate(context, builder, signature, args):
-        size, sums, out, stride, columns = args
-        with cgutils.for_range(builder, columns) as loop:
-            x = load(builder, sums, builder.mul(loop.index, ir.Constant(WORD, PANEL)), FULL)
-            _write(builder, size, x, builder.add(out, builder.mul(loop.index, stride)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5), generate
+    with each_index(builder, columns) as index:
+        x = load(builder, sums, builder.mul(index, ir.Constant(WORD, PANEL)), FULL)
+        _write(builder, size, x, builder.add(out, builder.mul(index, stride)))
 
 
 @instruction
-def clear(typing, sums, columns):
+def clear(builder, sums, columns):
     """sums [columns, 32] = 0."""
-
-    def generate(context, builder, signature, args):
-        sums, columns = args
-        with cgutils.for_range(builder, columns) as loop:
-            row = builder.mul(loop.index, ir.Constant(WORD, PANEL))
-            for start in (0, FULL):
-                store(builder, constant(0), sums, builder.add(row, ir.Constant(WORD, start)))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+    with each_index(builder, columns) as index:
+        row = builder.mul(index, ir.Constant(WORD, PANEL))
+        for start in (0, FULL):
+            store(builder, constant(0), sums, builder.add(row, ir.Constant(WORD, start)))

@@ -19,8 +19,28 @@ DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
 HEAD_SIZES = 8  # and its multiples
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.paged_attention.cpu.6"
-HANDLER = Handler("paged_attention", TARGET, __package__ or "", Path(__file__).parent)
+TARGET = "pallas_kernels.paged_attention.cpu.7"
+BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
+PAIRED = "bfloat16_bfloat16"  # bfloat16 queries over bfloat16 pages: their chunks have another product
+
+
+def _handler(pages: str, invariant: bool) -> Handler:
+    """Makes the handler of a variant."""
+    variant = f"{pages}_invariant" if invariant else pages
+    size = BYTES["bfloat16" if pages == PAIRED else pages]
+    options = {"size": size, "paired": int(pages == PAIRED), "invariant": int(invariant)}
+    folder = Path(__file__).parent
+    return Handler(f"paged_attention_{variant}", f"{TARGET}.{variant}", __package__ or "", folder, options)
+
+
+_HANDLERS = {(pages, invariant): _handler(pages, invariant) for pages in BYTES for invariant in (False, True)}
+_HANDLERS[PAIRED, False] = _handler(PAIRED, False)
+
+
+def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
+    """Returns the handler for keys and values, and queries, of these dtypes."""
+    is_paired = dtype == query_dtype == "bfloat16" and not invariant  # an invariant chunk multiplies as a decode does
+    return _HANDLERS[PAIRED if is_paired else dtype, invariant]
 
 
 def paged_attention(
@@ -40,16 +60,14 @@ def paged_attention(
         wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
-    HANDLER.register()
+    handler = handler_of(dtype, q.dtype.name, invariant)
+    handler.register()
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
     factor = scale if q.dtype == jnp.bfloat16 else 0  # the kernel divides by it, to have the bfloat16 numbers again
-    options = (
-        jnp.array([window or 0, invariant], jnp.int32),
-        *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)),
-    )
-    attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
+    options = jnp.full(1, window or 0, jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor))
+    attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
     return out.reshape(t, n, d).astype(q.dtype)
 
@@ -64,8 +82,8 @@ def unsupported(platform: str, dtype: str, head_size: int) -> str:
         return f"reads pages of {', '.join(DTYPES)} and not of {dtype}"
     if head_size % HEAD_SIZES:
         return f"needs a head size that is a multiple of {HEAD_SIZES}, and it is {head_size}"
-    if importlib.util.find_spec("numba") is None:
-        return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "needs llvmlite, which is not installed (pip install 'pagedjax[cpu]')"
     return ""
 
 
@@ -80,10 +98,10 @@ def page_dtype(dtype: str) -> str:
     return BITS.get(dtype, dtype)
 
 
-def prepare(dtype: str) -> None:
+def prepare(*, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
     if not unsupported(jax.default_backend(), dtype, HEAD_SIZES):
-        HANDLER.start()
+        handler_of(dtype, query_dtype, invariant).start()
 
 
 IMPLEMENTATION = Implementation(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
 from pallas_kernels.paged_attention.cpu.tile_items import tile_numbers
 from pallas_kernels.paged_attention.cpu.vectors import (
     SHARED,
@@ -25,30 +26,30 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     scores_together,
 )
 from pallas_kernels.shared.cpu.memory import (
-    compiled,
-    linked,
     load_float,
     load_int,
     store_float,
 )
+from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 
 SPAN = 256  # context tokens of a short row's item, counted from the first visible one
 SHORT = 8  # query tokens of a short row at most
 
-attend, _define_attend = linked("paged_attention_attend", 20)
 
 
 @compiled
-def first_seen(length, window, count, aligned):
-    """Returns the first context token of a row's first span: the first one that any of its query tokens sees. Aligned:
-    spans begin at multiples of SPAN, so they are the same for every query token."""
+def first_seen(length, window, count):
+    """Returns the first context token of a row's first span: the first one that any of its query tokens sees.
+
+    In an invariant call, spans begin at multiples of SPAN, so they are the same for every query token.
+    """
     first = max(length - (window + count - 1), 0)
-    return first - first % SPAN if aligned else first
+    return first - first % SPAN if INVARIANT else first
 
 
 @compiled
-def _softmax(scores, begin, count, total, cap):
+def _softmax(scores, begin, count, total, cap) -> tuple[float, float]:
     """scores [total] -> exp(scores - their maximum) of those from `begin` to `count`, and 0 of the others, in place.
 
     Returns (maximum, sum); without a score (minus infinity, 0). Writes up to the next 16.
@@ -78,8 +79,9 @@ def _fetch(address, size):
         prefetch(address + at)
 
 
-def attend_item(
-    size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats,
+@compiled_apart
+def attend(
+    q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats,
     count, length, window, token_bytes, heads,
 ):  # fmt: skip
     """Computes the queries of `count` tokens, G each, over the context tokens first : stop of one key head.
@@ -89,12 +91,11 @@ def attend_item(
     out: [G, D] float32, the sum of the values, weighted by exp(score - the largest score).
     stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of items.
     k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
-    scores: [count, G, SPAN] float32, scratch. size: bytes per element of the pages.
+    scores: [count, G, SPAN] float32, scratch.
     length, window: context tokens of the row; the last token sees the last `window` of them, each token before it one
         less.
     """
-    _define_attend()
-    row, part = size * d, 4 * group * d * heads
+    row, part = SIZE * d, 4 * group * d * heads
     visible = max(first, length - (window + count - 1))  # an aligned span may begin before the window
     at = visible
     while at < stop:
@@ -112,17 +113,17 @@ def attend_item(
                 query, score = q + token * token_bytes, to + 4 * (token * group * SPAN + i)
                 g = 0
                 while g + SHARED <= group:
-                    scores_shared(size, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    scores_shared(SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
                     g += SHARED
                 while g < group:
-                    scores_together(size, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    scores_together(SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
                     g += 1
             i += TOGETHER
         while i < run:
             for token in range(count):
                 for g in range(group):
                     query, score = q + token * token_bytes + 4 * g * d, to + 4 * ((token * group + g) * SPAN + i)
-                    score_one(size, query, base + i * row, d, score, SPAN)
+                    score_one(SIZE, query, base + i * row, d, score, SPAN)
             i += 1
         at += run
 
@@ -152,18 +153,18 @@ def attend_item(
                 g = 0
                 while g + SHARED <= group:
                     address = sums + 4 * g * d
-                    add_weighted_values_shared(size, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    add_weighted_values_shared(SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
                     g += SHARED
                 while g < group:
                     address = sums + 4 * g * d
-                    add_weighted_values_together(size, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    add_weighted_values_together(SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
                     g += 1
             i += TOGETHER
         while i < run:
             for token in range(count):
                 for g in range(group):
                     weights, sums = to + 4 * ((token * group + g) * SPAN + i), out + token * part + 4 * g * d
-                    add_weighted_values_one(size, weights, base + i * row, d, sums, SPAN)
+                    add_weighted_values_one(SIZE, weights, base + i * row, d, sums, SPAN)
             i += 1
         at += run
 

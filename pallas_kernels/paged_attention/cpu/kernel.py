@@ -1,4 +1,4 @@
-"""Paged attention that reads pages in place: numba code behind XLA's FFI.
+"""Paged attention that reads pages in place: compiled code behind XLA's FFI.
 
     handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers, works, waits for
               the items that helpers have begun, and merges short rows of more than one span.
@@ -12,28 +12,24 @@ The handler never waits for a helper that has not begun: its thread then compute
 any number of engines that share the pool. A helper that begins too late finds no item. It reads only the job, a block
 of memory that the last user frees.
 
-Head sizes are multiples of 8. Everything else is read from the call frame, so one program serves every shape, with
-float32, bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. The object code of the handler, the
-work and the kinds of items (`items.py`, `tile_items.py`, `pieces.py`) is linked by name. `object_files.py` stores it
-on disk; a process that finds it does not import this module.
+Head sizes are multiples of 8. Shapes are read from the call frame, so one program serves all of them, with and without
+a window and a soft cap. A variant (`options.py`) has code for pages of one dtype, and for one kind of chunks. Items are
+in `items.py`, `tile_items.py` and `pieces.py`. `object_files.py` stores the object code on disk; a process that finds
+it does not import this module.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-
-from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, attend_item, first_seen, scratch_bytes
-from pallas_kernels.paged_attention.cpu.pieces import attend_piece, attend_piece_item, merge_parts
-from pallas_kernels.paged_attention.cpu.tile_items import attend_tile, attend_tile_item
+from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, first_seen, scratch_bytes
+from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
+from pallas_kernels.paged_attention.cpu.pieces import attend_piece, merge_parts
+from pallas_kernels.paged_attention.cpu.tile_items import attend_tile
 from pallas_kernels.paged_attention.cpu.tile_vectors import LANES
 from pallas_kernels.paged_attention.cpu.vectors import clear, scale
 from pallas_kernels.shared.cpu.memory import (
-    address_of,
-    compiled,
     fetch_add,
     free,
-    linked,
     load_float,
     load_int,
     load_word,
@@ -42,26 +38,17 @@ from pallas_kernels.shared.cpu.memory import (
     store_float,
     store_word,
 )
+from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import (
     HOLDERS,
-    IS_BFLOAT16,
-    IS_FLOAT32,
-    IS_UINT16,
     argument,
     ask_for_help,
-    compile_parts,
     data,
     dim,
-    dtype,
-    is_query,
     release,
     result,
     threads,
 )
-
-work, _define_work = linked("paged_attention_work", 1)
-handler, _define_handler = linked("paged_attention_handler", 1, types.intp)
-_address_of_work = address_of(work)
 
 # --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
 
@@ -69,34 +56,32 @@ _address_of_work = address_of(work)
 NEXT, DONE, ITEMS = 8, 16, 24  # behind HOLDERS
 Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
-SIZE = 136  # of a number in the pages
 WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
 FACTOR = 160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
 STATS, PARTS = 168, 176  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
 SLOTS = 184  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
-ALIGNED = 192  # 1 in a batch-invariant call, else 0
 STARTS = 200  # [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
 NO_WINDOW = 1 << 31  # longer than any context
 
 
 @compiled
-def _units(length, window, count, group, aligned):
+def _units(length, window, count, group):
     """Returns a row's units: spans of visible tokens if it is short, else pieces or tiles of its queries."""
     if count <= SHORT:
-        return _spans(length, window, count, aligned)
-    return -(-count // SHORT) if aligned else -(-count * group // LANES)
+        return _spans(length, window, count)
+    return -(-count // SHORT) if INVARIANT else -(-count * group // LANES)
 
 
 @compiled
-def _spans(length, window, count, aligned):
+def _spans(length, window, count):
     """Returns how many spans hold what the query tokens of a row see; 0 if it has none."""
-    return -(-(length - first_seen(length, window, count, aligned)) // SPAN) if count > 0 else 0
+    return -(-(length - first_seen(length, window, count)) // SPAN) if count > 0 else 0
 
 
 @compiled
-def _slots(length, window, count, aligned):
+def _slots(length, window, count):
     """Returns a row's slots for parts of results: (span, query token) pairs of a short row."""
-    return count * _spans(length, window, count, aligned) if count <= SHORT else 0
+    return count * _spans(length, window, count) if count <= SHORT else 0
 
 
 @compiled
@@ -123,13 +108,12 @@ def _merge(job):
             merge_parts(out, stats, parts, (end - start) // count, count * queries, d)
 
 
+@compiled_apart
 def _work(job):
     """Computes items until none is left, then releases the job."""
-    _define_work()
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
-    size, window, cap, factor = load_word(job + SIZE), load_word(job + WINDOW), job + CAP, job + FACTOR
-    aligned = load_word(job + ALIGNED)
-    head_bytes = size * s * d
+    window, cap, factor = load_word(job + WINDOW), job + CAP, load_float(job + FACTOR)
+    head_bytes = SIZE * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
     room = 0
@@ -149,12 +133,12 @@ def _work(job):
         q, out = load_word(job + Q) + at, load_word(job + OUT) + at
         k, v = load_word(job + KEYS) + head_bytes * head, load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
-        if count > SHORT and aligned:
+        if count > SHORT and INVARIANT:
             begin = SHORT * index
             several = min(SHORT, count - begin)
             at = begin * token_bytes
             attend_piece(
-                size, q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, several,
+                q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, several,
                 length - (count - begin - several), window, token_bytes, heads,
             )  # fmt: skip
         elif count > SHORT:
@@ -162,20 +146,20 @@ def _work(job):
             lanes = min(LANES, group * count - begin)
             before = length - count
             attend_tile(
-                size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes, group, d, s,
+                q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes, group, d, s,
                 room, out,
             )  # fmt: skip
         else:
             slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
             place = group * (slot * heads + head)
             stats = load_word(job + STATS) + 8 * place
-            first_token = first_seen(length, window, count, aligned)
+            first_token = first_seen(length, window, count)
             alone = length - first_token <= SPAN
             part = out if alone else load_word(job + PARTS) + 4 * d * place
             begin = first_token + SPAN * index
             stop = min(begin + SPAN, length)
             attend(
-                size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats,
+                q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats,
                 count, length, window, token_bytes, heads,
             )  # fmt: skip
             if alone:
@@ -191,20 +175,20 @@ def _work(job):
 
 @compiled
 def _job(frame):
-    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window and `aligned` [2],
-    soft cap [1], scale of bfloat16 queries [1]."""
+    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
+    scale of bfloat16 queries [1]."""
     q, keys, tables = argument(frame, 0), argument(frame, 1), argument(frame, 3)
     lengths, offsets = argument(frame, 4), argument(frame, 5)
     rows, heads, group, d = dim(lengths, 0), dim(q, 1), dim(q, 2), dim(q, 3)
     length, offset = data(lengths), data(offsets)
-    window, aligned = load_int(data(argument(frame, 6))), load_int(data(argument(frame, 6)) + 4)
+    window = load_int(data(argument(frame, 6)))
     window = window if window > 0 else NO_WINDOW
     units, all_slots, several = 0, 0, False
     for row in range(rows):
         count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
         context = load_int(length + 4 * row)
-        units += _units(context, window, count, group, aligned)
-        slots = _slots(context, window, count, aligned)
+        units += _units(context, window, count, group)
+        slots = _slots(context, window, count)
         all_slots += slots
         several = several or slots > count
     slots_at = STARTS + 8 * (rows + 1)
@@ -224,10 +208,7 @@ def _job(frame):
     store_word(job + GROUP, group)
     store_word(job + DIM, d)
     store_word(job + BLOCK, dim(keys, 2))
-    kind = dtype(keys)
-    store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind in (IS_BFLOAT16, IS_UINT16) else 1)
     store_word(job + WINDOW, window)
-    store_word(job + ALIGNED, aligned)
     store_float(job + CAP, load_float(data(argument(frame, 7))))
     store_float(job + FACTOR, load_float(data(argument(frame, 8))))
     store_word(job + STATS, job + stats)
@@ -238,8 +219,8 @@ def _job(frame):
         store_word(job + STARTS + 8 * row, units)
         store_word(job + slots_at + 8 * row, slots)
         _, count, context = _row(job, row)
-        units += _units(context, window, count, group, aligned)
-        slots += _slots(context, window, count, aligned)
+        units += _units(context, window, count, group)
+        slots += _slots(context, window, count)
     store_word(job + STARTS + 8 * rows, units)
     store_word(job + slots_at + 8 * rows, slots)
     return job
@@ -253,23 +234,16 @@ def _clear_padding(frame, job):
     clear(load_word(job + OUT) + 4 * size * used, size * (dim(argument(frame, 0), 0) - used))
 
 
-def _handle(frame):
-    _define_handler()
-    if is_query(frame):
-        return 0
+@compiled
+def handle(frame):
+    """What XLA calls, with a call frame. Returns 0: no error."""
     job = _job(frame)
     items = load_word(job + ITEMS)
-    ask_for_help(frame, _address_of_work(), job, min(threads(frame), items) - 1)
+    ask_for_help(frame, address_of(_work), job, min(threads(frame), items) - 1)
     _clear_padding(frame, job)
-    work(job)
+    _work(job)
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
     _merge(job)
     release(job)
     return 0
-
-
-def compile_handler() -> tuple[int, list[bytes]]:
-    """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
-    items = (attend, attend_item), (attend_tile, attend_tile_item), (attend_piece, attend_piece_item)
-    return compile_parts((*items, (work, _work), (handler, _handle)))

@@ -12,9 +12,9 @@ import numpy as np
 
 from pallas_kernels.paged_attention.cpu.items import SPAN, attend, first_seen
 from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
-from pallas_kernels.shared.cpu.memory import compiled, free, linked, load_float, malloc, store_float
+from pallas_kernels.shared.cpu.memory import free, load_float, malloc, store_float
+from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 
-attend_piece, _define_attend_piece = linked("paged_attention_attend_piece", 17)
 
 
 @compiled
@@ -37,23 +37,23 @@ def merge_parts(out, stats, parts, count, stride, d):
     scale(out, np.float32(1) / norm, d)
 
 
-def attend_piece_item(
-    size, q, k, v, page_bytes, table, cap, group, d, s, scores, out, count, length, window, token_bytes, heads,
+@compiled_apart
+def attend_piece(
+    q, k, v, page_bytes, table, cap, group, d, s, scores, out, count, length, window, token_bytes, heads,
 ):  # fmt: skip
     """Computes the queries of `count` tokens, G each, over all that they see of one key head.
 
-    length: context tokens of the piece's last token. The other arguments are those of `attend_item`.
+    length: context tokens of the piece's last token. The other arguments are those of `attend`.
     out: [G, D] float32 of the first token; those of the next one are token_bytes behind.
     """
-    _define_attend_piece()
-    first, queries = first_seen(length, window, count, 1), count * group
+    first, queries = first_seen(length, window, count), count * group
     spans = -(-(length - first) // SPAN)
     stats = malloc(4 * spans * queries * (2 + d))
     parts = stats + 8 * spans * queries
     for i in range(spans):
         begin = first + SPAN * i
         attend(
-            size, q, k, v, page_bytes, table, begin, min(begin + SPAN, length), cap, group, d, s, scores,
+            q, k, v, page_bytes, table, begin, min(begin + SPAN, length), cap, group, d, s, scores,
             parts + 4 * d * queries * i, stats + 8 * queries * i, count, length, window, token_bytes, 1,
         )  # fmt: skip
     for query in range(queries):

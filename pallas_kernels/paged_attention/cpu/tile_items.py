@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.paged_attention.cpu.options import PAIRED, SIZE
 from pallas_kernels.paged_attention.cpu.tile_vectors import (
     KEYS_AT_ONCE,
     LANES,
@@ -39,8 +40,6 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     scale,
 )
 from pallas_kernels.shared.cpu.memory import (
-    compiled,
-    linked,
     load_float,
     load_int,
     load_word,
@@ -48,24 +47,24 @@ from pallas_kernels.shared.cpu.memory import (
     store_int,
     store_word,
 )
+from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 
 CONTEXT_TILE = 64  # context tokens of a step; above LANES, so that windows begin in the first step
 
-attend_tile, _define_attend_tile = linked("paged_attention_attend_tile", 18)
 
 NEVER = np.float32(-1e30)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
 
 
 @compiled
-def _take(size, pages, page_bytes, table, first, count, d, s, out):
+def _take(pages, page_bytes, table, first, count, d, s, out):
     """out [count, D] float32 = the keys or values of one key head of the context tokens from `first`."""
     at, stop = first, first + count
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)
         page = pages + load_int(table + 4 * (at // s)) * page_bytes
-        copy(size, page + size * d * offset, out + 4 * d * (at - first), run * d)
+        copy(SIZE, page + SIZE * d * offset, out + 4 * d * (at - first), run * d)
         at += run
 
 
@@ -115,7 +114,7 @@ def _begin(places, visible, top, norm, first, number, before, window, token_byte
     begin = max(before + token + 1 - window, 0)
     for lane in range(LANES):
         store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
-        store_int(visible + 4 * lane, np.int32(before + token + 1 - begin))
+        store_int(visible + 4 * lane, before + token + 1 - begin)
         store_float(top + 4 * lane, NEVER)
         store_float(norm + 4 * lane, np.float32(0))
         if lane + 1 < number:  # the last one again fills the vector
@@ -129,7 +128,7 @@ def _begin(places, visible, top, norm, first, number, before, window, token_byte
 def _advance(visible):
     """Counts the tokens that queries see from the next step's first one."""
     for lane in range(LANES):
-        store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - CONTEXT_TILE))
+        store_int(visible + 4 * lane, load_int(visible + 4 * lane) - CONTEXT_TILE)
 
 
 @compiled
@@ -159,7 +158,7 @@ def _mask_window(scores, visible, window, number):
 def _attend_pairs(
     q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
 ):
-    """As `attend_tile_item`, by products of pairs of bfloat16 numbers, for queries and pages of bfloat16.
+    """As `attend_tile`, by products of pairs of bfloat16 numbers, for queries and pages of bfloat16.
 
     factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are the bfloat16 numbers
         that they were. The scores are multiplied by it instead.
@@ -209,20 +208,20 @@ def _attend_pairs(
     _write_results(sums, norm, places, number, d, out)
 
 
-def attend_tile_item(
-    size, q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
+@compiled_apart
+def attend_tile(
+    q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
 ):
     """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
-    window: the number of tokens up to itself that a query sees. size, k, v, table, cap: as in `attend_item`.
-    factor: address of the scale that bfloat16 queries have been multiplied by, or of 0 if they are float32.
+    window: the number of tokens up to itself that a query sees. k, v, table, cap: as in `attend`.
+    factor: the scale that bfloat16 queries have been multiplied by, 0 if they are float32.
     scratch: `scratch_bytes` bytes.
     """
-    _define_attend_tile()
-    if PAIRS and size == 2 and load_float(factor) != 0:
+    if PAIRS and PAIRED:
         _attend_pairs(
-            q, k, v, page_bytes, table, first, number, before, window, cap, load_float(factor), token_bytes, group, d,
+            q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d,
             s, scratch, out,
         )  # fmt: skip
         return
@@ -241,7 +240,7 @@ def attend_tile_item(
 
     for start in range(begin, stop, CONTEXT_TILE):
         count = min(CONTEXT_TILE, stop - start)
-        _take(size, k, page_bytes, table, start, count, d, s, tokens)
+        _take(k, page_bytes, table, start, count, d, s, tokens)
         _score(transposed, tokens, d, count, number, weights)
         if load_float(cap) > 0:
             for lane in range(0, number, FULL):
@@ -254,7 +253,7 @@ def attend_tile_item(
                 hide(weights + at, count, visible + at)
             online_softmax_step(weights + at, count, top + at, norm + at, rescale + at)
         _advance(visible)
-        _take(size, v, page_bytes, table, start, count, d, s, tokens)
+        _take(v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
             add_weighted_values_tile(weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane)
 

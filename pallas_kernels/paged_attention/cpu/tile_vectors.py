@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
-from pallas_kernels.shared.cpu.memory import INT32, WORD, instruction, pointer
+from pallas_kernels.shared.cpu.compiler import has
+from pallas_kernels.shared.cpu.memory import pointer
+from pallas_kernels.shared.cpu.translate import INT32, WORD, declared, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     POWERS,
     BFloat,
     constant,
     dot_pairs,
+    each_index,
     every,
     exponential,
     floats,
-    has,
     load,
     load_one,
     multiply_add,
@@ -25,6 +25,7 @@ from pallas_kernels.shared.cpu.vectors import (
     splat,
     store,
     transposed,
+    variable,
 )
 
 LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key head
@@ -49,68 +50,50 @@ def _paired(builder, a, b):
 
 
 @instruction
-def round_to_bfloat16(typing, source, factor, out, d):
+def round_to_bfloat16(builder, source, factor, out, d):
     """out [D] bfloat16 = source [D] float32 * factor."""
 
-    def generate(context, builder, signature, args):
-        source, factor, out, d = args
+    def piece(index, lanes):
+        product = builder.fmul(load(builder, source, index, lanes), splat(builder, factor, lanes))
+        bits = builder.bitcast(builder.fptrunc(product, ir.VectorType(BFloat(), lanes)), _shorts(lanes))
+        address = builder.add(out, builder.mul(index, ir.Constant(WORD, 2)))
+        builder.store(bits, pointer(builder, address, bits.type), align=2)
 
-        def piece(index, lanes):
-            product = builder.fmul(load(builder, source, index, lanes), splat(builder, factor, lanes))
-            bits = builder.bitcast(builder.fptrunc(product, ir.VectorType(BFloat(), lanes)), _shorts(lanes))
-            address = builder.add(out, builder.mul(index, ir.Constant(WORD, 2)))
-            builder.store(bits, pointer(builder, address, bits.type), align=2)
-
-        pieces(builder, d, piece)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32, types.intp, types.intp), generate
+    pieces(builder, d, piece)
 
 
 @instruction
-def interleave(typing, first, second, out, d):
+def interleave(builder, first, second, out, d):
     """out [D] = pairs of the numbers, of 16 bits, of two rows."""
 
-    def generate(context, builder, signature, args):
-        first, second, out, d = args
+    def piece(index, lanes):
+        offset = builder.mul(index, ir.Constant(WORD, 2))
+        rows = [pointer(builder, builder.add(row, offset), _shorts(lanes)) for row in (first, second)]
+        store(builder, _paired(builder, *(builder.load(row, align=2) for row in rows)), out, index)
 
-        def piece(index, lanes):
-            offset = builder.mul(index, ir.Constant(WORD, 2))
-            rows = [pointer(builder, builder.add(row, offset), _shorts(lanes)) for row in (first, second)]
-            store(builder, _paired(builder, *(builder.load(row, align=2) for row in rows)), out, index)
-
-        pieces(builder, d, piece)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+    pieces(builder, d, piece)
 
 
 @instruction
-def transpose(typing, rows, stride, out):
+def transpose(builder, rows, stride, out):
     """16 x 16 float32 numbers, rows `stride` numbers apart -> columns LANES numbers apart."""
-
-    def generate(context, builder, signature, args):
-        rows, stride, out = args
-        starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(FULL)]
-        vectors = [load(builder, rows, start, FULL) for start in starts]
-        for i, vector in enumerate(transposed(builder, vectors)):
-            store(builder, vector, out, ir.Constant(WORD, i * LANES))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp), generate
+    starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(FULL)]
+    vectors = [load(builder, rows, start, FULL) for start in starts]
+    for i, vector in enumerate(transposed(builder, vectors)):
+        store(builder, vector, out, ir.Constant(WORD, i * LANES))
 
 
 def _sums_of_tile(builder, vectors, q, keys, words, add):
     """Returns the sums over `words` words of the products of keys with `vectors` x 16 lanes of q [words, LANES]."""
     parts = range(vectors)
     zeros = ir.Constant(floats(FULL), None)
-    sums = [[cgutils.alloca_once_value(builder, zeros) for _ in parts] for _ in keys]
-    with cgutils.for_range(builder, words) as loop:
-        at = builder.mul(loop.index, ir.Constant(WORD, LANES))
+    sums = [[variable(builder, floats(FULL), zeros) for _ in parts] for _ in keys]
+    with each_index(builder, words) as index:
+        at = builder.mul(index, ir.Constant(WORD, LANES))
         columns = [builder.add(at, ir.Constant(WORD, part * FULL)) for part in parts]
         queries = [load(builder, q, column, FULL) for column in columns]
         for key, accumulated in zip(keys, sums, strict=True):
-            number = load_one(builder, key, loop.index)
+            number = load_one(builder, key, index)
             for x, total in zip(queries, accumulated, strict=True):
                 y = splat(builder, number, FULL)
                 builder.store(add(builder, x, y, builder.load(total)), total)
@@ -125,38 +108,26 @@ def _store_tile(builder, sums, out):
 
 def _score_tile(vectors):
     @instruction
-    def score_tile(typing, q, k, d, out):
+    def score_tile(builder, q, k, d, out):
         """out [keys, LANES] = k [keys, D] . q [D, LANES], of KEYS_AT_ONCE keys and of `vectors` x 16 lanes."""
-
-        def generate(context, builder, signature, args):
-            q, k, d, out = args
-            keys = [builder.add(k, builder.mul(d, ir.Constant(WORD, 4 * i))) for i in range(KEYS_AT_ONCE)]
-            _store_tile(builder, _sums_of_tile(builder, vectors, q, keys, d, multiply_add), out)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp, types.intp, types.intp), generate
+        keys = [builder.add(k, builder.mul(d, ir.Constant(WORD, 4 * i))) for i in range(KEYS_AT_ONCE)]
+        _store_tile(builder, _sums_of_tile(builder, vectors, q, keys, d, multiply_add), out)
 
     return score_tile
 
 
 def _score_pairs(vectors):
     @instruction
-    def score_pairs(typing, q, keys, words, factor, out):
+    def score_pairs(builder, q, keys, words, factor, out):
         """out [keys, LANES] = factor * k [keys, D] . q [D, LANES], as `score_tile`, for bfloat16 numbers.
 
         q: [words, LANES] pairs of neighbours in D. keys: addresses of KEYS_AT_ONCE keys. words: D / 2.
         """
-
-        def generate(context, builder, signature, args):
-            q, keys, words, factor, out = args
-            places = [builder.add(keys, ir.Constant(WORD, 8 * i)) for i in range(KEYS_AT_ONCE)]
-            keys = [builder.load(pointer(builder, place, WORD)) for place in places]
-            factor = splat(builder, factor, FULL)
-            sums = _sums_of_tile(builder, vectors, q, keys, words, dot_pairs)
-            _store_tile(builder, [[builder.fmul(total, factor) for total in row] for row in sums], out)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp, types.intp, types.float32, types.intp), generate
+        places = [builder.add(keys, ir.Constant(WORD, 8 * i)) for i in range(KEYS_AT_ONCE)]
+        keys = [builder.load(pointer(builder, place, WORD)) for place in places]
+        factor = splat(builder, factor, FULL)
+        sums = _sums_of_tile(builder, vectors, q, keys, words, dot_pairs)
+        _store_tile(builder, [[builder.fmul(total, factor) for total in row] for row in sums], out)
 
     return score_pairs
 
@@ -167,39 +138,33 @@ score_pairs_16, score_pairs_32, score_pairs_48 = (_score_pairs(vectors) for vect
 
 def _add_values(add):
     @instruction
-    def add_values(typing, weights, v, d, count, rescale, out):
+    def add_values(builder, weights, v, d, count, rescale, out):
         """out [queries, D] = rescale [queries] * out + weights [count, LANES]^T . v [count, D], of QUERIES_AT_ONCE.
 
         Pairs of bfloat16 numbers are of two tokens, and `count` is that of the pairs.
         """
+        queries = range(QUERIES_AT_ONCE)
+        rows = [builder.mul(d, ir.Constant(WORD, i)) for i in queries]
 
-        def generate(context, builder, signature, args):
-            weights, v, d, count, rescale, out = args
-            queries = range(QUERIES_AT_ONCE)
-            rows = [builder.mul(d, ir.Constant(WORD, i)) for i in queries]
-
-            def piece(index, lanes):
-                places = [builder.add(row, index) for row in rows]
-                sums = []
+        def piece(index, lanes):
+            places = [builder.add(row, index) for row in rows]
+            sums = []
+            for i in queries:
+                old = load(builder, out, places[i], lanes)
+                kept = splat(builder, load_one(builder, rescale, ir.Constant(WORD, i)), lanes)
+                sums.append(variable(builder, floats(lanes)))
+                builder.store(builder.fmul(old, kept), sums[i])
+            with each_index(builder, count) as token:
+                y = load(builder, v, builder.add(builder.mul(d, token), index), lanes)
+                first = builder.mul(token, ir.Constant(WORD, LANES))
                 for i in queries:
-                    old = load(builder, out, places[i], lanes)
-                    kept = splat(builder, load_one(builder, rescale, ir.Constant(WORD, i)), lanes)
-                    sums.append(cgutils.alloca_once(builder, floats(lanes)))
-                    builder.store(builder.fmul(old, kept), sums[i])
-                with cgutils.for_range(builder, count) as loop:
-                    y = load(builder, v, builder.add(builder.mul(d, loop.index), index), lanes)
-                    first = builder.mul(loop.index, ir.Constant(WORD, LANES))
-                    for i in queries:
-                        number = load_one(builder, weights, builder.add(first, ir.Constant(WORD, i)))
-                        new = add(builder, splat(builder, number, lanes), y, builder.load(sums[i]))
-                        builder.store(new, sums[i])
-                for i in queries:
-                    store(builder, builder.load(sums[i]), out, places[i])
+                    number = load_one(builder, weights, builder.add(first, ir.Constant(WORD, i)))
+                    new = add(builder, splat(builder, number, lanes), y, builder.load(sums[i]))
+                    builder.store(new, sums[i])
+            for i in queries:
+                store(builder, builder.load(sums[i]), out, places[i])
 
-            pieces(builder, d, piece, LONGEST)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), generate
+        pieces(builder, d, piece, LONGEST)
 
     return add_values
 
@@ -208,69 +173,57 @@ add_weighted_values_tile, add_weighted_values_pairs = _add_values(multiply_add),
 
 
 @instruction
-def hide(typing, scores, count, visible):
+def hide(builder, scores, count, visible):
     """scores [count, LANES] of 16 queries become minus infinity where a token is not visible.
 
     visible [16] int32: how many of these tokens, from the first, a query sees; it may be negative or above count.
     """
-
-    def generate(context, builder, signature, args):
-        scores, count, visible = args
-        integers, hidden = ir.VectorType(INT32, FULL), constant(float("-inf"))
-        ends = builder.load(pointer(builder, visible, integers), align=4)
-        with cgutils.for_range(builder, count) as loop:
-            at, token = builder.mul(loop.index, ir.Constant(WORD, LANES)), builder.trunc(loop.index, INT32)
-            tokens = builder.insert_element(ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0))
-            tokens = shuffle(builder, tokens, tokens, [0] * FULL)
-            x = load(builder, scores, at, FULL)
-            store(builder, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden), scores, at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), generate
+    integers, hidden = ir.VectorType(INT32, FULL), constant(float("-inf"))
+    ends = builder.load(pointer(builder, visible, integers), align=4)
+    with each_index(builder, count) as index:
+        at, token = builder.mul(index, ir.Constant(WORD, LANES)), builder.trunc(index, INT32)
+        tokens = builder.insert_element(ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0))
+        tokens = shuffle(builder, tokens, tokens, [0] * FULL)
+        x = load(builder, scores, at, FULL)
+        store(builder, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden), scores, at)
 
 
 def _online_softmax_step(write):
     @instruction
-    def step(typing, scores, count, top, norm, rescale):
+    def step(builder, scores, count, top, norm, rescale):
         """One step of the online softmax of 16 queries: scores [count, LANES] -> exp(score - top), in place.
 
         top, norm [16]: the largest score and the sum of the weights so far.
         rescale [16]: the factor of earlier weights.
         """
+        start = ir.Constant(WORD, 0)
+        old = load(builder, top, start, FULL)
+        highest = variable(builder, floats(FULL), old)
 
-        def generate(context, builder, signature, args):
-            scores, count, top, norm, rescale = args
-            start = ir.Constant(WORD, 0)
-            old = load(builder, top, start, FULL)
-            highest = cgutils.alloca_once_value(builder, old)
+        def score(index):
+            return load(builder, scores, builder.mul(index, ir.Constant(WORD, LANES)), FULL)
 
-            def score(index):
-                return load(builder, scores, builder.mul(index, ir.Constant(WORD, LANES)), FULL)
-
-            with cgutils.for_range(builder, count) as loop:
-                x, above = score(loop.index), builder.load(highest)
-                builder.store(builder.select(builder.fcmp_ordered(">", x, above), x, above), highest)
-            new = builder.load(highest)
-            total = write(builder, scores, count, lambda index: builder.fsub(score(index), new))
-            shrunk = exponential(builder, builder.fsub(old, new))
-            so_far = builder.fmul(load(builder, norm, start, FULL), shrunk)
-            store(builder, builder.fadd(so_far, total), norm, start)
-            store(builder, new, top, start)
-            store(builder, shrunk, rescale, start)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 5), generate
+        with each_index(builder, count) as index:
+            x, above = score(index), builder.load(highest)
+            builder.store(builder.select(builder.fcmp_ordered(">", x, above), x, above), highest)
+        new = builder.load(highest)
+        total = write(builder, scores, count, lambda index: builder.fsub(score(index), new))
+        shrunk = exponential(builder, builder.fsub(old, new))
+        so_far = builder.fmul(load(builder, norm, start, FULL), shrunk)
+        store(builder, builder.fadd(so_far, total), norm, start)
+        store(builder, new, top, start)
+        store(builder, shrunk, rescale, start)
 
     return step
 
 
 def _write_weights(builder, scores, count, power):
     """scores [count, LANES] = exp(power(token)); returns their sums."""
-    total = cgutils.alloca_once_value(builder, constant(0))
-    with cgutils.for_range(builder, count) as loop:
-        weight = exponential(builder, power(loop.index))
+    total = variable(builder, floats(FULL), constant(0))
+    with each_index(builder, count) as index:
+        weight = exponential(builder, power(index))
         builder.store(builder.fadd(builder.load(total), weight), total)
-        store(builder, weight, scores, builder.mul(loop.index, ir.Constant(WORD, LANES)))
+        store(builder, weight, scores, builder.mul(index, ir.Constant(WORD, LANES)))
     return builder.load(total)
 
 
@@ -283,19 +236,19 @@ def _write_pairs(builder, scores, count, power):
     A pair replaces a score that has been read. Returns the sums of the rounded weights: so the rounding changes the
     shares of the values, and the shares still add up to 1. One instruction adds both weights of a pair.
     """
-    total = cgutils.alloca_once_value(builder, constant(0))
+    total = variable(builder, floats(FULL), constant(0))
     ones = builder.bitcast(every(ir.VectorType(INT32, FULL), 0x3F803F80), floats(FULL))
     kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * FULL), [floats(FULL), floats(FULL)])
-    rounded = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
-    with cgutils.for_range(builder, builder.udiv(count, ir.Constant(WORD, 2))) as loop:
-        first = builder.mul(loop.index, ir.Constant(WORD, 2))
+    rounded = declared(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    with each_index(builder, builder.udiv(count, ir.Constant(WORD, 2))) as index:
+        first = builder.mul(index, ir.Constant(WORD, 2))
         even, odd = (
             exponential(builder, power(at), SHORT_POWERS) for at in (first, builder.add(first, ir.Constant(WORD, 1)))
         )
         both = builder.bitcast(builder.call(rounded, [odd, even]), _shorts(2 * FULL))  # the even ones in front
         pairs = _paired(builder, *(shuffle(builder, both, both, range(i, i + FULL)) for i in (0, FULL)))
         builder.store(dot_pairs(builder, pairs, ones, builder.load(total)), total)
-        store(builder, pairs, scores, builder.mul(loop.index, ir.Constant(WORD, LANES)))
+        store(builder, pairs, scores, builder.mul(index, ir.Constant(WORD, LANES)))
     return builder.load(total)
 
 

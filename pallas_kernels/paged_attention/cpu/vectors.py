@@ -1,24 +1,21 @@
 """Arithmetic of short rows, and of both kinds of items, on arrays at addresses.
 
-`size` is the bytes of a number in the pages.
+`size` is the bytes of a number in the pages, a constant.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
-from pallas_kernels.shared.cpu.memory import INT32, WORD, instruction
+from pallas_kernels.shared.cpu.translate import INT32, WORD, declared, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     HALF,
     POWERS,
     constant,
-    either,
+    each_index,
     exponential,
     floats,
     fold,
@@ -31,6 +28,7 @@ from pallas_kernels.shared.cpu.vectors import (
     splat,
     store,
     two_to,
+    variable,
     whole_and_part,
 )
 
@@ -42,99 +40,81 @@ def _add_pairs(builder, a, b):
 
 def _scores(count, queries):
     @instruction
-    def scores(typing, size, q, k, d, out, stride):
+    def scores(builder, size, q, k, d, out, stride):
         """out [queries, count] = q [queries, D] . k [count, D]: one pass over the keys, which all queries share; sums
         over lanes share their shuffles. Queries follow each other; their results are `stride` numbers apart."""
+        zeros = ir.Constant(floats(FULL), None)
+        sums = [[variable(builder, floats(FULL), zeros) for _ in range(count)] for _ in range(queries)]
+        rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
-        def generate(context, builder, signature, args):
-            size, q, k, d, out, stride = args
-            zeros = ir.Constant(floats(FULL), None)
-            sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(count)] for _ in range(queries)]
-            rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
+        def piece(index, lanes):
+            several = [load(builder, q, builder.add(row, index), lanes) for row in rows]
+            for token in range(count):
+                at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                y = load(builder, k, at, lanes, size.constant)
+                for x, mine in zip(several, sums, strict=True):
+                    old = builder.load(mine[token])
+                    if lanes == FULL:
+                        new = multiply_add(builder, x, y, old)
+                    else:
+                        part = shuffle(builder, builder.fmul(x, y), ir.Constant(floats(HALF), None), range(FULL))
+                        new = builder.fadd(part, old)
+                    builder.store(new, mine[token])
 
-            def piece(index, lanes, size):
-                several = [load(builder, q, builder.add(row, index), lanes) for row in rows]
-                for token in range(count):
-                    at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                    y = load(builder, k, at, lanes, size)
-                    for x, mine in zip(several, sums, strict=True):
-                        old = builder.load(mine[token])
-                        if lanes == FULL:
-                            new = multiply_add(builder, x, y, old)
-                        else:
-                            part = shuffle(builder, builder.fmul(x, y), ir.Constant(floats(HALF), None), range(FULL))
-                            new = builder.fadd(part, old)
-                        builder.store(new, mine[token])
-
-            either(builder, size, lambda size: pieces(builder, d, partial(piece, size=size)))
-            for i, mine in enumerate(sums):
-                vectors = [builder.load(accumulated) for accumulated in mine]
-                while len(vectors) > 1:
-                    vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
-                # one key alone has its lanes added in the same order, so a score has the same bits either way
-                result = vectors[0]
-                for _ in range(4 if count == 1 else 1):  # sums are left side by side: all lanes of a key, or two
-                    result = _add_pairs(builder, result, result)
-                if count == 1:
-                    result = builder.extract_element(result, ir.Constant(INT32, 0))
-                else:
-                    result = shuffle(builder, result, result, range(HALF))
-                store(builder, result, out, builder.mul(stride, ir.Constant(WORD, i)))
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), generate
+        pieces(builder, d, piece)
+        for i, mine in enumerate(sums):
+            vectors = [builder.load(accumulated) for accumulated in mine]
+            while len(vectors) > 1:
+                vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+            # one key alone has its lanes added in the same order, so a score has the same bits either way
+            result = vectors[0]
+            for _ in range(4 if count == 1 else 1):  # sums are left side by side: all lanes of a key, or two
+                result = _add_pairs(builder, result, result)
+            if count == 1:
+                result = builder.extract_element(result, ir.Constant(INT32, 0))
+            else:
+                result = shuffle(builder, result, result, range(HALF))
+            store(builder, result, out, builder.mul(stride, ir.Constant(WORD, i)))
 
     return scores
 
 
 def _add_weighted_values(count, queries):
     @instruction
-    def add_weighted_values(typing, size, weights, v, d, out, stride):
+    def add_weighted_values(builder, size, weights, v, d, out, stride):
         """out [queries, D] += weights [queries, count] . v [count, D]. Results follow each other; weights of queries
         are `stride` numbers apart."""
+        starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(queries)]
+        scalars = [
+            [load_one(builder, weights, builder.add(start, ir.Constant(WORD, token))) for token in range(count)]
+            for start in starts
+        ]
+        rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
-        def generate(context, builder, signature, args):
-            size, weights, v, d, out, stride = args
-            starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(queries)]
-            scalars = [
-                [load_one(builder, weights, builder.add(start, ir.Constant(WORD, token))) for token in range(count)]
-                for start in starts
-            ]
-            rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
+        def piece(index, lanes):
+            places = [builder.add(row, index) for row in rows]
+            totals = [load(builder, out, place, lanes) for place in places]
+            for token in range(count):
+                at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                y = load(builder, v, at, lanes, size.constant)
+                for i, mine in enumerate(scalars):
+                    totals[i] = multiply_add(builder, splat(builder, mine[token], lanes), y, totals[i])
+            for total, place in zip(totals, places, strict=True):
+                store(builder, total, out, place)
 
-            def piece(index, lanes, size):
-                places = [builder.add(row, index) for row in rows]
-                totals = [load(builder, out, place, lanes) for place in places]
-                for token in range(count):
-                    at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                    y = load(builder, v, at, lanes, size)
-                    for i, mine in enumerate(scalars):
-                        totals[i] = multiply_add(builder, splat(builder, mine[token], lanes), y, totals[i])
-                for total, place in zip(totals, places, strict=True):
-                    store(builder, total, out, place)
-
-            either(builder, size, lambda size: pieces(builder, d, partial(piece, size=size)))
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), generate
+        pieces(builder, d, piece)
 
     return add_weighted_values
 
 
 @instruction
-def copy(typing, size, source, out, d):
+def copy(builder, size, source, out, d):
     """out [D] = source [D] as float32."""
 
-    def generate(context, builder, signature, args):
-        size, source, out, d = args
+    def piece(index, lanes):
+        store(builder, load(builder, source, index, lanes, size.constant), out, index)
 
-        def piece(index, lanes, size):
-            store(builder, load(builder, source, index, lanes, size), out, index)
-
-        either(builder, size, lambda size: pieces(builder, d, partial(piece, size=size)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+    pieces(builder, d, piece)
 
 
 TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
@@ -145,102 +125,71 @@ add_weighted_values_together, add_weighted_values_one = _add_weighted_values(TOG
 
 
 @instruction
-def scale(typing, out, factor, d):
+def scale(builder, out, factor, d):
     """out [D] *= factor."""
 
-    def generate(context, builder, signature, args):
-        out, factor, d = args
+    def piece(index, lanes):
+        old = load(builder, out, index, lanes)
+        store(builder, builder.fmul(old, splat(builder, factor, lanes)), out, index)
 
-        def piece(index, lanes):
-            old = load(builder, out, index, lanes)
-            store(builder, builder.fmul(old, splat(builder, factor, lanes)), out, index)
-
-        pieces(builder, d, piece)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32, types.intp), generate
+    pieces(builder, d, piece)
 
 
 @instruction
-def clear(typing, out, d):
+def clear(builder, out, d):
     """out [D] = 0."""
-
-    def generate(context, builder, signature, args):
-        out, d = args
-        pieces(builder, d, lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+    pieces(builder, d, lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index))
 
 
 @instruction
-def largest(typing, numbers):
+def largest(builder, numbers):
     """Returns the largest of 16 float32 numbers."""
-
-    def generate(context, builder, signature, args):
-        vector = load(builder, args[0], ir.Constant(WORD, 0), FULL)
-        return fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
-
-    return types.float32(types.intp), generate
+    vector = load(builder, numbers, ir.Constant(WORD, 0), FULL)
+    return fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
 FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
 
 
 @instruction
-def apply_soft_cap(typing, numbers, count, stride, cap):
+def apply_soft_cap(builder, numbers, count, stride, cap):
     """count vectors of 16 float32 numbers x, `stride` numbers apart -> cap * tanh(x / cap), in place.
 
     tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it is exact near 0 too.
     """
-
-    def generate(context, builder, signature, args):
-        numbers, count, stride, cap = args
-        cap = splat(builder, cap, FULL)
-        factor = builder.fdiv(constant(2 / math.log(2)), cap)
-        with cgutils.for_range(builder, count) as loop:
-            at = builder.mul(loop.index, stride)
-            power = builder.fmul(load(builder, numbers, at, FULL), factor)
-            for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays one
-                power = builder.select(builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power)
-            whole, part = whole_and_part(builder, power)
-            two = two_to(builder, whole)
-            small = builder.fmul(polynomial(builder, part, POWERS[:-1]), part)  # 2**part - 1
-            e = multiply_add(builder, two, small, builder.fsub(two, constant(1)))
-            bent = builder.fdiv(e, builder.fadd(e, constant(2)))
-            store(builder, builder.fmul(bent, cap), numbers, at)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp, types.float32), generate
+    cap = splat(builder, cap, FULL)
+    factor = builder.fdiv(constant(2 / math.log(2)), cap)
+    with each_index(builder, count) as index:
+        at = builder.mul(index, stride)
+        power = builder.fmul(load(builder, numbers, at, FULL), factor)
+        for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays one
+            power = builder.select(builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power)
+        whole, part = whole_and_part(builder, power)
+        two = two_to(builder, whole)
+        small = builder.fmul(polynomial(builder, part, POWERS[:-1]), part)  # 2**part - 1
+        e = multiply_add(builder, two, small, builder.fsub(two, constant(1)))
+        bent = builder.fdiv(e, builder.fadd(e, constant(2)))
+        store(builder, builder.fmul(bent, cap), numbers, at)
 
 
 @instruction
-def exponentials(typing, numbers, top):
+def exponentials(builder, numbers, top):
     """16 float32 numbers x -> exp(x - top), in place, and their sum."""
-
-    def generate(context, builder, signature, args):
-        start = ir.Constant(WORD, 0)
-        x = load(builder, args[0], start, FULL)
-        result = exponential(builder, builder.fsub(x, splat(builder, args[1], FULL)))
-        store(builder, result, args[0], start)
-        return fold(builder, result, builder.fadd)
-
-    return types.float32(types.intp, types.float32), generate
+    start = ir.Constant(WORD, 0)
+    x = load(builder, numbers, start, FULL)
+    result = exponential(builder, builder.fsub(x, splat(builder, top, FULL)))
+    store(builder, result, numbers, start)
+    return fold(builder, result, builder.fadd)
 
 
 @instruction
-def prefetch(typing, address):
+def prefetch(builder, address):
     """Prefetches the line at an address into the second cache; every address is allowed.
 
     A core can wait for more lines there than in its first cache.
     """
-
-    def generate(context, builder, signature, args):
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        read, second, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, second, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    function = declared(builder.module, kind, "llvm.prefetch.p0")
+    read, second, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), read, second, data])

@@ -1,15 +1,15 @@
-"""A handler of XLA's FFI that numba compiles, or that is read from disk: found once a process, by whoever needs it."""
+"""A compiled handler of XLA's FFI: loaded from disk or compiled once a process, beside whatever else the process does."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-
 
 HANDLERS: list[Handler] = []  # of all kernels that are imported
 
@@ -22,59 +22,116 @@ def register_called(program: bytes) -> None:
 
 
 class Handler:
-    """A compiled handler of a kernel.
+    """A variant of a kernel as XLA calls it.
 
-    numba (the `cpu` extra) compiles the kernel when it is first used on a machine. The object code is stored on disk,
-    and a process that finds it does not import numba.
+    llvmlite (the `cpu` extra) compiles it when it is first used on a machine. The object code is stored on disk.
     """
 
-    def __init__(self, name: str, target: str, package: str, folder: Path) -> None:
+    def __init__(self, name: str, target: str, package: str, folder: Path, options: Mapping[str, int]) -> None:
         """
         Args:
-            name: of the files on disk, and of the functions in the object code.
+            name: of the file on disk, and of the function in the object code.
             target: in XLA's programs. Programs on disk contain it: a handler of other arguments needs another one.
-            package: its module `kernel` has `compile_handler()`, which returns (address, object code).
+            package: of the kernel. Its module `kernel` has the function `handle`, of a call frame.
             folder: of the package.
+            options: the values of the kernel's `Option`s.
         """
-        self.name, self.target, self.package, self.folder = name, target, package, folder
+        self.name = name
+        self.target = target
+        self.package = package
+        self.folder = folder
+        self.options = dict(options)
         self.registered = False
+        self._error: Exception | None = None
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._trampoline: Any = None
         HANDLERS.append(self)
 
+    def start(self) -> None:
+        """Begins to load or compile in a thread, once a process.
+
+        Compiling takes about a second of CPU time, almost all of it in LLVM and without Python's lock.
+        """
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self.name)
+                self._thread.start()
+
     def register(self) -> None:
-        """Loads or compiles the handler, once a process.
+        """Makes the handler known to XLA, and starts it. It need not be compiled: a call of it waits for that.
 
         Tracing calls this. Programs from the compilation cache on disk are also traced before they are looked up, so
         the handler is registered for them as well.
+
+        Raises:
+            RuntimeError: it could not be compiled. Of a program that is compiled already, the execution fails.
         """
+        self.start()
+        if self._error is not None:
+            raise RuntimeError(self._reason(self._error)) from self._error
+        trampoline = self._entry()
         with self._lock:
             if not self.registered:
-                capsule = jax.ffi.pycapsule(ctypes.c_void_p(self._address()))
+                capsule = jax.ffi.pycapsule(ctypes.c_void_p(trampoline.address))
                 jax.ffi.register_ffi_target(self.target, capsule, platform="cpu")
                 self.registered = True
 
-    def start(self) -> None:
-        """Begins to load or compile in a thread. Tracing waits for it, and fails with the same error if it fails.
+    def wait(self) -> None:
+        """Waits until the handler is loaded or compiled, and its object code stored.
 
-        Compiling takes seconds and runs Python code most of the time, so other Python code beside it slows down;
-        reading weights does not.
+        Raises:
+            RuntimeError: it could not be compiled.
         """
+        self.register()
+        assert self._thread is not None
+        self._thread.join()
+        self.register()
 
-        def quietly() -> None:
-            with contextlib.suppress(Exception):
-                self.register()
+    def _entry(self) -> Any:
+        """Returns what XLA calls."""
+        with self._lock:
+            if self._trampoline is None:
+                from pallas_kernels.shared.cpu import trampolines  # imports llvmlite
 
-        threading.Thread(target=quietly, name=self.name).start()
+                self._trampoline = trampolines.take()
+            return self._trampoline
 
-    def _address(self) -> int:
-        from pallas_kernels.shared.cpu import object_files  # imports llvmlite
+    def _reason(self, error: Exception) -> str:
+        return f"the CPU kernel {self.name!r} could not be compiled: {type(error).__name__}: {error}"
 
+    def _serve(self) -> None:
+        """Loads or compiles the handler, and lets calls through."""
+        try:
+            trampoline = self._entry()
+        except Exception as error:
+            self._error = error
+            return
+        try:
+            self._load(trampoline)
+        except Exception as error:
+            self._error = error
+            trampoline.fail(self._reason(error))
+
+    def _load(self, trampoline: Any) -> None:
+        from pallas_kernels.shared.cpu import object_files
+
+        symbol = object_files.symbol(self.name)
         file = object_files.place(self.name, self.folder)
-        objects = object_files.read(file) if file else None
-        address = object_files.load(objects, object_files.symbol(f"{self.name}_handler")) if objects else None
-        if address is None:
-            kernel = importlib.import_module(f"{self.package}.kernel")  # imports numba
-            address, objects = kernel.compile_handler()
-            if file and objects:
-                object_files.keep(file, objects)
-        return address
+        code = object_files.read(file) if file else None
+        is_new = code is None
+        if code is None:
+            code = self._compiled(symbol)
+        (address,) = object_files.load(code, symbol)
+        trampoline.lead_to(address)
+        if file and is_new:
+            object_files.keep(file, code)
+
+    def _compiled(self, symbol: str) -> bytes:
+        from pallas_kernels.shared.cpu import compiler
+        from pallas_kernels.shared.cpu.translate import Translation
+
+        kernel = importlib.import_module(f"{self.package}.kernel")
+        translation = Translation()
+        translation.export(kernel.handle, symbol, self.options)
+        return compiler.object_code(translation)

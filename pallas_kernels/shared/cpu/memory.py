@@ -1,7 +1,6 @@
-"""Primitives of CPU kernels: loads and stores at addresses, atomics, C functions, links between its parts.
+"""Primitives of CPU kernels: loads and stores at addresses, atomics, C functions.
 
-Addresses are plain integers. numba's arrays check each index for a negative one, and loops with this check are not
-vectorised.
+Addresses are plain integers.
 """
 
 from __future__ import annotations
@@ -9,55 +8,40 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from pallas_kernels.shared.cpu.object_files import symbol
+from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, CFunction, compiled, instruction
 
-# Only compiled code calls these functions. Wrappers for Python double the time to compile them. Wrappers, and errors
-# such as a division by zero, also refer to functions that only a process with numba has.
-OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-compiled: Any = njit(**OPTIONS)
-instruction: Any = intrinsic  # typed as Any: its results are called without the first argument
-FLOAT, INT32, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-
-malloc = types.ExternalFunction("malloc", types.intp(types.intp))
-free = types.ExternalFunction("free", types.void(types.intp))
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
+malloc: Any = CFunction("malloc", WORD, WORD)
+free: Any = CFunction("free", ir.VoidType(), WORD)
+sched_yield: Any = CFunction("sched_yield", INT32)
 
 
 def pointer(builder, address, pointee):
     return builder.inttoptr(address, pointee.as_pointer())
 
 
-def _access(numba_type, llvm_type):
-    """Returns (load, store) of a scalar at an address."""
+def _access(kind):
+    """Returns (load, store) of a number at an address. Integers are words elsewhere."""
 
     @instruction
-    def load(typing, address):
-        def generate(context, builder, signature, args):
-            return builder.load(pointer(builder, args[0], llvm_type))
-
-        return numba_type(types.intp), generate
+    def load(builder, address):
+        value = builder.load(pointer(builder, address, kind))
+        return value if kind in (WORD, FLOAT) else builder.sext(value, WORD)
 
     @instruction
-    def store(typing, address, value):
-        def generate(context, builder, signature, args):
-            builder.store(args[1], pointer(builder, args[0], llvm_type))
-            return context.get_dummy_value()
-
-        return types.void(types.intp, numba_type), generate
+    def store(builder, address, value):
+        value = value if kind in (WORD, FLOAT) else builder.trunc(value, kind)
+        builder.store(value, pointer(builder, address, kind))
 
     return load, store
 
 
-load_float, store_float = _access(types.float32, FLOAT)
-load_int, store_int = _access(types.int32, INT32)
-load_word, store_word = _access(types.intp, WORD)
+load_float, store_float = _access(FLOAT)
+load_int, store_int = _access(INT32)
+load_word, store_word = _access(WORD)
 
 
-load_byte, store_byte = _access(types.int8, ir.IntType(8))
+load_byte, store_byte = _access(ir.IntType(8))
 
 
 @compiled
@@ -67,61 +51,18 @@ def copy_bytes(source, out, count):
 
 
 @instruction
-def fetch_add(typing, address, value):
+def fetch_add(builder, address, value):
     """Adds to a word, atomically, and returns its old value. Orders all memory accesses around it."""
-
-    def generate(context, builder, signature, args):
-        return builder.atomic_rmw("add", pointer(builder, args[0], WORD), args[1], "seq_cst")
-
-    return types.intp(types.intp, types.intp), generate
+    return builder.atomic_rmw("add", pointer(builder, address, WORD), value, "seq_cst")
 
 
 @instruction
-def call(typing, function, argument):
+def load_published(builder, address):
+    """A word that another thread added to: what that thread wrote before is seen after it."""
+    return builder.load_atomic(pointer(builder, address, WORD), "acquire", 8)
+
+
+@instruction
+def call(builder, function, argument):
     """Calls the C function at an address: word -> word."""
-
-    def generate(context, builder, signature, args):
-        return builder.call(pointer(builder, args[0], ir.FunctionType(WORD, [WORD])), [args[1]])
-
-    return types.intp(types.intp, types.intp), generate
-
-
-def linked(name, words, result: Any = types.void):
-    """Declares a C function of `words` words with its own object code. Returns (function to call, `define`).
-
-    numba optimises a function again in each of its callers, so callers of this one are linked to it by name. A compiled
-    function that begins with a call of `define` becomes its body.
-    """
-    arguments = [types.intp] * words
-    returned = ir.VoidType() if result == types.void else WORD
-
-    @instruction
-    def define(typing):
-        def generate(context, builder, signature, args):
-            function = ir.Function(builder.module, ir.FunctionType(returned, [WORD] * words), symbol(name))
-            inside, native = ir.IRBuilder(function.append_basic_block()), builder.function
-            convention = context.call_conv
-            _, value = convention.call_function(inside, native, result, arguments, function.args, attrs=("noinline",))
-            if result == types.void:
-                inside.ret_void()
-            else:
-                inside.ret(value)
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    return types.ExternalFunction(symbol(name), result(*arguments)), define
-
-
-def address_of(part):
-    """Returns an instruction that gives the address of a linked function of one word."""
-
-    @instruction
-    def address(typing):
-        def generate(context, builder, signature, args):
-            kind = ir.FunctionType(ir.VoidType(), [WORD])
-            return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, part.symbol), WORD)
-
-        return types.intp(), generate
-
-    return address
+    return builder.call(pointer(builder, function, ir.FunctionType(WORD, [WORD])), [argument])

@@ -8,25 +8,61 @@ subnormal as well, and XLA's threads treat them as zeros.)
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba.core import cgutils
+from llvmlite import ir
 
-from pallas_kernels.shared.cpu.memory import FLOAT, INT32, WORD, pointer
+from pallas_kernels.shared.cpu.memory import pointer
+from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, declared
 
 SIZES = 4, 2, 1
 HALF, FULL = 8, 16  # lanes of a vector
 
 
-def has(feature):
-    """Returns whether code is compiled for CPUs with a feature of LLVM: this CPU's, or NUMBA_CPU_FEATURES."""
-    chosen = os.environ.get("NUMBA_CPU_FEATURES")
-    if chosen is not None:
-        return f"+{feature}" in chosen.split(",")
-    return binding.get_host_cpu_features().get(feature, False)
+# --- variables, loops and cases of generated code ---------------------------------------------------------------------
+
+
+def variable(builder: Any, kind: Any, value: Any = None) -> Any:
+    """A variable of generated code: `builder.load` and `builder.store` use it. It becomes a register."""
+    with builder.goto_entry_block():
+        place = builder.alloca(kind)
+    if value is not None:
+        builder.store(value, place)
+    return place
+
+
+@contextlib.contextmanager
+def each_index(builder: Any, stop: Any, start: Any = None, step: int = 1) -> Iterator[Any]:
+    """The body of a loop over range(start, stop, step), for a step above 0; start is 0 by default."""
+    index = variable(builder, WORD, ir.Constant(WORD, 0) if start is None else start)
+    again, body, after = (builder.append_basic_block() for _ in range(3))
+    builder.branch(again)
+    builder.position_at_end(again)
+    value = builder.load(index)
+    builder.cbranch(builder.icmp_signed("<", value, stop), body, after)
+    builder.position_at_end(body)
+    yield value
+    builder.store(builder.add(value, ir.Constant(WORD, step), flags=("nsw",)), index)
+    builder.branch(again)
+    builder.position_at_end(after)
+
+
+def each_case(builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]) -> None:
+    """Generates code that runs generate(case) for the case that `value` is; of a constant, the code of its case."""
+    if isinstance(value, ir.Constant):
+        assert value.constant in cases
+        generate(value.constant)
+        return
+    for case in cases:
+        with builder.if_then(builder.icmp_signed("==", value, ir.Constant(WORD, case))):
+            generate(case)
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------------
 
 
 def floats(count):
@@ -79,28 +115,12 @@ def store(builder, value, base, index):
     builder.store(value, pointer(builder, address, value.type), align=4)
 
 
-def either(builder, size, generate):
-    """Generates code that runs generate(4), generate(2) or generate(1), by the value of `size` at run time."""
-
-    def branch(sizes):
-        if len(sizes) == 1:
-            generate(sizes[0])
-            return
-        with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, sizes[0]))) as (then, otherwise):
-            with then:
-                generate(sizes[0])
-            with otherwise:
-                branch(sizes[1:])
-
-    branch(SIZES)
-
-
 def pieces(builder, size, piece, longest=FULL):
     """Calls piece(index, lanes) over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8."""
     start = ir.Constant(WORD, 0)
     for lanes in sorted({longest, FULL, HALF}, reverse=True):
         end = builder.and_(size, ir.Constant(WORD, -lanes))
-        with cgutils.for_range_slice(builder, start, end, ir.Constant(WORD, lanes)) as (index, _):
+        with each_index(builder, end, start, lanes) as index:
             piece(index, lanes)
         start = end
 
@@ -157,7 +177,7 @@ def dot_pairs(builder, a, b, c):
     pairs = ir.VectorType(BFloat(), 2 * lanes)
     kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    dot = cgutils.get_or_insert_function(builder.module, kind, name)
+    dot = declared(builder.module, kind, name)
     return builder.call(dot, [c, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
@@ -175,7 +195,7 @@ def polynomial(builder, x, coefficients):
 def whole_and_part(builder, power):
     """(whole, part): they add up to `power`, 16 float32 numbers; part is in [-0.5, 0.5]."""
     vector = floats(FULL)
-    floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
+    floor = declared(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
     whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
     return whole, builder.fsub(power, whole)
 

@@ -9,16 +9,8 @@ any number of engines that share the pool.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import numpy as np
-from numba import njit
-
 from pallas_kernels.shared.cpu.memory import (
-    OPTIONS,
     call,
-    compiled,
     fetch_add,
     free,
     load_int,
@@ -27,15 +19,16 @@ from pallas_kernels.shared.cpu.memory import (
     store_int,
     store_word,
 )
-from pallas_kernels.shared.cpu.object_files import SYMBOLS
+from pallas_kernels.shared.cpu.translate import compiled
 
 FFI_MAJOR, FFI_MINOR = 0, 3
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
 METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
 BUFFER_TYPE, BUFFER_RANK, BUFFER_DATA, BUFFER_DIMS = 16, 32, 24, 40
-IS_INT8, IS_UINT16, IS_FLOAT32, IS_BFLOAT16 = 2, 7, 11, 16
-API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
+IS_FLOAT32 = 11
+API_ERROR_CREATE, API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 48, 64, 136, 144
+INTERNAL = 13  # a code of an error
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 HOLDERS = 0  # the word of a job that counts its users
 
@@ -47,9 +40,9 @@ def is_query(frame):
     if extension == 0 or load_int(extension + EXTENSION_TYPE) != EXTENSION_METADATA:
         return False
     metadata = load_word(extension + METADATA)
-    store_int(metadata + METADATA_MAJOR, np.int32(FFI_MAJOR))
-    store_int(metadata + METADATA_MINOR, np.int32(FFI_MINOR))
-    store_int(metadata + METADATA_TRAITS, np.int32(0))
+    store_int(metadata + METADATA_MAJOR, FFI_MAJOR)
+    store_int(metadata + METADATA_MINOR, FFI_MINOR)
+    store_int(metadata + METADATA_TRAITS, 0)
     store_word(metadata + METADATA_STATE, 0)
     return True
 
@@ -103,6 +96,19 @@ def threads(frame):
 
 
 @compiled
+def failure(frame, message):
+    """Returns an error for XLA, which copies the message, a C string."""
+    request = malloc(ARGUMENT_BYTES)
+    store_word(request, 32)  # the struct's size; then: extensions, message, code
+    store_word(request + 8, 0)
+    store_word(request + 16, message)
+    store_word(request + 24, INTERNAL)
+    made = call(load_word(load_word(frame + FRAME_API) + API_ERROR_CREATE), request)
+    free(request)
+    return made
+
+
+@compiled
 def _destroy(api, error):
     request = malloc(ARGUMENT_BYTES)
     store_word(request, 24)
@@ -136,36 +142,3 @@ def release(job):
     if fetch_add(job + HOLDERS, -1) == 1:
         free(job)
 
-
-# --- compilation ------------------------------------------------------------------------------------------------------
-
-DECLARED = re.compile(r"^declare .*?@\"?([^\s\"(]+)", re.MULTILINE)  # names, in LLVM's text
-
-
-def compile_parts(parts: Any) -> tuple[int, list[bytes]]:
-    """Returns the address of the last part, and the object code of all: empty if other processes cannot use it.
-
-    Args:
-        parts: pairs of a function that `linked` declared, and its body.
-    """
-    made = []
-    for part, function in parts:
-        (found,) = njit(part.sig, **OPTIONS)(function).overloads.values()
-        made.append(found.library)
-    _kept.extend(made)
-    known = {*SYMBOLS, *(part.symbol for part, _ in parts)}
-    return made[-1].get_pointer_to_function(parts[-1][0].symbol), _objects(made, known)
-
-
-def _objects(libraries, known) -> list[bytes]:
-    """Returns the object code of libraries; empty if they need unknown symbols, or if this numba has no such method."""
-    declared = (name for library in libraries for name in DECLARED.findall(library.get_llvm_str()))
-    if any(name not in known and not name.startswith("llvm.") for name in declared):
-        return []
-    try:
-        return [library.serialize_using_object_code()[2][0] for library in libraries]
-    except AttributeError:
-        return []
-
-
-_kept: list[Any] = []  # keeps the code in memory: XLA has only its addresses

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.bench import products
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 
 def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys, monkeypatch):

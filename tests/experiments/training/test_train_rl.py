@@ -29,7 +29,7 @@ from pagedjax.device.models import llama
 from pagedjax.weights.tree import named
 from tests.experiments.training.child import killed
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 pytestmark = pytest.mark.optimised  # bits are compared
 

@@ -1,0 +1,60 @@
+"""LLVM, as llvmlite has it: the CPU that code is compiled for, and object code of what `translate.py` makes.
+
+llvmlite's functions release the GIL, and hold a lock of their own: two threads do not compile at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from llvmlite import binding
+
+from pallas_kernels.shared.cpu.translate import Translation
+
+LEVEL = 3  # of optimisation
+
+# Code for a CPU with fewer instructions than this one has, for tests: LLVM's names
+CPU_NAME, CPU_FEATURES = "PALLAS_KERNELS_CPU_NAME", "PALLAS_KERNELS_CPU_FEATURES"
+
+
+def cpu() -> tuple[str, str]:
+    """Returns LLVM's names of the CPU that code is compiled for and of its features."""
+    name = os.environ.get(CPU_NAME) or binding.get_host_cpu_name()
+    features = os.environ.get(CPU_FEATURES) or binding.get_host_cpu_features().flatten()
+    return name, features
+
+
+def has(feature: str) -> bool:
+    """Returns whether code is compiled for CPUs with a feature of LLVM."""
+    return f"+{feature}" in cpu()[1].split(",")
+
+
+def initialize() -> None:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+
+
+def _machine() -> Any:
+    name, features = cpu()
+    target = binding.Target.from_triple(binding.get_process_triple())
+    x86 = target.name.startswith("x86")
+    options = {"reloc": "static" if x86 else "default", "codemodel": "jitdefault", "jit": True}
+    return target.create_target_machine(cpu=name, features=features, opt=LEVEL, **options)
+
+
+def object_code(translation: Translation, level: int = LEVEL) -> bytes:
+    """Compiles a module."""
+    initialize()
+    machine = _machine()
+    translation.module.triple = binding.get_process_triple()
+    translation.module.data_layout = str(machine.target_data)
+    # a context of its own: memory of LLVM's global one is never given back
+    module = binding.parse_assembly(str(translation.module), binding.create_context())
+    module.verify()
+    tuning = binding.create_pipeline_tuning_options(speed_level=level)
+    tuning.loop_vectorization = level > 1
+    tuning.slp_vectorization = level > 1
+    builder = binding.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)

@@ -1,0 +1,98 @@
+"""Small functions that XLA gets in place of handlers that are not compiled yet.
+
+XLA wants a function when a program is compiled, asks it for the version of its interface, and calls it when the program
+runs. A trampoline answers the question itself. Called before its handler exists, it sleeps and looks again, in XLA's
+thread and without Python's lock. If there will be no handler, it returns the reason as an error.
+
+Trampolines are made in milliseconds, several at once: later, a compilation may hold LLVM for a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from pallas_kernels.shared.cpu import compiler, object_files
+from pallas_kernels.shared.cpu.memory import call, fetch_add, load_published
+from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Translation, compiled_apart
+from pallas_kernels.shared.cpu.xla_call import failure, is_query
+
+SPARE = 20  # trampolines that are made at once: more than there are variants
+WAIT = 500  # microseconds between two looks
+
+usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in the same register
+
+
+@compiled_apart
+def _enter(frame, cell):
+    """cell: address of two words: the handler's address, and that of a message that says why there is none."""
+    if is_query(frame):
+        return 0
+    handler = load_published(cell)
+    while handler == 0:
+        message = load_published(cell + 8)
+        if message != 0:
+            return failure(frame, message)
+        usleep(WAIT)
+        handler = load_published(cell)
+    return call(handler, frame)
+
+
+@compiled_apart
+def _publish(place, word):
+    """Sets a word that is 0. Threads that see it also see all that was written before."""
+    return fetch_add(place, word)
+
+
+class Trampoline:
+    """One of the functions. Its address never changes."""
+
+    def __init__(self, address: int, cell: np.ndarray, publish: Any) -> None:
+        self.address = address
+        self._cell = cell
+        self._publish = publish
+        self._message: Any = None
+
+    def lead_to(self, handler: int) -> None:
+        """Makes calls go to the handler at an address, those that wait as well."""
+        self._publish(self._cell.ctypes.data, handler)
+
+    def fail(self, reason: str) -> None:
+        """Makes calls return an error, those that wait as well."""
+        self._message = ctypes.create_string_buffer(reason.encode())
+        self._publish(self._cell.ctypes.data + 8, ctypes.addressof(self._message))
+
+
+_lock = threading.Lock()
+_spare: list[Trampoline] = []
+_kept: list[Any] = []  # memory that compiled code has the addresses of
+
+
+def take() -> Trampoline:
+    """Returns a trampoline of one's own."""
+    with _lock:
+        if not _spare:
+            _spare.extend(_made())
+        return _spare.pop()
+
+
+def _made() -> list[Trampoline]:
+    cells = np.zeros((SPARE, 8), np.int64)  # a cache line each
+    translation = Translation()
+    names = [object_files.symbol(f"trampoline_{i}") for i in range(SPARE)]
+    enter = translation.translated(_enter, [WORD, WORD], {})
+    for name, cell in zip(names, cells, strict=True):
+        trampoline = ir.Function(translation.module, ir.FunctionType(WORD, [WORD]), name)
+        builder = ir.IRBuilder(trampoline.append_basic_block())
+        builder.ret(builder.call(enter, [trampoline.args[0], ir.Constant(WORD, cell.ctypes.data)]))
+    publish = object_files.symbol("publish")
+    translation.export(_publish, publish, {})
+    code = compiler.object_code(translation, level=1)
+    *addresses, publish = object_files.load(code, *names, publish)
+    _kept.append(cells)
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(publish)
+    return [Trampoline(address, cell, function) for address, cell in zip(addresses, cells, strict=True)]
