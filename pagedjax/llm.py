@@ -79,7 +79,7 @@ class LLM:
     ) -> None:
         arguments = engine_arguments(engine)
         names, features = _features(row_features, arguments.engine.pop("row_features", ()))
-        options = {"compilation": _compilation(arguments.engine), **arguments.engine, "row_features": names}
+        options = {"compilation": default_compilation(arguments.engine), **arguments.engine, "row_features": names}
         engine_config = from_dict(EngineConfig, options, others=ARGUMENTS)
         with compilations.disk_cache(compilation_cache):
             self._open(model, params, config, tokenizer, progress, engine_config, features, arguments)
@@ -563,8 +563,8 @@ class LLM:
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
 
-def _compilation(engine: Mapping[str, Any]) -> Compilation:
-    """The default: behind the steps, wherever an engine can compile there."""
+def default_compilation(engine: Mapping[str, Any]) -> Compilation:
+    """Of an `LLM` with these options: behind the steps, wherever an engine can compile there."""
     return "background" if joined() is None and not engine.get("speculative") else "eager"
 
 

@@ -3,14 +3,17 @@
 - Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
   few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
   are those of slow tests, of tests with SmolLM2, and of all tests with a newer JAX (that of Python 3.12).
-- A module with several engines of equal sizes uses the fixture `shared_programs`.
-- Programs are kept in .cache/ by what is in them. A new test takes sizes that others have, such as those of `tiny_llm`.
+- An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
+- An engine gets the program of an earlier one of the process, if all that the program depends on is equal
+  (`engine/kept_programs.py`), or of an earlier run (.cache/). So a new test takes sizes that others have, such as those
+  of `tiny_llm`. A test that replaces a function of `pagedjax.device` or of a kernel gets programs of its own.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 # Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
@@ -21,45 +24,39 @@ QUICK = {
 }
 NEWER_JAX = (0, 11)  # has no choice of emitters
 
+KEPT = 150  # programs for later engines of the process, at most
+
 _quick = False
+_of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
+_latest: deque[Any] = deque(maxlen=KEPT)
 
 
 def choose(quick: bool) -> None:
     """Engines that are made from now on are compiled with QUICK, or as users' engines are."""
     global _quick
     _quick = quick
-    programs = sys.modules.get("pagedjax.engine.programs")
-    if programs is None or getattr(programs.compiler_options, "of_tests", False):
-        return
-    of_users = programs.compiler_options
-
-    def of_tests(platform: str) -> dict[str, Any]:
-        quickly = _quick and platform == "cpu" and sys.modules["jax"].__version_info__ < NEWER_JAX
-        return QUICK if quickly else of_users(platform)
-
-    of_tests.of_tests = True  # type: ignore[attr-defined]
-    programs.compiler_options = of_tests  # type: ignore[attr-defined]
-    remember()
-    if llm := sys.modules.get("pagedjax.llm"):
-        llm._compilation = compile_when_needed  # type: ignore[attr-defined]
+    _replace("pagedjax.engine.programs", "compiler_options", _options)
+    _replace("pagedjax.engine.kept_programs", "program", _program)
+    _replace("pagedjax.llm", "default_compilation", lambda engine: "lazy")
 
 
-def compile_when_needed(engine: Any) -> str:
-    """The default of `LLM` in tests: no thread compiles beside a test, and no program that it does not run."""
-    return "lazy"
+def of_users(name: str) -> Callable[..., Any]:
+    """The function that users have in place of one of tests: `compiler_options`, `program`, `default_compilation`."""
+    return _of_users[name]
 
 
-def remember(most: int = 150) -> None:
-    """Keep programs for later engines of this process that need the same ones; see `engine/kept_programs.py`."""
-    from pagedjax.engine import kept_programs
+def _replace(module: str, name: str, function: Callable[..., Any]) -> None:
+    if module in sys.modules and name not in _of_users:
+        _of_users[name] = getattr(sys.modules[module], name)
+        setattr(sys.modules[module], name, function)
 
-    find = kept_programs.program
-    latest: deque[Any] = deque(maxlen=most)
 
-    def found(*arguments: Any) -> Any:
-        latest.append(find(*arguments))
-        return latest[-1]
+def _options(platform: str) -> dict[str, Any]:
+    quickly = _quick and platform == "cpu" and sys.modules["jax"].__version_info__ < NEWER_JAX
+    return QUICK if quickly else of_users("compiler_options")(platform)
 
-    if not getattr(find, "of_tests", False):
-        found.of_tests = True  # type: ignore[attr-defined]
-        kept_programs.program = found  # type: ignore[assignment]
+
+def _program(*arguments: Any) -> Any:
+    program = of_users("program")(*arguments)
+    _latest.append(program)
+    return program

@@ -15,11 +15,12 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax import LLM, Engine, EngineConfig, SamplingParams
 from pagedjax.device.batch import StepShape
 from pagedjax.engine import background, compilations, runtime, step
 from pagedjax.host.replay import verify
 from pagedjax.processes import engines
+from tests import quick_compiler
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (2, 4, 8, 16), "num_blocks": 64}
 PROMPTS = [list(range(3, 8)), list(range(20, 31)), [7, 9]]
@@ -246,12 +247,15 @@ def test_python_ends_while_a_program_is_compiled(tiny_folder):
     assert done.stderr == ""
 
 
-def test_every_program_is_compiled_first_by_default(tiny):
-    llm = LLM(tiny, progress=False, **SIZES)
-    assert llm.engine.config.compilation == EngineConfig().compilation == "eager"
-    assert llm.engine.background is None
-    assert len(llm.engine.runtime.programs) == 4
-    assert step.present(llm.engine.runtime) == llm.engine.runtime.shapes
+def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(tiny):
+    default = quick_compiler.of_users("default_compilation")
+    assert default({}) == "background"
+    assert default({"speculative": {"method": "ngram"}}) == "eager"
+    engine = Engine(tiny.model, EngineConfig(**SIZES))
+    assert engine.config.compilation == "eager"
+    assert engine.background is None
+    assert len(engine.runtime.programs) == 4
+    assert step.present(engine.runtime) == engine.runtime.shapes
 
 
 def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):

@@ -74,7 +74,7 @@ def test_tokens_are_those_of_mixed_programs(tiny, config):
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(tiny):
-    llm, ran = make(tiny, OWN), []
+    llm, ran = make(tiny, OWN, compilation="eager"), []
     programs = llm.engine.runtime.programs
     for shape, program in list(programs.items()):
         programs[shape] = lambda *arrays, shape=shape, program=program: (ran.append(shape), program(*arrays))[1]
@@ -108,7 +108,7 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
 
 
 def test_buckets_above_the_sequences_have_mixed_programs_alone(tiny):
-    llm = make(tiny, OWN, max_num_seqs=3)
+    llm = make(tiny, OWN, max_num_seqs=3, compilation="eager")
     assert {shape for shape in llm.engine.runtime.programs if shape.decodes_alone} == {StepShape(2, 2, True)}
     assert make(tiny, OWN, kv_policy="streaming").engine.runtime.shapes.decode_buckets == ()
 

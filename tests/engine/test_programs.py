@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device import step
-from pagedjax.engine import compilations, programs
+from pagedjax.engine import compilations, kept_programs, programs
 from pagedjax.engine.resolve import resolve
 from tests import mappings
 
@@ -99,7 +99,7 @@ def test_programs_are_compiled_in_parallel(config, monkeypatch):
 @pytest.mark.slow
 def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(tiny):
     prompts = [list(range(3, 8)), list(range(20, 31))]
-    eager = LLM(tiny, progress=False, **SIZES)
+    eager = LLM(tiny, progress=False, compilation="eager", **SIZES)
     lazy = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     assert len(eager.engine.runtime.programs) == 3
     assert lazy.startup["compilations"] <= 1  # zeros for the cache
@@ -156,7 +156,7 @@ def test_the_start_up_summary_names_stages_and_programs(tiny, capsys):
         "13 programs, 12 of them from the cache on disk",
     )
     assert programs.summary(figures) == f"start-up: {stages}; {counts}"
-    llm = LLM(tiny, progress=True, **SIZES)
+    llm = LLM(tiny, progress=True, compilation="eager", **SIZES)
     assert programs.summary(llm.startup) in capsys.readouterr().err
     assert set(llm.startup) == set(figures)
     assert llm.startup["cached"] <= llm.startup["compilations"] <= 4
@@ -167,27 +167,28 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(tiny, mo
     chex.clear_trace_counter()
     counted = chex.assert_max_traces(step.sample, n=len(SIZES["token_buckets"]))
     monkeypatch.setattr(step, "sample", counted)
-    llm = LLM(tiny, progress=False, **SIZES)
+    llm = LLM(tiny, progress=False, compilation="eager", **SIZES)
     prompts = [list(range(3, 3 + n)) for n in (2, 7, 14)]
     mixed = [GREEDY, SamplingParams(top_p=0.5, seed=1, max_tokens=4), SamplingParams(frequency_penalty=1.0, logprobs=2)]
     assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
     with pytest.raises(AssertionError, match="traced > 3 times"):
-        LLM(tiny, progress=False, **SIZES)  # the count is not blind: another engine traces again
+        LLM(tiny, progress=False, compilation="eager", **SIZES)  # the count is not blind: another engine traces again
 
 
 @pytest.mark.skipif(not mappings.used(), reason="this system does not count memory mappings")
-def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(tiny):
+def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(tiny, monkeypatch):
     """Else a sweep of many engines ends in a segmentation fault, when Linux gives the process no more of them."""
 
     def mapped() -> tuple[int, int]:
         """By this process while an engine lives, and after it."""
-        llm = LLM(tiny, progress=False, **SIZES)
+        llm = LLM(tiny, progress=False, compilation="eager", **SIZES)
         llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
         while_it_lives = mappings.used()
         del llm
         gc.collect()
         return while_it_lives, mappings.used()
 
+    monkeypatch.setattr(kept_programs, "program", lambda facts, arguments, device, compile_: compile_())
     _, before = mapped()  # JAX keeps programs of single operations, once for each shape
     alive, after = zip(*(mapped() for _ in range(3)), strict=True)
     assert min(alive) - before > 100 * len(SIZES["token_buckets"])
