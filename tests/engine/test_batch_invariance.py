@@ -36,7 +36,8 @@ NEEDLES = [
     for more in OPTIONS
 ]
 COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
-# one bucket each, so that few programs are compiled; two buckets in the first
+# One bucket each, so that few programs are compiled; two buckets in the first. "preemption" has the shapes of "small
+# chunks and blocks", and so its program: the blocks are those of few tokens.
 ENGINES: dict[str, dict[str, Any]] = {
     "two buckets": {"max_num_batched_tokens": 64, "token_buckets": (8, 64), "max_num_seqs": 16, "num_blocks": 200},
     "small chunks and blocks": {
@@ -44,13 +45,14 @@ ENGINES: dict[str, dict[str, Any]] = {
         "token_buckets": (16,),
         "max_num_seqs": 5,
         "block_size": 4,
-        "num_blocks": 300,
+        "num_blocks": 50,
     },
     "preemption": {
-        "max_num_batched_tokens": 32,
-        "token_buckets": (32,),
-        "block_size": 8,
-        "num_blocks": 20,
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "max_num_seqs": 5,
+        "block_size": 4,
+        "num_blocks": 50,
         "enable_prefix_caching": False,
     },
     "speculation": {

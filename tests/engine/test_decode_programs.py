@@ -17,7 +17,6 @@ from pagedjax.engine import programs
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
-
 SIZES = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_blocks": 64, "max_model_len": 32}
 BUCKETS = (2, 4, 16)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
@@ -53,6 +52,7 @@ def outputs(llm: LLM):
     return [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.default_cases("plain", "speculative")
 @pytest.mark.parametrize(
     "config",
     [{}, {"lookahead": 2}, {"speculative": {"method": "ngram", "num_tokens": 2}}, {"compilation": "lazy"}],

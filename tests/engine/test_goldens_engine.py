@@ -53,9 +53,16 @@ def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
     return count, tokens
 
 
-@pytest.mark.parametrize("tokens", [24, pytest.param(64, marks=pytest.mark.slow)])
-def test_greedy_tokens_and_log_probabilities_equal_transformers(smollm2, tokens):
-    llm = engine(smollm2, block_size=16, max_num_batched_tokens=2048, token_buckets=(32, 2048))
+@pytest.fixture(scope="module")
+def narrow(smollm2) -> LLM:
+    """One program for all: chunks of at most 32 tokens cut the longer prompts into several."""
+    return engine(smollm2, block_size=8, max_num_batched_tokens=32, max_num_seqs=32, token_buckets=(32,))
+
+
+@pytest.mark.parametrize("tokens", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_greedy_tokens_and_log_probabilities_equal_transformers(smollm2, narrow, tokens):
+    wide = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
+    llm = narrow if tokens == 16 else engine(smollm2, **wide)
     params = replace(GREEDY, max_tokens=tokens)
     outputs = llm.generate([g["prompt_token_ids"] for g in GOLDENS], params, use_tqdm=False)
     for out, golden in zip(outputs, GOLDENS, strict=True):
@@ -66,13 +73,12 @@ def test_greedy_tokens_and_log_probabilities_equal_transformers(smollm2, tokens)
         assert found == pytest.approx(golden["logprobs"][:tokens], abs=1e-3), golden["name"]
 
 
-def test_prompt_log_probabilities_of_chunks_equal_transformers(smollm2):
-    """Chunks of at most 32 tokens cut the longer prompts into several."""
-    llm = engine(smollm2, block_size=8, max_num_batched_tokens=32, max_num_seqs=4, token_buckets=(32,))
+def test_prompt_log_probabilities_of_chunks_equal_transformers(narrow):
     goldens = [g for g in GOLDENS if "prompt_logprobs" in g]
     assert max(len(g["prompt_token_ids"]) for g in goldens) > 64
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
+    narrow.reset_prefix_cache()
+    outputs = narrow.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
     for out, golden in zip(outputs, goldens, strict=True):
         assert out.prompt_logprobs is not None
         assert out.prompt_logprobs[0] is None

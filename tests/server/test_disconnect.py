@@ -14,7 +14,6 @@ from pagedjax import LLM, SamplingParams
 from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 
 
-
 def leave_while_running(found, **options) -> None:
     """Send a request, and close the connection once it runs."""
     request = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, **options}
