@@ -398,7 +398,11 @@ def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
     cpu, features, printed = NARROWER[name]
     if not all(has(feature[1:]) for feature in features.split(",")):
         pytest.skip(f"this CPU has no {name}")
-    settings = {"PALLAS_KERNELS_CPU_NAME": cpu, "PALLAS_KERNELS_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    settings = {
+        "PALLAS_KERNELS_CPU_NAME": cpu,
+        "PALLAS_KERNELS_CPU_FEATURES": features,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+    }
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | settings,

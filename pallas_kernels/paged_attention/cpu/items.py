@@ -37,7 +37,6 @@ SPAN = 256  # context tokens of a short row's item, counted from the first visib
 SHORT = 8  # query tokens of a short row at most
 
 
-
 @compiled
 def first_seen(length, window, count):
     """Returns the first context token of a row's first span: the first one that any of its query tokens sees.
