@@ -1,4 +1,4 @@
-"""Compiled handlers: calls wait for them, and a handler that cannot be compiled is an error and never a wait."""
+"""Calls wait for a compiled handler. One that cannot be compiled is an error and never a wait."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ def compilation(monkeypatch) -> Iterator[Compilation]:
 def handler(request, monkeypatch, compilation) -> Handler:
     """A handler of float32 products that is not compiled, of a target of its own."""
     name = f"linear_of_{request.node.name}"
-    handler = Handler(name, f"pallas_kernels.tests.{name}", cpu.__package__, Path(cpu.__file__).parent, OPTIONS)
+    target, folder = f"pallas_kernels.tests.{name}", Path(cpu.__file__).parent
+    handler = Handler(name, target, cpu.__package__, folder, OPTIONS)
     monkeypatch.setitem(cpu.HANDLERS, FLOAT32, handler)
     monkeypatch.setattr(object_files, "place", lambda name, folder: None)
     return handler
 
 
 def program_and_result(inputs: int) -> tuple[Callable[[], np.ndarray], np.ndarray]:
-    """A compiled program of a product, and what it computes. inputs: a number that no other test has."""
+    """A compiled program of a product, and its result. inputs: a number that no other test has."""
     matrix = Matrix(64, inputs)
     x = np.arange(3 * inputs, dtype=np.float32).reshape(3, inputs) % 7
     weight = np.arange(64 * inputs, dtype=np.float32).reshape(64, inputs) % 5
@@ -124,7 +125,8 @@ def test_trampolines_are_enough_for_every_variant():
     from pallas_kernels.paged_attention.cpu import implementation as attention
 
     assert len(cpu.HANDLERS) + len(attention._HANDLERS) < trampolines.SPARE
-    assert len({trampolines.take().address for _ in range(trampolines.SPARE + 3)}) == trampolines.SPARE + 3
+    number = trampolines.SPARE + 3
+    assert len({trampolines.take().address for _ in range(number)}) == number
 
 
 def test_targets_and_names_of_variants_differ():
@@ -133,5 +135,6 @@ def test_targets_and_names_of_variants_differ():
     handlers = [*cpu.HANDLERS.values(), *attention._HANDLERS.values()]
     for values in ([one.target for one in handlers], [one.name for one in handlers]):
         assert len(set(values)) == len(values)
-    assert attention.handler_of("bfloat16", "bfloat16", False) != attention.handler_of("bfloat16", "float32", False)
-    assert attention.handler_of("bfloat16", "bfloat16", True) == attention.handler_of("bfloat16", "float32", True)
+    for invariant in (False, True):
+        kinds = [attention.handler_of("bfloat16", q, invariant) for q in ("bfloat16", "float32")]
+        assert (kinds[0] == kinds[1]) == invariant

@@ -19,7 +19,7 @@ from pallas_kernels.shared.cpu.memory import free, load_float, malloc, store_flo
 from pallas_kernels.shared.cpu.translate import Option, Translation, compiled, compiled_apart
 
 NUMBERS = -130, -64, -7, -1, 0, 1, 3, 7, 64, 129
-WIDTH = Option("width")
+WIDTH: Any = Option("width")
 PLACES = 3, 5, 8
 
 
@@ -111,7 +111,7 @@ def test_results_of_other_functions_and_choices():
 
 def test_numbers_are_float32():
     @compiled
-    def both(x, y) -> tuple[float, float]:
+    def both(x, y) -> tuple[np.float32, np.float32]:
         return x / y, math.exp(x) - y
 
     @compiled
@@ -144,9 +144,10 @@ def test_a_variant_has_the_code_of_its_options_alone():
         return a * WIDTH + (PLACES[1] if WIDTH == 4 else 0)
 
     assert made(of_width, width=2)(21) == 42
-    with pytest.raises(TypeError, match=r"test_cpu_translate.py:\d+: an attribute of anything but a module cannot be"):
+    wrong = r"test_cpu_translate.py:\d+: an attribute of anything but a module cannot be translated"
+    with pytest.raises(TypeError, match=wrong):
         made(of_width, width=4)
-    with pytest.raises(TypeError, match="option 'width' has a value in code that is translated alone"):
+    with pytest.raises(TypeError, match="option 'width' has a value in translated code alone"):
         bool(WIDTH)
 
 
@@ -174,5 +175,6 @@ def test_what_is_not_known_is_named_with_its_line():
         (strings, "a call of <built-in function len>"),
     ):
         line = function.function.__code__.co_firstlineno + 2
-        with pytest.raises(TypeError, match=f"test_cpu_translate.py:{line}: {what} cannot be translated"):
+        message = f"test_cpu_translate.py:{line}: {what} cannot be translated"
+        with pytest.raises(TypeError, match=message):
             made(function)
