@@ -18,34 +18,36 @@ if importlib.util.find_spec("llvmlite") is None:
 
 from pallas_kernels.linear.cpu import implementation as linear_cpu
 from pallas_kernels.paged_attention.cpu import implementation as cpu
-from pallas_kernels.shared.cpu import object_files
-from tests.pallas_kernels.test_paged_attention import make, run
+from pallas_kernels.shared.cpu import compiler, object_files
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from tests.pallas_kernels.test_paged_attention import assert_contract, make
 assert_contract(make([(1, 40), (9, 21), (1, 300)], t=11, b=3), "cpu")
-print("numba" in sys.modules)
+print("pallas_kernels.paged_attention.cpu.kernel" in sys.modules)
 """
+
+
+HANDLER = cpu.handler_of("float32", "float32", False)
 
 
 @pytest.fixture(scope="module")
 def kept() -> Path:
     """The file of this machine, from the cache that tests share."""
-    run(make([(1, 9)], t=1, b=1), "cpu")
-    file = object_files.place(cpu.HANDLER.name, cpu.HANDLER.folder)
+    HANDLER.wait()
+    file = object_files.place(HANDLER.name, HANDLER.folder)
     assert file
     return file
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    """Starts a process that checks the kernel's results, and prints whether it imported numba."""
+    """Starts a process that checks the kernel's results, and prints whether it compiled the kernel."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True)
 
 
-def imported_numba(process: subprocess.Popen[str]) -> bool:
+def compiled(process: subprocess.Popen[str]) -> bool:
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     return {"True": True, "False": False}[output.split()[-1]]
@@ -64,52 +66,60 @@ def undefined(code: bytes) -> Iterator[str]:
                     yield code[begin : code.index(b"\0", begin)].decode()
 
 
-def test_a_process_that_finds_object_code_imports_no_numba(kept, tmp_path):
+def test_a_process_that_finds_object_code_does_not_compile(kept, tmp_path):
     shutil.copy(kept, tmp_path)
-    assert not imported_numba(started(tmp_path))
+    assert not compiled(started(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("handler", "parts"),
-    [(cpu.HANDLER, ("attend", "attend_piece", "attend_tile", "work")), (linear_cpu.HANDLER, ("multiply_tile", "work"))],
-    ids=["attention", "linear"],
+    "handler",
+    [
+        HANDLER,
+        linear_cpu.HANDLERS["float32", "float32", False],
+        *(
+            pytest.param(handler, marks=pytest.mark.slow)
+            for handler in (*cpu._HANDLERS.values(), *linear_cpu.HANDLERS.values())
+            if handler not in (HANDLER, linear_cpu.HANDLERS["float32", "float32", False])
+        ),
+    ],
+    ids=lambda handler: handler.name,
 )
-def test_object_code_is_kept_and_needs_no_symbol_of_numba_or_python(handler, parts):
-    """Object code that needs other symbols is not kept, and every process compiles again."""
-    handler.register()
+def test_object_code_is_kept_and_needs_no_symbol_of_python(handler):
+    """LLVM ends the process where a symbol is missing."""
+    handler.wait()
     file = object_files.place(handler.name, handler.folder)
     assert file
-    objects = object_files.read(file)
-    assert objects
-    if not objects[0].startswith(b"\x7fELF"):
+    code = object_files.read(file)
+    assert code
+    if not code.startswith(b"\x7fELF"):
         pytest.skip("another format than ELF")
-    own = {object_files.symbol(f"{handler.name}_{part}") for part in parts}
-    assert {name for code in objects for name in undefined(code)} <= own | set(object_files.SYMBOLS)
+    assert set(undefined(code)) <= set(object_files.SYMBOLS)
 
 
 def test_stored_object_code_is_read_and_changed_files_are_not(tmp_path):
-    file, objects = tmp_path / "made" / "of_this", [b"one\n\0", b"", bytes(range(256))]
+    file = tmp_path / "made" / "of_this"
+    code = b"one\n\0" + bytes(range(256))
     assert object_files.read(file) is None
-    object_files.keep(file, objects)
-    assert object_files.read(file) == objects
+    object_files.keep(file, code)
+    assert object_files.read(file) == code
     whole = file.read_bytes()
     changed = bytearray(whole)
     changed[-9] ^= 1
     for wrong in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed), whole + b" "):
         file.write_bytes(wrong)
         assert object_files.read(file) is None
-    object_files.keep(file, objects)
-    assert object_files.read(file) == objects
+    object_files.keep(file, code)
+    assert object_files.read(file) == code
     foreign = shutil.copy(file, tmp_path / "of_another")
     assert object_files.read(foreign) is None
 
 
 def test_a_folder_that_cannot_be_written_gives_no_error(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    object_files.keep(tmp_path / "file" / "kernel", [b"code"])
+    object_files.keep(tmp_path / "file" / "kernel", b"code")
     (tmp_path / "kernel").mkdir()
     assert object_files.read(tmp_path / "kernel") is None
-    object_files.keep(tmp_path / "kernel", [b"code"])
+    object_files.keep(tmp_path / "kernel", b"code")
     assert (tmp_path / "file").read_text() == "no folder"
     assert (tmp_path / "kernel").is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {"file", "kernel"}
@@ -119,11 +129,11 @@ def test_old_files_are_deleted(tmp_path):
     others = tmp_path / "jit_step-0123-cache"
     others.write_text("XLA's")
     for i in range(object_files.MOST + 3):
-        file = tmp_path / f"{cpu.HANDLER.name}-{i}"
-        object_files.keep(file, [b"code"])
+        file = tmp_path / f"{HANDLER.name}-{i}"
+        object_files.keep(file, b"code")
         os.utime(file, (i, i))
-    object_files.keep(tmp_path / f"{cpu.HANDLER.name}-last", [b"code"])
-    names = {path.name.removeprefix(f"{cpu.HANDLER.name}-") for path in tmp_path.iterdir()}
+    object_files.keep(tmp_path / f"{HANDLER.name}-last", b"code")
+    names = {path.name.removeprefix(f"{HANDLER.name}-") for path in tmp_path.iterdir()}
     newest = range(4, object_files.MOST + 3)
     assert names == {others.name, "last", *map(str, newest)}
 
@@ -132,12 +142,12 @@ def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     for source in Path(cpu.__file__).parent.glob("*.py"):
         shutil.copy(source, tmp_path)
     same = object_files.place("kernel", tmp_path)
-    assert same == object_files.place("kernel", cpu.HANDLER.folder)
+    assert same == object_files.place("kernel", HANDLER.folder)
     found = [same, object_files.place("another", tmp_path)]
     for name in ("kernel.py", "vectors.py", "items.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text("utf-8") + "\n", "utf-8")
         found.append(object_files.place("kernel", tmp_path))
-    monkeypatch.setenv("NUMBA_OPT", "1")
+    monkeypatch.setenv(compiler.CPU_FEATURES, "+avx2")
     found.append(object_files.place("kernel", tmp_path))
     shared = tmp_path / "shared"
     shutil.copytree(Path(object_files.__file__).parent, shared)
@@ -153,6 +163,6 @@ def test_concurrent_processes_replace_a_broken_file(kept, tmp_path):
     file, nowhere = tmp_path / kept.name, tmp_path / "nowhere"
     file.write_bytes(kept.read_bytes()[:-100])
     nowhere.write_text("no folder")
-    assert all([imported_numba(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]])
-    assert not imported_numba(started(tmp_path))
-    assert [path.name for path in tmp_path.glob(f"{cpu.HANDLER.name}*")] == [kept.name]
+    assert all([compiled(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]])
+    assert not compiled(started(tmp_path))
+    assert [path.name for path in tmp_path.glob(f"{HANDLER.name}*")] == [kept.name]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pallas_kernels.linear.cpu.vectors import PANEL
 from pallas_kernels.shared.cpu.memory import load_int, load_word
 from pallas_kernels.shared.cpu.translate import Option, compiled
 from pallas_kernels.shared.cpu.vectors import FULL
 
 # Constants of a variant: bytes of a number of x and of the weight, and whether it has products of low rank
-X_SIZE, KIND, LOW = Option("x_size"), Option("kind"), Option("low_rank")
+X_SIZE: Any = Option("x_size")
+KIND: Any = Option("kind")
+LOW: Any = Option("low_rank")
 
 # Words of a job: counters that the threads share, each in a cache line of its own, then constants that the handler
 # wrote.

@@ -57,10 +57,11 @@ def multiply_rows(job, first, columns, x):
             rows = load_word(job + LOW_A) + row_bytes * number * slot
             out = load_word(job + LOW_X) + 4 * number * (first + at)
             for i in range(0, number, DOTS):
-                dots(
-                    tokens, BFLOAT16 if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16 else 4, x + stride * at, stride,
-                    X_SIZE, rows + row_bytes * i, row_bytes, length, out + 4 * i, 4 * number,
-                )  # fmt: skip
+                own, row, to = x + stride * at, rows + row_bytes * i, out + 4 * i
+                if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16:
+                    dots(tokens, BFLOAT16, own, stride, X_SIZE, row, row_bytes, length, to, 4 * number)
+                else:
+                    dots(tokens, 4, own, stride, X_SIZE, row, row_bytes, length, to, 4 * number)
         at += tokens
 
 

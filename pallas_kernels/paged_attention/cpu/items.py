@@ -37,7 +37,6 @@ SPAN = 256  # context tokens of a short row's item, counted from the first visib
 SHORT = 8  # query tokens of a short row at most
 
 
-
 @compiled
 def first_seen(length, window, count):
     """Returns the first context token of a row's first span: the first one that any of its query tokens sees.
@@ -49,7 +48,7 @@ def first_seen(length, window, count):
 
 
 @compiled
-def _softmax(scores, begin, count, total, cap) -> tuple[float, float]:
+def _softmax(scores, begin, count, total, cap) -> tuple[np.float32, np.float32]:
     """scores [total] -> exp(scores - their maximum) of those from `begin` to `count`, and 0 of the others, in place.
 
     Returns (maximum, sum); without a score (minus infinity, 0). Writes up to the next 16.

@@ -21,6 +21,7 @@ it does not import this module.
 from __future__ import annotations
 
 import numpy as np
+
 from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, first_seen, scratch_bytes
 from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
 from pallas_kernels.paged_attention.cpu.pieces import attend_piece, merge_parts

@@ -16,7 +16,6 @@ from pallas_kernels.shared.cpu.memory import free, load_float, malloc, store_flo
 from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 
 
-
 @compiled
 def merge_parts(out, stats, parts, count, stride, d):
     """Merges `count` parts of a query's result by their log-sum-exp, in the order of the context.

@@ -1,5 +1,5 @@
-"""Code compiled by numba behind an XLA FFI call: what every operation with a CPU kernel needs. Not Pallas.
+"""Code compiled by LLVM behind an XLA FFI call: what every operation with a CPU kernel needs. Not Pallas.
 
-`handler.py` and `huge_pages.py` import JAX and numpy alone. The other modules import numba, llvmlite and numpy, and are
-loaded when a kernel is first used.
+`handler.py` and `huge_pages.py` import JAX and numpy alone. The other modules import llvmlite and numpy, and are loaded
+when a kernel is first used.
 """

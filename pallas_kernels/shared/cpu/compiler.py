@@ -1,6 +1,7 @@
-"""LLVM, as llvmlite has it: the CPU that code is compiled for, and object code of what `translate.py` makes.
+"""LLVM, as llvmlite has it: the CPU that code is compiled for, and object code of translations.
 
-llvmlite's functions release the GIL, and hold a lock of their own: two threads do not compile at the same time.
+llvmlite's functions release the GIL, and hold a lock of their own: two threads do not compile at
+the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from llvmlite import binding
 
 from pallas_kernels.shared.cpu.translate import Translation
 
-LEVEL = 3  # of optimisation
+# Of optimisation. 2 compiles in 3/4 of the time, and float32 decodes take a fifth longer.
+LEVEL = 3
 
 # Code for a CPU with fewer instructions than this one has, for tests: LLVM's names
 CPU_NAME, CPU_FEATURES = "PALLAS_KERNELS_CPU_NAME", "PALLAS_KERNELS_CPU_FEATURES"

@@ -1,4 +1,4 @@
-"""A compiled handler of XLA's FFI: loaded from disk or compiled once a process, beside whatever else the process does."""
+"""Handlers of XLA's FFI: loaded from disk or compiled once a process, beside other work."""
 
 from __future__ import annotations
 
@@ -24,14 +24,23 @@ def register_called(program: bytes) -> None:
 class Handler:
     """A variant of a kernel as XLA calls it.
 
-    llvmlite (the `cpu` extra) compiles it when it is first used on a machine. The object code is stored on disk.
+    llvmlite (the `cpu` extra) compiles it when it is first used on a machine. The object code is
+    stored on disk.
     """
 
-    def __init__(self, name: str, target: str, package: str, folder: Path, options: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: str,
+        package: str,
+        folder: Path,
+        options: Mapping[str, int],
+    ) -> None:
         """
         Args:
             name: of the file on disk, and of the function in the object code.
-            target: in XLA's programs. Programs on disk contain it: a handler of other arguments needs another one.
+            target: in XLA's programs. Programs on disk contain it: a handler of other arguments
+                needs another one.
             package: of the kernel. Its module `kernel` has the function `handle`, of a call frame.
             folder: of the package.
             options: the values of the kernel's `Option`s.
@@ -51,7 +60,8 @@ class Handler:
     def start(self) -> None:
         """Begins to load or compile in a thread, once a process.
 
-        Compiling takes about a second of CPU time, almost all of it in LLVM and without Python's lock.
+        Compiling takes about a second of CPU time, almost all of it in LLVM and without Python's
+        lock.
         """
         with self._lock:
             if self._thread is None:
@@ -59,13 +69,14 @@ class Handler:
                 self._thread.start()
 
     def register(self) -> None:
-        """Makes the handler known to XLA, and starts it. It need not be compiled: a call of it waits for that.
+        """Makes the handler known to XLA, and starts it. A call of it waits until it is compiled.
 
-        Tracing calls this. Programs from the compilation cache on disk are also traced before they are looked up, so
-        the handler is registered for them as well.
+        Tracing calls this. Programs from the compilation cache on disk are also traced before they
+        are looked up, so the handler is registered for them as well.
 
         Raises:
-            RuntimeError: it could not be compiled. Of a program that is compiled already, the execution fails.
+            RuntimeError: it could not be compiled. Of a program that is compiled already, the
+                execution fails.
         """
         self.start()
         if self._error is not None:
@@ -98,7 +109,8 @@ class Handler:
             return self._trampoline
 
     def _reason(self, error: Exception) -> str:
-        return f"the CPU kernel {self.name!r} could not be compiled: {type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
+        return f"the CPU kernel {self.name!r} could not be compiled: {cause}"
 
     def _serve(self) -> None:
         """Loads or compiles the handler, and lets calls through."""

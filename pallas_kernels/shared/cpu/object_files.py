@@ -1,8 +1,8 @@
 """Object code of CPU kernels on disk, so that a process that finds it does not compile.
 
-A file has one variant of a kernel. Its name is a hash of everything the code depends on: the kernel's source, the
-compiler, the CPU. The versions of Python and JAX are not in it: the code refers to no symbol of theirs, only to
-`SYMBOLS`.
+A file has one variant of a kernel. Its name is a hash of everything the code depends on: the
+kernel's source, the compiler, the CPU. The versions of Python and JAX are not in it: the code
+refers to no symbol of theirs, only to `SYMBOLS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from llvmlite import binding
 
 from pallas_kernels.shared.cpu import compiler
 
-SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset")  # the symbols that object code needs in its process
-MOST = 8  # files of a variant in a folder at most: machines that share it and versions have one each
+# What object code needs in its process. LLVM calls `memset` for a loop that writes zeros.
+SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset")
+MOST = 8  # files of a variant in a folder, at most: one for each machine and version
 
 
 def symbol(name: str) -> str:
@@ -39,7 +40,8 @@ def place(name: str, folder: Path) -> Path | None:
     """
     if not folder.is_dir():
         return None
-    sources = [source for each in (folder, Path(__file__).parent) for source in sorted(each.glob("*.py"))]
+    folders = folder, Path(__file__).parent
+    sources = [source for each in folders for source in sorted(each.glob("*.py"))]
     machine = [binding.get_process_triple(), *compiler.cpu()]
     facts = [llvmlite.__version__, machine, [source.read_text("utf-8") for source in sources]]
     key = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -47,7 +49,7 @@ def place(name: str, folder: Path) -> Path | None:
 
 
 def _folder() -> Path:
-    """Returns JAX's folder of compiled programs, which need the object code; if unset, pagedjax's default for it."""
+    """Returns JAX's folder of compiled programs, or pagedjax's default for it if it is unset."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     if not folder or "://" in folder:  # unset, or not a folder
         folder = os.path.expanduser("~/.cache/pagedjax/xla")
@@ -55,7 +57,7 @@ def _folder() -> Path:
 
 
 def read(file: Path) -> bytes | None:
-    """Returns the object code that `keep` wrote; None if there is no such file or it has changed."""
+    """Returns the object code that `keep` wrote; None if there is no file or it has changed."""
     try:
         digest, _, code = file.read_bytes().partition(b"\n")
     except OSError:
@@ -64,7 +66,7 @@ def read(file: Path) -> bytes | None:
 
 
 def keep(file: Path, code: bytes) -> None:
-    """Writes object code for other processes, atomically. An error of the file system is ignored."""
+    """Writes object code for other processes, atomically. Errors of the file system are ignored."""
     kind = file.name.rpartition("-")[0]
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -91,9 +93,11 @@ def load(code: bytes, *names: str) -> list[int]:
         RuntimeError: the process lacks one of `SYMBOLS`. LLVM would end the process.
     """
     compiler.initialize()
-    machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(jit=True)
+    target = binding.Target.from_triple(binding.get_process_triple())
+    machine = target.create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    missing = [name for name in SYMBOLS if not binding.address_of_symbol(name)]  # resolved after an engine exists
+    # symbols are resolved after an engine exists
+    missing = [name for name in SYMBOLS if not binding.address_of_symbol(name)]
     if missing:
         raise RuntimeError(f"this process has no C function {', '.join(missing)}")
     engine.add_object_file(binding.ObjectFileRef.from_data(code))

@@ -1,10 +1,12 @@
 """Small functions that XLA gets in place of handlers that are not compiled yet.
 
-XLA wants a function when a program is compiled, asks it for the version of its interface, and calls it when the program
-runs. A trampoline answers the question itself. Called before its handler exists, it sleeps and looks again, in XLA's
-thread and without Python's lock. If there will be no handler, it returns the reason as an error.
+XLA wants a function when a program is compiled, asks it for the version of its interface, and calls
+it when the program runs. A trampoline answers the question itself. Called before its handler
+exists, it sleeps and looks again, in XLA's thread and without Python's lock. If there will be no
+handler, it returns the reason as an error.
 
-Trampolines are made in milliseconds, several at once: later, a compilation may hold LLVM for a second.
+Trampolines are made in milliseconds, several at once: later, a compilation may hold LLVM for a
+second.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in t
 
 @compiled_apart
 def _enter(frame, cell):
-    """cell: address of two words: the handler's address, and that of a message that says why there is none."""
+    """cell: address of two words, the handler's address and that of the reason if there is none."""
     if is_query(frame):
         return 0
     handler = load_published(cell)
@@ -95,4 +97,5 @@ def _made() -> list[Trampoline]:
     *addresses, publish = object_files.load(code, *names, publish)
     _kept.append(cells)
     function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(publish)
-    return [Trampoline(address, cell, function) for address, cell in zip(addresses, cells, strict=True)]
+    pairs = zip(addresses, cells, strict=True)
+    return [Trampoline(address, cell, function) for address, cell in pairs]

@@ -141,4 +141,3 @@ def ask_for_help(frame, work, job, helpers):
 def release(job):
     if fetch_add(job + HOLDERS, -1) == 1:
         free(job)
-
