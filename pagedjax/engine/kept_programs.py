@@ -119,7 +119,7 @@ def _code() -> str:
 
 def _settings() -> list[tuple[str, str]]:
     """Returns JAX's settings and XLA's flags that may change a program."""
-    settings = {name: str(value) for name, value in jax.config.values.items()}
+    settings = {name: str(getattr(jax.config, name, value)) for name, value in jax.config.values.items()}
     kept = [item for item in sorted(settings.items()) if not any(place in item[0] for place in PLACES)]
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     return [*kept, *[(name, os.environ.get(name, "")) for name in flags]]
