@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pagedjax.config import own_value
 from pagedjax.device.batch import Batch
@@ -84,6 +85,12 @@ def page_row(impl: str | None, head_dim: int) -> int:
 def page_dtype(impl: str | None, dtype: str) -> str:
     """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of their bits."""
     return find(impl or "xla").page_dtype(dtype)
+
+
+def pages_of(impl: str) -> Callable[..., jax.Array]:
+    """Returns (shape, dtype, device=None) -> new pages on the default device, as an implementation wants them."""
+    pages = find(impl).pages
+    return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 
 
 numbers_in, stored_in = read, stored  # the numbers in pages, and numbers as pages of a dtype have them

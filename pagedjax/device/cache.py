@@ -107,6 +107,7 @@ def init(
     dense_layers: int | None = None,
     sharding: CacheSharding | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
+    pages: Callable[..., Any] | None = None,
 ) -> KVCache:
     """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
 
@@ -117,6 +118,7 @@ def init(
         dense_layers: the first layers, which have no bounds; None: no layer has.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
+        pages: the same, for the model's keys and values, which need not be zeros; None is `zeros`.
 
     Raises:
         ValueError: a block does not consist of whole rows of whole tokens.
@@ -126,7 +128,8 @@ def init(
         raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
     sharding = sharding or CacheSharding()
     shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
-    k, v = (tuple(zeros(shape, dtype, device=sharding.heads) for _ in range(layers)) for _ in "kv")
+    pages = pages or zeros
+    k, v = (tuple(pages(shape, dtype, device=sharding.heads) for _ in range(layers)) for _ in "kv")
     cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies))
     if dense_layers is not None:
         ends = *shape[:2], 2, head_dim
@@ -136,10 +139,10 @@ def init(
         return cache
     own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
     every = CacheSharding(sharding.copies, sharding.copies)  # each device has all of a drafter's heads
-    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, sharding=every, zeros=zeros, **own)
+    other = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, sharding=every, zeros=zeros, **own)
     shape = blocks + 1, block_size, draft.features
     features = zeros(shape, draft.feature_dtype, device=sharding.copies) if draft.features else None
-    return cache._replace(draft=DraftPages(pages.k, pages.v, features))
+    return cache._replace(draft=DraftPages(other.k, other.v, features))
 
 
 def shapes(**sizes: Any) -> KVCache:

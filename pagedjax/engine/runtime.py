@@ -125,6 +125,7 @@ class Runtime:
             blocks=self.scheduler_config.num_blocks,
             sharding=sharding,
             zeros=zeros if sharding else jnp.zeros,
+            pages=None if sharding else attention.pages_of(self.config.attention_impl),
             **sizes,
         )
 

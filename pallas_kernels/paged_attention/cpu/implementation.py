@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.shared.cpu import unwritten
 from pallas_kernels.shared.cpu.handler import Handler
 from pallas_kernels.shared.page_bits import BITS, FLOATS
 
@@ -110,5 +111,6 @@ IMPLEMENTATION = Implementation(
     obstacle,
     prepare=prepare,
     page_dtype=page_dtype,
+    pages=unwritten.array,
     invariant=partial(paged_attention, invariant=True),
 )
