@@ -186,10 +186,10 @@ def test_only_a_possible_start_of_a_stop_string_is_kept_back():
 
 def test_a_token_is_fast_with_long_stop_strings():
     checker = StopChecker(("a" * 999 + "b", *("x" * i for i in range(937, 1000))))
-    start = time.perf_counter()
+    start = time.thread_time()  # of the processor: other work on the machine does not count
     for _ in range(900):
         assert checker.push("a") == ("", False)
-    assert time.perf_counter() - start < 1  # 0.1 s; trying every prefix takes 5 s
+    assert time.thread_time() - start < 2  # 0.1 s; trying every prefix takes 5 s
 
 
 def test_stop_strings_do_not_count_before_min_tokens():
