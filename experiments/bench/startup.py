@@ -5,8 +5,9 @@
     python -m experiments.bench.startup --kinds generate-answer serve serve-eager    # until a whole answer
 
 Each measurement is a separate process that loads the model, makes an engine and generates one token. `generate` is the
-engine of `pagedjax generate`, for one request. `LLM()` is the library with its defaults, which compiles every bucket at
-start-up. `LLM(lazy)` compiles a bucket when it is first needed. `cold` processes find no XLA program and no attention
+engine of `pagedjax generate`, for one request. `LLM()` is the library with its defaults, which compiles the largest
+bucket at start-up and the others behind its steps. `LLM(eager)` compiles every bucket at start-up, `LLM(lazy)` a bucket
+when it is first needed. `cold` processes find no XLA program and no attention
 kernel on disk; `warm` processes find those of the process before them. `start` is Python itself and all time that is in
 no other stage. The stages sum to the total, which is measured from outside, until the token is printed. Processes that
 lost more than 5 % of the processors to other machines are shown but not counted.
@@ -41,6 +42,7 @@ STAGES = ("start", "import", "load", "compile", "warmup", "first token")
 KINDS: dict[str, dict[str, Any]] = {
     "generate": cli.engine_options(cli.parser().parse_args(["generate", ""])),
     "LLM()": {},
+    "LLM(eager)": {"compilation": "eager"},
     "LLM(lazy)": {"compilation": "lazy"},
 }
 PROMPT = "The capital of France is"
