@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 # Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
 QUICK = {
@@ -60,3 +62,13 @@ def _program(*arguments: Any) -> Any:
     program = of_users("program")(*arguments)
     _latest.append(program)
     return program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_optimisations() -> Iterator[None]:
+    """For a module that takes this name: also what it compiles itself is compiled with few optimisations."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
