@@ -709,12 +709,11 @@ def mixed_rows() -> list[Row]:
     return [rules[i % 6] | {"seed": i, "position": i} | random_history(rng) for i in range(B)]
 
 
+with_jit = partial(pytest.param, id="with jit")
 without_jit = partial(pytest.param, marks=pytest.mark.slow, id="without jit")
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(sampled, id="tiles"), pytest.param(at_once, id="at once"), without_jit(sample)]
-)
+@pytest.mark.parametrize("run", [with_jit(at_once), without_jit(sample)])
 def test_shapes_types_and_values_are_those_of_a_step(run):
     logits = jnp.asarray(random_logits(31))
     arguments = *batch(mixed_rows()), jnp.uint32(ENGINE_SEED)
@@ -726,7 +725,7 @@ def test_shapes_types_and_values_are_those_of_a_step(run):
     chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
 
 
-@pytest.mark.parametrize("apply", [pytest.param(jax.jit(PENALTIES.apply), id="with jit"), without_jit(PENALTIES.apply)])
+@pytest.mark.parametrize("apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(PENALTIES.apply)])
 def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
     """Of the logits themselves, for histories of any length up to a whole block table."""
     rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
