@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -64,11 +65,18 @@ def _program(*arguments: Any) -> Any:
     return program
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_optimisations() -> Iterator[None]:
-    """For a module that takes this name: also what it compiles itself is compiled with few optimisations."""
+@contextlib.contextmanager
+def all_quickly() -> Iterator[None]:
+    """Within it, all that is compiled is compiled with few optimisations, also what is no engine's."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_optimisations() -> Iterator[None]:
+    """`all_quickly` for the modules that have this name."""
+    with all_quickly():
+        yield

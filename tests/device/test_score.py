@@ -20,6 +20,7 @@ from pagedjax.device.adapters import Part, sizes_of
 from pagedjax.models import Decoder, score
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.trained import whole
+from tests import quick_compiler
 from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
 
 pytest.importorskip("llvmlite")
@@ -59,38 +60,41 @@ FAMILIES = ["GPT-2", "Llama 3", "Mistral", "Qwen2", "Gemma 2, caps that bind", "
 SLOW = [*((name, "float32") for name in FAMILIES), ("Llama 3", "bfloat16")]
 
 
-@pytest.mark.parametrize(
+every_family = pytest.mark.parametrize(
     ("name", "dtype"),
     [("Qwen3", "float32"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
 )
+
+
+@every_family
 def test_scores_are_the_engines_to_the_bit_in_batch_invariant_mode_and_close_elsewhere(name, dtype):
     tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **COMMON, **ENGINES["two buckets"]))
     assert tokens.size > scores.TILE, "several tiles of logits"
     graphdef, params, rest = parts(module_of(name, dtype))
-    chex.assert_shape(score(nnx.merge(graphdef, params, rest), tokens, lengths), tokens.shape)
-
-    @jax.jit
-    def both(params):
-        module = nnx.merge(graphdef, params, rest)
-        return [score(module, tokens, lengths, batch_invariant=exact) for exact in (True, False)]
-
-    exact, close = both(params)
-    chex.assert_trees_all_equal(exact, wanted)
-    if dtype == "float32":
-        chex.assert_trees_all_close(close, wanted, rtol=0, atol=1e-4)
 
     def total(params, exact: bool):
         found = score(nnx.merge(graphdef, params, rest), tokens, lengths, batch_invariant=exact)
         return (found * jnp.linspace(0, 1, tokens.shape[1])).sum(), found
 
-    (_, again), ours = jax.jit(jax.value_and_grad(lambda p: total(p, True), has_aux=True))(params)
-    chex.assert_trees_all_equal(again, wanted)
+    differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1)
+    (_, exact), ours = differentiated(params, True)
+    chex.assert_shape(exact, tokens.shape)
+    chex.assert_trees_all_equal(exact, wanted)
     chex.assert_tree_all_finite(ours)
     if dtype == "float32":
-        theirs = jax.grad(lambda p: total(p, False)[0])(params)
-        scale = jax.tree.map(lambda x: float(jnp.abs(x).max()) + 1e-9, theirs)
-        by_scale = [jax.tree.map(lambda x, s: x / s, tree, scale) for tree in (ours, theirs)]
+        with quick_compiler.all_quickly():
+            (_, close), theirs = differentiated(params, False)
+        chex.assert_trees_all_close(close, wanted, rtol=0, atol=1e-4)
+        scale = jax.tree.map(lambda x: np.abs(x).max() + 1e-9, theirs)
+        by_scale = [jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale) for tree in (ours, theirs)]
         chex.assert_trees_all_close(*by_scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow  # of an engine's module by default, below
+@every_family
+def test_scores_without_gradients_are_the_engines_to_the_bit_too(name, dtype):
+    tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **COMMON, **ENGINES["two buckets"]))
+    chex.assert_trees_all_equal(score(module_of(name, dtype), tokens, lengths, batch_invariant=True), wanted)
 
 
 @pytest.fixture(scope="module")
@@ -98,34 +102,40 @@ def module() -> Decoder:
     return module_of("Gemma 2, caps that bind")
 
 
+def moved(params: Any, way: Any, size: float) -> Any:
+    return jax.tree.map(lambda x, d: np.asarray(x) + np.float32(size) * d, params, way)
+
+
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_finite_differences(module, exact):
     graphdef, params, rest = parts(module)
     tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 60))  # longer than the window
     rng = np.random.default_rng(1)
-    way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), params)
+    way = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), params)
 
-    @jax.jit
-    def along(step):
-        moved = jax.tree.map(lambda x, d: x + step * d, params, way)
-        return score(nnx.merge(graphdef, moved, rest), tokens, batch_invariant=exact).mean()
+    def mean(params):
+        return score(nnx.merge(graphdef, params, rest), tokens, batch_invariant=exact).mean()
 
     step = 2e-4
-    slope = (along(step) - along(-step)) / (2 * step)
-    gradient = jax.grad(lambda p: score(nnx.merge(graphdef, p, rest), tokens, batch_invariant=exact).mean())(params)
-    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), gradient, way)))
+    with quick_compiler.all_quickly():
+        compute = jax.jit(jax.value_and_grad(mean))
+        before, after = (compute(moved(params, way, size))[0] for size in (-step, step))
+        _, gradient = compute(params)
+    slope = (after - before) / (2 * step)
+    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (np.asarray(g) * d).sum(), gradient, way)))
     assert abs(slope) > 0.1, "the direction hardly matters: the comparison is blind"
     chex.assert_trees_all_close(found, slope, rtol=0.02, atol=0)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, print_blob=True)
 @given(lengths=st.lists(st.integers(0, 24), min_size=3, max_size=3), seed=st.integers(0, 99), exact=st.booleans())
 def test_padding_changes_no_bit_and_has_zeros(module, lengths, seed, exact):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(3, VOCAB, (3, 24))
     behind = np.arange(24) >= np.array(lengths)[:, None]
     other = np.where(behind, rng.integers(3, VOCAB, tokens.shape), tokens)
-    found, again = (score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other))
+    with quick_compiler.all_quickly():
+        found, again = (score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other))
     chex.assert_trees_all_equal(found, again)
     assert (np.asarray(found)[behind] == 0).all()
     assert (np.asarray(found)[:, 0] == 0).all()
@@ -194,12 +204,25 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
         found = score(with_merged(module, parts) if merge else module, tokens, lengths, **options)
         return (found * jnp.linspace(0, 1, tokens.shape[1])).sum() / tokens.size, found
 
-    both = [jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True)) for merge in (True, False)]
-    ((_, wanted), gradient), ((_, found), ours) = (one(factors) for one in both)
-    assert np.abs(wanted - score(module, tokens, lengths)).max() > 0.1, "the adapter hardly matters"
+    merged, added = (jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True)) for merge in (True, False))
+    none = jax.tree.map(np.zeros_like, factors)
+    with quick_compiler.all_quickly():
+        (_, wanted), gradient = merged(factors)
+        (_, found), ours = added(factors)
+        (_, without), _ = merged(none)
+        (_, of_zeros), _ = added(none)
+    assert np.abs(wanted - without).max() > 0.1, "the adapter hardly matters"
     chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-4)
     chex.assert_trees_all_close(ours, gradient, rtol=1e-3, atol=1e-5)
-    absent = jax.tree.map(np.zeros_like, adapter_parts(factors, module.config, ALPHA, name))
+    chex.assert_trees_all_close(of_zeros, without, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3", "GPT-2"])
+def test_an_adapter_of_zeros_changes_no_bit(name):
+    module = module_of(name)
+    tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
+    absent = jax.tree.map(np.zeros_like, adapter_parts(factors_of(module.config, 5), module.config, ALPHA, name))
     chex.assert_trees_all_equal(score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths))
 
 

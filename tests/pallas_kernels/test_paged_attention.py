@@ -23,7 +23,7 @@ few_optimisations = quick_compiler.few_optimisations
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
 # A program takes a second or two, so most cases have one of two sizes: FEW tokens, each of which is a decode for plain
 # XLA, or MANY, for its loop over chunks.
-FEW, MANY = 64, 256
+FEW, MANY = 64, 160
 ROOM: dict[str, int] = {"b": 16, "m": 64}
 MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
 
