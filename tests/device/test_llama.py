@@ -21,10 +21,9 @@ from pagedjax.device.layers import rope_frequencies
 from pagedjax.device.models import Decoder, Model, llama
 from pagedjax.device.models.decoder import Rope
 from pagedjax.weights import open_checkpoint
-from tests import quick_compiler
 from tests.weights.tiny import llama3_scaling, tiny_llama
 
-few_optimisations = quick_compiler.few_optimisations
+pytestmark = pytest.mark.few_optimisations
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads, tied": {},

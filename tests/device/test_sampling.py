@@ -26,7 +26,6 @@ from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.truncation import TOP_K, TOP_P
 from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
 from pagedjax.params import SamplingParams
-from tests import quick_compiler
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 LARGE_V = 2 * MAX_LISTED
@@ -38,7 +37,7 @@ Row = dict[
 ]  # options of a row by their names in SamplingParams; "history", "prompt_len", "position", "suppressed"
 PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
-few_optimisations = quick_compiler.few_optimisations
+pytestmark = pytest.mark.few_optimisations
 
 
 @jax.jit

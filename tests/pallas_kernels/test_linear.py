@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
-from tests import quick_compiler
 
-few_optimisations = quick_compiler.few_optimisations
+pytestmark = pytest.mark.few_optimisations
 ROOT = Path(__file__).parents[2]
 HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("llvmlite")]
 ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result

@@ -17,9 +17,8 @@ import pytest
 
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention, xla
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
-from tests import quick_compiler
 
-few_optimisations = quick_compiler.few_optimisations
+pytestmark = pytest.mark.few_optimisations
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
 # A program takes a second or two, so most cases have one of two sizes: FEW tokens, each of which is a decode for plain
 # XLA, or MANY, for its loop over chunks.

@@ -26,6 +26,8 @@ from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 
+pytestmark = pytest.mark.few_optimisations
+
 # Short steps, so that short contexts have several, and blocks of two rows of the batch.
 SMALL = TpuTiles.read("v5e")._replace(shortest_span=32, longest_span=32, decode_units=2, chunk_rows=64, chunk_span=32)
 both_modes = pytest.mark.parametrize("mode", MODES)
