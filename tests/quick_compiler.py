@@ -3,6 +3,7 @@
 - Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
   few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
   are those of slow tests, of tests with SmolLM2, and of all tests with a newer JAX (that of Python 3.12).
+- The mark `few_optimisations` is for modules that compile much themselves and do not compare bits of what XLA compiles.
 - An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
 - An engine gets the program of an earlier one of the process, if all that the program depends on is equal
   (`engine/kept_programs.py`), or of an earlier run (.cache/). So a new test takes sizes that others have, such as those
@@ -11,9 +12,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
@@ -31,10 +33,15 @@ _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
 _latest: deque[Any] = deque(maxlen=KEPT)
 
 
-def choose(quick: bool) -> None:
-    """Engines that are made from now on are compiled with QUICK, or as users' engines are."""
+def choose(quick: bool, everything: bool = False) -> None:
+    """Engines that are made from now on are compiled with QUICK, or as users' engines are.
+
+    Args:
+        everything: and all else with few optimisations.
+    """
     global _quick
     _quick = quick
+    _set_optimisations(few=quick and everything)
     _replace("pagedjax.engine.programs", "compiler_options", _options)
     _replace("pagedjax.engine.kept_programs", "program", _program)
     _replace("pagedjax.llm", "default_compilation", lambda engine: "lazy")
@@ -60,3 +67,18 @@ def _program(*arguments: Any) -> Any:
     program = of_users("program")(*arguments)
     _latest.append(program)
     return program
+
+
+@contextlib.contextmanager
+def all_quickly() -> Iterator[None]:
+    """Within it, all that is compiled is compiled with few optimisations, also what is no engine's."""
+    _set_optimisations(few=True)
+    try:
+        yield
+    finally:
+        _set_optimisations(few=False)
+
+
+def _set_optimisations(few: bool) -> None:
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", few)

@@ -9,10 +9,12 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 import pagedjax
+from pagedjax import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 STDLIB = set(sys.stdlib_module_names)
@@ -331,22 +333,25 @@ def test_loaded_modules_are_seen():
     assert "numpy" in loaded_by("import numpy")
 
 
-def test_one_generate_passes_through_few_modules():
+def test_one_generate_passes_through_few_modules(tiny_llm):
     """Modules whose functions run between the call of `LLM.generate` and its return, on a warm engine."""
-    program = (
-        "import sys\nfrom tests.weights.tiny import tiny_llama\nimport pathlib, tempfile\n"
-        "from pagedjax import LLM, SamplingParams\n"
-        "llm = LLM(tiny_llama(pathlib.Path(tempfile.mkdtemp()) / 'm'), progress=False, num_blocks=32, max_num_seqs=4,"
-        " max_num_batched_tokens=64, token_buckets=(64,))\n"
-        "params, seen = SamplingParams(max_tokens=4), set()\nllm.generate('a', params, use_tqdm=False)\n"
-        "def note(frame, event, arg):\n    seen.add(frame.f_globals.get('__name__', ''))\n"
-        "sys.setprofile(note)\nllm.generate(['some words', 'others'], params, use_tqdm=False)\nsys.setprofile(None)\n"
-        "print(*sorted(name for name in seen if name.startswith(('pagedjax', 'pallas_kernels'))))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    passed = done.stdout.split()
-    assert {"pagedjax.llm", "pagedjax.engine.step", "pagedjax.host.scheduler"} <= set(passed)
-    assert len(passed) <= 24, passed
+    params = SamplingParams(max_tokens=4)
+    prompts = ["some words", "others"]
+    passed: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        passed.add(frame.f_globals.get("__name__", ""))
+
+    tiny_llm.generate(prompts, params, use_tqdm=False)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        tiny_llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        sys.setprofile(before)
+    project = sorted(name for name in passed if within(name, "pagedjax", "pallas_kernels"))
+    assert {"pagedjax.llm", "pagedjax.engine.step", "pagedjax.host.scheduler"} <= set(project)
+    assert len(project) <= 24, project
 
 
 def test_the_version_is_the_same_in_the_package_and_its_metadata():

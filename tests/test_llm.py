@@ -68,7 +68,8 @@ def test_branch_i_equals_a_request_with_seed_plus_i(llm):
 
 def test_an_engine_seed_fixes_requests_without_one(tiny):
     def run(seed: int) -> list[str]:
-        llm = LLM(tiny, progress=False, max_num_seqs=4, max_num_batched_tokens=32, token_buckets=(32,), seed=seed)
+        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
+        llm = LLM(tiny, progress=False, seed=seed, **sizes)
         return texts(llm.generate([TEXT, TEXT], SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False))
 
     first = run(0)

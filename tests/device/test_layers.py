@@ -16,6 +16,7 @@ from pagedjax.device.layers import LayerNorm, Linear, RMSNorm, rope, rope_freque
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
 from pagedjax.weights.int8 import rounded
 
+pytestmark = pytest.mark.few_optimisations
 H, OUT, T, D, N = 24, 40, 7, 8, 3  # features in and out, tokens, head size, heads
 
 

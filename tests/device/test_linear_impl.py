@@ -21,6 +21,7 @@ from pagedjax.device.models import FAMILIES, Decoder, matrices
 from pagedjax.device.models.decoder import samples_of
 from pagedjax.weights.trained import whole
 from pallas_kernels.linear import IMPLS, Implementation
+from tests import quick_compiler
 from tests.device.test_model_families import BODY, CASES, GPT2
 
 pytest.importorskip("llvmlite")
@@ -53,11 +54,12 @@ def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
 
 
 def random_params(config: Any) -> Any:
-    state = nnx.state(Decoder(config, "float32"))
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     rng = np.random.default_rng(0)
 
-    def filled(x: jax.Array) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(x.shape) / np.sqrt(x.shape[-1] if x.ndim > 1 else 1), x.dtype)
+    def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
+        numbers = rng.standard_normal(x.shape) / np.sqrt(x.shape[-1] if len(x.shape) > 1 else 1)
+        return jnp.asarray(numbers.astype(x.dtype))
 
     return jax.tree.map(filled, state)
 
@@ -178,7 +180,8 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
         run = model.layers(cache, batch, attend("xla", config.attn_scale))
         return run.cache, run.finish(samples_of(batch)) if only else run.finish(None)[batch.last]
 
-    (pages, found), (others, wanted) = hidden(True), hidden(False)
+    with quick_compiler.all_quickly():
+        (pages, found), (others, wanted) = hidden(True), hidden(False)
     chex.assert_trees_all_close(found[:5], wanted[:5], atol=2e-5)
     chex.assert_trees_all_close(pages, others, atol=1e-6)
 

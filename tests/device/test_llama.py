@@ -23,6 +23,8 @@ from pagedjax.device.models.decoder import Rope
 from pagedjax.weights import open_checkpoint
 from tests.weights.tiny import llama3_scaling, tiny_llama
 
+pytestmark = pytest.mark.few_optimisations
+
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads, tied": {},
     "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "seed": 1},

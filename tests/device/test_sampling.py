@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from jax.extend.core.primitives import dot_general_p
 from scipy import stats
 
@@ -28,14 +28,25 @@ from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
 from pagedjax.params import SamplingParams
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
+LARGE_V = 2 * MAX_LISTED
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
-sampled = jax.jit(lambda logits, s, history, seed: sample(logits, s, history, seed, TILE))
-at_once = jax.jit(sample)
+TRACES: Counter[tuple[int, ...]] = Counter()  # of `sampled`, by the shape of the logits
 Row = dict[
     str, Any
 ]  # options of a row by their names in SamplingParams; "history", "prompt_len", "position", "suppressed"
 PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
+
+pytestmark = pytest.mark.few_optimisations
+
+
+@jax.jit
+def sampled(logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Array) -> Any:
+    TRACES[logits.shape] += 1
+    return sample(logits, s, history, seed, TILE)
+
+
+at_once = jax.jit(sample)
 
 
 def history_of(rows: list[Row], size: int = 4) -> History:
@@ -71,7 +82,29 @@ def read(row: Row, options: RowChain) -> RowOptions:
 
 
 def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
-    return np.asarray(sampled(jnp.asarray(logits), *batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
+    """The tokens of any number of rows. A program takes two seconds, so there is one for all small shapes.
+
+    Some rows are drawn at a time, before rows without options; tokens past those of `logits` are impossible.
+    """
+    size, vocab = logits.shape
+    shape = -(-size // B) * B, V if vocab <= V else LARGE_V
+    padded = np.full(shape, -np.inf, np.float32)
+    padded[:size, :vocab] = logits
+    padded[size:] = 0
+    rows = [*rows, *[{}] * (shape[0] - size)]
+    calls = [
+        sampled(padded[first : first + B], *batch(rows[first : first + B]), np.uint32(seed))
+        for first in range(0, shape[0], B)
+    ]
+    return np.concatenate([call.tokens for call in calls])[:size]
+
+
+def repeated(row: Row, vary: str, size: int) -> tuple[SamplingBatch, History]:
+    """As `batch` of one row many times, whose `vary` is 0, 1, 2 ..."""
+    s, history = batch([row])
+    every = lambda x: np.repeat(x, size, axis=0)  # noqa: E731
+    s = jax.tree.map(every, s)._replace(**{vary: np.arange(size, dtype=getattr(s, vary).dtype)})
+    return s, History(history.tokens, every(history.block_tables), every(history.seq_lens))
 
 
 def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
@@ -108,9 +141,20 @@ def distribution(logits: np.ndarray, row: Row) -> np.ndarray:
     return p / p.sum()
 
 
-def uniform(row: Row, seed: int = ENGINE_SEED) -> float:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row.get("seed", 0)), row.get("position", 0))
-    return float(jax.random.uniform(key))
+@jax.jit
+def _uniform(seed: jax.Array, request_seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    def one(request_seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request_seed), position)
+        return jax.random.uniform(key)
+
+    return jax.vmap(one)(request_seeds, positions)
+
+
+def uniforms(rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
+    """The number in [0, 1) of each row."""
+    seeds = np.array([row.get("seed", 0) for row in rows], np.uint32)
+    positions = np.array([row.get("position", 0) for row in rows], np.int32)
+    return np.asarray(_uniform(np.uint32(seed), seeds, positions))
 
 
 def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> None:
@@ -120,8 +164,8 @@ def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> No
     for position in range(positions):
         rows = [row | {"position": position} for row in rows]
         tokens = draw(logits, rows)
-        for p, row, token in zip(expected, rows, tokens, strict=True):
-            ends, u = np.cumsum(p), uniform(row)
+        for p, row, token, u in zip(expected, rows, tokens, uniforms(rows), strict=True):
+            ends = np.cumsum(p)
             assert p[token] > 0, f"token {token} cannot be drawn with {row}"
             if np.abs(ends - u).min() > 1e-5:  # float32 sums may fall on the other side of a border so near
                 assert token == np.searchsorted(ends, u), row
@@ -278,7 +322,8 @@ def test_drawn_tokens_follow_the_distribution(vary):
     """Chi-square over 8,192 draws of one row at many positions, and of one position with many seeds."""
     rule = {"temperature": 0.8, "top_p": 0.95, "top_k": 30}
     logits = random_logits(5, b=1, v=50)
-    tokens = draw(np.repeat(logits, 8192, axis=0), [rule | {vary: i} for i in range(8192)])
+    rows = repeated(rule, vary, 8192)
+    tokens = at_once(np.repeat(logits, 8192, axis=0), *rows, np.uint32(ENGINE_SEED)).tokens
     p = distribution(logits[0], rule)
     counts = np.bincount(tokens, minlength=50)
     assert not counts[p == 0].any()
@@ -306,8 +351,11 @@ def test_no_sum_of_sampling_is_a_product(tile):
 
 
 def test_neighbouring_positions_and_seeds_are_independent():
+    logits = np.full((8192, 50), -np.inf, np.float32)  # the shape of the test above
+    logits[:, :8] = 0
     for vary in ("position", "seed"):
-        tokens = draw(np.zeros((8192, 8), np.float32), [{"temperature": 1.0, vary: i} for i in range(8192)])
+        rows = repeated({"temperature": 1.0}, vary, 8192)
+        tokens = np.asarray(at_once(logits, *rows, np.uint32(ENGINE_SEED)).tokens)
         pairs = np.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64)
         assert stats.chisquare(pairs).pvalue > 1e-3
 
@@ -317,9 +365,9 @@ def test_neighbouring_positions_and_seeds_are_independent():
 
 def test_the_random_number_is_a_function_of_engine_seed_request_seed_and_position():
     rows = [{"temperature": 1.0, "seed": s, "position": p} for s in (0, 1, 2**32 - 1) for p in (0, 1, 4095)]
-    tokens = {seed: draw(np.zeros((9, 4096), np.float32), rows, seed) for seed in (0, 1)}
+    tokens = {seed: draw(np.zeros((9, LARGE_V), np.float32), rows, seed) for seed in (0, 1)}
     for seed, found in tokens.items():
-        assert found.tolist() == [int(uniform(row, seed) * 4096) for row in rows]
+        assert found.tolist() == [int(u * LARGE_V) for u in uniforms(rows, seed)]
     assert len({*tokens[0].tolist(), *tokens[1].tolist()}) == 18
 
 
@@ -336,14 +384,13 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
         "logprobs": 5,
         **random_history(rng),
     }
-    alone = draw(logits[:1], [mine])[0]
+    single = lambda row: sampled(logits[:1], *batch([row]), np.uint32(ENGINE_SEED)).tokens[0]  # noqa: E731
+    alone = single(mine)
     assert draw(logits, [mine, *[{}] * 15])[0] == alone  # among padding rows
     assert draw(logits, [mine, *[busy] * 15])[0] == alone
     assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, mine, *[{}] * 11])[4] == alone
     plain = {"temperature": 0.9, "seed": 3, "position": 5}  # when no other row switches a feature on either
-    assert (
-        draw(logits, [plain, *[busy] * 15])[0] == draw(logits, [plain, *[{}] * 15])[0] == draw(logits[:1], [plain])[0]
-    )
+    assert draw(logits, [plain, *[busy] * 15])[0] == draw(logits, [plain, *[{}] * 15])[0] == single(plain)
 
 
 # --- extremes ---------------------------------------------------------------------------------------------------------
@@ -381,19 +428,24 @@ def test_a_temperature_that_float32_hardly_holds_is_greedy(temperature):
 
 def test_rounding_of_running_sums_leads_to_no_weightless_token():
     """Running sums of pieces and of tokens are rounded apart, so a target may lie before or behind its piece."""
-    weights = jnp.array([[0.0, 0.0, 0.5, 0.0, 0.25, 0.0]] * 6)
-    target = jnp.array([-1e-6, 0.0, 0.49, 0.5, 0.7499, 0.7500001])
-    ends = jnp.cumsum(weights, axis=-1)
-    assert draws._first_above(ends, target, weights).tolist() == [2, 2, 2, 4, 4, 4]
-    crooked = ends.at[:, 3].add(1e-3)  # a sum that is no running sum by the last bit, at a token without weight
-    assert draws._first_above(crooked, jnp.full(6, 0.5005), weights).tolist() == [4] * 6
+    weights = np.array([[0.0, 0.0, 0.5, 0.0, 0.25, 0.0]] * 6, np.float32)
+    target = np.array([-1e-6, 0.0, 0.49, 0.5, 0.7499, 0.7500001], np.float32)
+    ends = np.cumsum(weights, axis=-1)
+    first_above = jax.jit(draws._first_above)
+    assert first_above(ends, target, weights).tolist() == [2, 2, 2, 4, 4, 4]
+    ends[:, 3] += 1e-3  # a sum that is no running sum by the last bit, at a token without weight
+    assert first_above(ends, np.full(6, 0.5005, np.float32), weights).tolist() == [4] * 6
+
+
+@jax.jit
+def _cuts(weights: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
+    nothing = RowContext(*[jnp.zeros(())] * 5)
+    return TOP_P.apply(TOP_K.apply(weights, {"top_k": k}, nothing), {"top_p": p}, nothing)
 
 
 def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:
     b = len(weights)
-    nothing = RowContext(*[jnp.zeros(())] * 5)
-    kept = TOP_K.apply(jnp.asarray(weights, jnp.float32), {"top_k": jnp.full(b, k)}, nothing)
-    return np.asarray(TOP_P.apply(kept, {"top_p": jnp.full(b, p, jnp.float32)}, nothing))
+    return np.asarray(_cuts(weights, np.full(b, k, np.int32), np.full(b, p, np.float32)))
 
 
 def hard_weights() -> np.ndarray:
@@ -472,18 +524,9 @@ def test_log_probabilities_are_the_models_own_whatever_the_rules():
 def test_log_probabilities_come_for_all_rows_or_for_none():
     logits = random_logits(11)
     none = sampled(jnp.asarray(logits), *batch([{}] * B), jnp.uint32(0))
-    chex.assert_trees_all_equal(none[1:], jax.tree.map(jnp.zeros_like, none[1:]))
+    chex.assert_trees_all_equal(none[1:], jax.tree.map(np.zeros_like, none[1:]))
     one = sampled(jnp.asarray(logits), *batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(one.tokens), *one[1:])
-
-
-def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
-    logits = random_logits(12, b=3, v=12)
-    out = sampled(jnp.asarray(logits), *batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
-    assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
-    chex.assert_shape([out.top_ids, out.top_logprobs], (3, MAX_TOP))
-    chex.assert_trees_all_equal(out.top_ids[:, 12:], np.full((3, MAX_TOP - 12), -1, np.int32))
-    chex.assert_trees_all_equal(out.top_logprobs[:, 12:], np.full((3, MAX_TOP - 12), -np.inf, np.float32))
 
 
 def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
@@ -494,7 +537,7 @@ def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
     assert (tokens >= 0).all()
 
 
-@pytest.mark.default_cases("1", "6")
+@pytest.mark.default_cases("16")  # the shapes of other tests, and a last tile that begins before its own samples
 @pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
@@ -519,11 +562,13 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
     assert taken[1] < b * v * 4
 
 
-@pytest.mark.parametrize("t", [1, 5, 63, 64, 65, 130])
-def test_prompt_log_probabilities_of_any_number_of_tokens(t):
+@pytest.mark.default_cases("5-12", "64-300", "130-300")
+@pytest.mark.parametrize(("t", "v"), [(5, 12), *((t, V) for t in (1, 5, 63, 64, 65, 130))])
+def test_prompt_log_probabilities_of_any_number_of_tokens(t, v):
+    """And in a vocabulary below twenty, which has fewer best tokens."""
     rng = np.random.default_rng(t)
-    head, hidden = rng.standard_normal((V, 8), np.float32), rng.standard_normal((t, 8), np.float32)
-    targets = rng.integers(0, V, t).astype(np.int32)
+    head, hidden = rng.standard_normal((v, 8), np.float32), rng.standard_normal((t, 8), np.float32)
+    targets = rng.integers(0, v, t).astype(np.int32)
     targets[rng.random(t) < 0.3] = -1
     targets[-1] = 7
     out = jax.jit(lambda h, x: prompt_logprobs(lambda y: y @ head.T, h, x, TILE))(hidden, targets)
@@ -531,11 +576,17 @@ def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     wanted = targets >= 0
     assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))
     chex.assert_shape(list(out), [(t,), (t,), (t, MAX_TOP), (t, MAX_TOP)])
+    missing = MAX_TOP - min(v, MAX_TOP)
+    no_ids = np.full((wanted.sum(), missing), -1, np.int32)
+    chex.assert_trees_all_equal(out.top_ids[wanted, MAX_TOP - missing :], no_ids)
+    no_logprobs = np.full(no_ids.shape, -np.inf, np.float32)
+    chex.assert_trees_all_equal(out.top_logprobs[wanted, MAX_TOP - missing :], no_logprobs)
 
 
 def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
-    out = prompt_logprobs(lambda h: jnp.full((len(h), V), jnp.nan), jnp.ones((70, 8)), jnp.full(70, -1))
-    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
+    run = jax.jit(lambda h, x: prompt_logprobs(lambda y: jnp.full((len(y), V), jnp.nan), h, x))
+    out = run(np.ones((70, 8), np.float32), np.full(70, -1, np.int32))
+    chex.assert_trees_all_equal(out, jax.tree.map(np.zeros_like, out))
 
 
 # --- against the reference implementations ----------------------------------------------------------------------------
@@ -566,7 +617,7 @@ def test_the_definitions_in_numpy_are_transformers(name, value):
 
 def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
     allowed = tuple(range(0, 2 * MAX_LISTED, 2))
-    logits = random_logits(14, b=2, v=2 * MAX_LISTED)
+    logits = random_logits(14, b=2, v=LARGE_V)
     tokens = draw(logits, [{"allowed_token_ids": allowed}, {}])
     chex.assert_trees_all_equal(tokens, np.array([2 * logits[0, ::2].argmax(), logits[1].argmax()], np.int32))
 
@@ -603,7 +654,7 @@ def beside(tokens: jax.Array, v: int) -> jax.Array:
     return jnp.abs(jnp.arange(v) - tokens[:, None]) == 1
 
 
-@pytest.mark.parametrize("tile", [None, TILE])
+@pytest.mark.parametrize("tile", [pytest.param(None, marks=pytest.mark.slow), TILE])
 def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
     options, logits = chain((NEAR, ODD)), random_logits(30)
     history = {"history": [9, 8, 100], "prompt_len": 1}
@@ -657,55 +708,57 @@ def mixed_rows() -> list[Row]:
     return [rules[i % 6] | {"seed": i, "position": i} | random_history(rng) for i in range(B)]
 
 
-class Sampling(chex.TestCase):
-    """With and without jit, and at every tile."""
+with_jit = partial(pytest.param, id="with jit")
+without_jit = partial(pytest.param, marks=pytest.mark.slow, id="without jit")
 
-    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
-    @parameterized.parameters(None, TILE)
-    def test_shapes_types_and_values_are_those_of_a_step(self, tile):
-        logits = jnp.asarray(random_logits(31))
-        arguments = *batch(mixed_rows()), jnp.uint32(ENGINE_SEED)
-        out = self.variant(lambda x, *a: sample(x, *a, tile))(logits, *arguments)
-        chex.assert_shape([out.tokens, out.logprobs, out.ranks], DIMS["B"])
-        chex.assert_shape([out.top_ids, out.top_logprobs], DIMS["BO"])
-        chex.assert_type(list(out), [jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.float32])
-        chex.assert_tree_all_finite(out)
-        chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
 
-    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
-    def test_penalties_are_those_of_a_plain_computation(self):
-        """Of the logits themselves, for histories of any length up to a whole block table."""
-        rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
-        names = "presence_penalty", "frequency_penalty", "repetition_penalty"
-        rows = [{name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng) for _ in range(B)]
-        rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
-        s, history = batch(rows)
-        context = RowContext(*history, s.prompt_len, s.position)
-        found = self.variant(PENALTIES.apply)(jnp.asarray(logits), s.features["penalties"].fields, context)
-        expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
-        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("run", [with_jit(at_once), without_jit(sample)])
+def test_shapes_types_and_values_are_those_of_a_step(run):
+    logits = jnp.asarray(random_logits(31))
+    arguments = *batch(mixed_rows()), jnp.uint32(ENGINE_SEED)
+    out = run(logits, *arguments)
+    chex.assert_shape([out.tokens, out.logprobs, out.ranks], DIMS["B"])
+    chex.assert_shape([out.top_ids, out.top_logprobs], DIMS["BO"])
+    chex.assert_type(list(out), [jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.float32])
+    chex.assert_tree_all_finite(out)
+    chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
 
-    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
-    def test_spans_of_any_length_read_the_same_history(self):
-        rng = np.random.default_rng(33)
-        rows = [{"frequency_penalty": 0.5} | random_history(rng) for _ in range(B)]
-        s, history = batch(rows)
-        context, logits = RowContext(*history, s.prompt_len, s.position), jnp.zeros((B, 40))
-        found = []
-        for span in (4, 12, 20, 512):  # 1, 3 and 5 blocks of 6, and the whole table
-            with mock.patch.object(penalties, "SPAN", span):
-                run = self.variant(lambda *a: PENALTIES.apply(*a))
-                found.append(run(logits, s.features["penalties"].fields, context))
-        for other in found[1:]:
-            chex.assert_trees_all_equal(found[0], other)
-        assert found[0].any()
 
-    def test_options_of_the_rows_are_arguments_of_one_program(self):
-        chex.clear_trace_counter()
-        run = jax.jit(chex.assert_max_traces(lambda *a: sample(*a, jnp.uint32(0), TILE), n=1))
-        logits = jnp.asarray(random_logits(34))
-        tokens = {run(logits, *batch(rows)).tokens.tobytes() for rows in ([{}] * B, mixed_rows())}
-        assert len(tokens) == 2
+@pytest.mark.parametrize("apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(PENALTIES.apply)])
+def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
+    """Of the logits themselves, for histories of any length up to a whole block table."""
+    rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
+    names = "presence_penalty", "frequency_penalty", "repetition_penalty"
+    rows = [{name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng) for _ in range(B)]
+    rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
+    s, history = batch(rows)
+    context = RowContext(*history, s.prompt_len, s.position)
+    found = apply(logits, s.features["penalties"].fields, context)
+    expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_spans_of_any_length_read_the_same_history():
+    rng = np.random.default_rng(33)
+    rows = [{"frequency_penalty": 0.5} | random_history(rng) for _ in range(B)]
+    s, history = batch(rows)
+    context, logits = RowContext(*history, s.prompt_len, s.position), np.zeros((B, 40), np.float32)
+    found = []
+    for span in (4, 12, 20, 512):  # 1, 3 and 5 blocks of 6, and the whole table
+        with mock.patch.object(penalties, "SPAN", span):
+            run = jax.jit(lambda *a: PENALTIES.apply(*a))
+            found.append(run(logits, s.features["penalties"].fields, context))
+    for other in found[1:]:
+        chex.assert_trees_all_equal(found[0], other)
+    assert np.asarray(found[0]).any()
+
+
+def test_options_of_the_rows_are_arguments_of_one_program():
+    logits = random_logits(34)
+    seed = np.uint32(ENGINE_SEED)
+    tokens = {sampled(logits, *batch(rows), seed).tokens.tobytes() for rows in ([{}] * B, mixed_rows())}
+    assert len(tokens) == 2
+    assert TRACES[logits.shape] == 1
 
 
 def test_histories_of_any_length_take_no_memory():

@@ -19,6 +19,7 @@ from pagedjax.device.cache import BoundedKeys
 from pagedjax.device.selection import attend_selected, write
 from tests.engine.brute_quest import chosen_blocks
 
+pytestmark = pytest.mark.few_optimisations
 K, G, D, S, M = 2, 2, 8, 4, 6
 SCALE = 0.5
 # (queries that read all, queries that select, tokens of the context)

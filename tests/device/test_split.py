@@ -61,9 +61,7 @@ def test_each_query_head_is_once_beside_its_own_key_head(model):
                 assert keys[device, i // own] == head // group, "attention would read another head's keys"
 
 
-@settings(deadline=None)
-@given(models())
-def test_parts_have_the_shapes_that_a_device_expects(model):
+def assert_parts_have_the_shapes_that_a_device_expects(model):
     c, mesh = model
     whole, part = (named(nnx.eval_shape(lambda c=c: Decoder(c, "float32"))) for c in (c, split.device_config(c, mesh)))
     assert whole.keys() == part.keys()
@@ -77,6 +75,19 @@ def test_parts_have_the_shapes_that_a_device_expects(model):
             assert laid_out == part[name].shape[axis] * devices, (name, axis)
             if one.order is not None:
                 assert {*stored(one.order)} == {*range(size)}, f"{name} lost a row or column"
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(models())
+def test_parts_have_the_shapes_that_a_device_expects(model):
+    assert_parts_have_the_shapes_that_a_device_expects(model)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(models())
+def test_parts_of_many_models_have_the_shapes_that_a_device_expects(model):
+    assert_parts_have_the_shapes_that_a_device_expects(model)
 
 
 @settings(deadline=None)

@@ -12,6 +12,7 @@ from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.probabilities import probabilities
 from pallas_kernels.shared.page_bits import stored
 
+pytestmark = pytest.mark.few_optimisations
 LENS, TABLES = np.array([11, 1, 0, 4]), np.array([[3, 5, 1], [2, 0, 0], [0, 0, 0], [4, 0, 0]])
 S, K, N, D = 4, 2, 6, 16
 HEADS = (4, 0, 3)

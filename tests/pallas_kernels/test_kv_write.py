@@ -17,6 +17,8 @@ from pallas_kernels.races import without_races
 from pallas_kernels.shared.tpu import row_size
 from tests.pallas_kernels.test_paged_attention_tpu import SMALL, both_modes, slow
 
+pytestmark = pytest.mark.few_optimisations
+
 
 class Case(NamedTuple):
     """Tokens (first position, number) of sequences, each with pages of its own, then padding tokens."""

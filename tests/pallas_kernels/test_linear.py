@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
 
+pytestmark = pytest.mark.few_optimisations
 ROOT = Path(__file__).parents[2]
 HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("llvmlite")]
 ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result
@@ -157,42 +158,85 @@ CASES = {
 }
 
 
-def every(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers. The others are compiled by XLA, a
-    second for two cases, so the default run has two of the four kinds."""
+# Of the implementations that XLA compiles, a third of a second for each case. Each part of `linear` is in one of them.
+COMPILED = {
+    "reference": [
+        "many tokens",
+        "gates of odd width",
+        "low rank by rows within a panel",
+        "low rank of gates",
+        "experts",
+        "experts without gates",
+    ],
+    "xla": [
+        "odd sizes",
+        "many tokens",
+        "norm plus one",
+        "gates",
+        "gates of odd width",
+        "low rank by rows within a panel",
+        "low rank of odd sizes",
+        "low rank of gates",
+        "experts",
+        "experts without gates",
+    ],
+}
+
+
+def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pytest.MarkDecorator:
+    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers. Of the others the default run has
+    the cases in `compiled`, in turn with float32 and with bfloat16 and int8."""
     kinds = [(impl, int8, dtype) for impl in HERE for int8 in (False, True) for dtype in ("float32", "bfloat16")]
-    cases = [
-        pytest.param(
-            *(impl, name, int8, dtype),
-            marks=() if impl == "cpu" or int8 == (dtype == "bfloat16") else pytest.mark.slow,
-            id="-".join((impl, name, *(["int8"] if int8 else []), dtype)),
-        )
-        for impl, int8, dtype in kinds
-        for name in names
-    ]
+    cases = []
+    for impl, int8, dtype in kinds:
+        for name in names:
+            often = list(compiled.get(impl, ()))
+            narrow = name in often and often.index(name) % 2 == 1
+            kind = (True, "bfloat16") if narrow else (False, "float32")
+            default = impl == "cpu" or (name in often and (int8, dtype) == kind)
+            case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
+            marks = () if default else pytest.mark.slow
+            cases.append(pytest.param(impl, name, int8, dtype, marks=marks, id=case_id))
     return pytest.mark.parametrize(("impl", "name", "int8", "dtype"), cases)
 
 
-@every(CASES)
+@every(CASES, COMPILED)
 def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
     assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    *(st.integers(1, 70) for _ in range(3)),
-    st.sampled_from(["float32", "bfloat16"]),
-    st.booleans(),
-    st.sampled_from([None, "silu", "gelu_tanh"]),
-    st.sampled_from([None, False, True]),
-    st.booleans(),
-    st.integers(0, 2**32 - 1),
-)
-@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, more, seed):
+def of_any_shape(examples: int):
+    """A property of that many shapes and kinds of numbers."""
+    sizes = [st.integers(1, 70) for _ in range(3)]
+    options = (
+        st.sampled_from(["float32", "bfloat16"]),
+        st.booleans(),
+        st.sampled_from([None, "silu", "gelu_tanh"]),
+        st.sampled_from([None, False, True]),
+        st.booleans(),
+        st.integers(0, 2**32 - 1),
+    )
+    sampled = given(*sizes, *options)
+    return lambda test: settings(max_examples=examples, deadline=None, print_blob=True)(sampled(test))
+
+
+def assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed):
     m = 2 * m if activation else m
     options: dict[str, Any] = {"activation": activation, "norm": norm, "bias": more, "residual": more, "seed": seed}
     assert_contract(case(t, k, m, dtype=dtype, int8=int8, **options), "cpu")
+
+
+@of_any_shape(examples=20)
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, more, seed):
+    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed)
+
+
+@pytest.mark.slow
+@of_any_shape(examples=200)
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_the_cpu_kernel_on_many_shapes(t, k, m, dtype, int8, activation, norm, more, seed):
+    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -255,7 +299,13 @@ PADDED = {
 }
 
 
-@every(PADDED)
+@every(
+    PADDED,
+    {
+        "reference": ["rows", "experts"],
+        "xla": ["many tokens by rows", "experts", "experts without a token", "no token"],
+    },
+)
 def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, name, int8, dtype):
     """As in a step, whose bucket has more tokens than the step."""
     options = {"t": 40, **PADDED[name]}
@@ -276,7 +326,7 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
         chex.assert_trees_all_equal(found[used:], np.zeros_like(found[used:]))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None, print_blob=True)
 @given(
     st.integers(1, 400),
     st.integers(1, 200),

@@ -16,6 +16,7 @@ from tests.pallas_kernels.test_linear import CASES, case
 pytest.importorskip("llvmlite")
 from pallas_kernels.linear.cpu.differentiable import IMPLEMENTATION
 
+pytestmark = pytest.mark.few_optimisations
 NAMES = ["odd sizes", "norm plus one", "gates of odd width", "rows within a panel", "experts", "bias and residual"]
 FLOATS = "x", "weight", "norm", "bias", "residual"
 

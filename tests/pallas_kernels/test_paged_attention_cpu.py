@@ -32,7 +32,10 @@ from tests.pallas_kernels.test_paged_attention import (
     scatter,
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="the cpu extra is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="the cpu extra is not installed"),
+    pytest.mark.few_optimisations,
+]
 
 
 def shapes(b: int, pages: int, m: int = 8) -> list[jax.ShapeDtypeStruct]:

@@ -26,6 +26,8 @@ from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 
+pytestmark = pytest.mark.few_optimisations
+
 # Short steps, so that short contexts have several, and blocks of two rows of the batch.
 SMALL = TpuTiles.read("v5e")._replace(shortest_span=32, longest_span=32, decode_units=2, chunk_rows=64, chunk_span=32)
 both_modes = pytest.mark.parametrize("mode", MODES)
@@ -81,19 +83,20 @@ GROUPS = {8: 3, 16: 1, 32: 8, 64: 16, 128: 4}
 EVERY = [
     (d, s, group, dtype) for d in pallas_tpu.HEAD_SIZES for s, group in GROUPS.items() for dtype in pallas_tpu.DTYPES
 ]
-OFTEN = [(64, 16, 1, "bfloat16", "on_wait"), (128, 8, 3, "float32", "eager")]
-shapes = pytest.mark.parametrize(
-    ("d", "s", "group", "dtype", "mode"),
-    [*OFTEN, *(slow(*one, mode) for one in EVERY for mode in MODES if (*one, mode) not in OFTEN)],
-)
 
 
-@shapes
+def shapes(*often: tuple) -> pytest.MarkDecorator:
+    """The cases of the default run, and all others."""
+    others = [(*one, mode) for one in EVERY for mode in MODES if (*one, mode) not in often]
+    return pytest.mark.parametrize(("d", "s", "group", "dtype", "mode"), [*often, *(slow(*one) for one in others)])
+
+
+@shapes((128, 8, 3, "float32", "eager"))
 def test_decodes_of_contexts_around_a_block_border(d, s, group, dtype, mode):
     check(Case(decodes(s, 100), d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s))
 
 
-@shapes
+@shapes((64, 16, 1, "bfloat16", "on_wait"))
 def test_chunks_of_contexts_around_a_block_border(d, s, group, dtype, mode):
     rows = chunks(s, (40, s + 60))
     check(Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s))

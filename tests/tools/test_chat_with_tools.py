@@ -46,7 +46,8 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
     marks = {"hermes": "<tool_call> arguments", "mistral": "[TOOL_CALLS] [", "args": "[TOOL_CALLS] [ARGS]"}[kind]
     template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-    llm = LLM(folder, progress=False, max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(4, 64), num_blocks=128)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    llm = LLM(folder, progress=False, **sizes)  # those of `tiny_llm`
     params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
     chats = [MESSAGES] * 4
     outputs = llm.chat(chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False)

@@ -21,7 +21,8 @@ from pagedjax.weights.tree import named
 from tests.weights.tiny import tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 32, "progress": False}
+# as those of `tiny_llm`, whose programs these engines share
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256, "progress": False}
 PROMPT = list(range(3, 40))
 
 
