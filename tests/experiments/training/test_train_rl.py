@@ -31,8 +31,6 @@ from tests.experiments.training.child import killed
 
 pytest.importorskip("llvmlite")
 
-pytestmark = pytest.mark.optimised  # bits are compared
-
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
 SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
 # a process that kills itself in its fifth step, after the second checkpoint
