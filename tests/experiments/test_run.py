@@ -272,8 +272,7 @@ def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, model:
         assert store.read_summary(entry.parent)
         assert (entry.parent / "steps.jsonl").read_text().endswith("\n")
 
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert run.main(command[3:]) == 0
     finished = summaries()
     assert len(finished) == 9
     assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again

@@ -30,9 +30,3 @@ def test_every_token_of_a_mixture_goes_through_eight_experts():
     run, (x, *weights) = products.mixture(16, 3, "reference")
     assert len(x) == 3 * products.CHOSEN
     assert run(x, *weights).shape == x.shape
-
-
-def test_wrong_numbers_are_named(capsys):
-    with pytest.raises(SystemExit):
-        products.main(["--tokens", "0"])
-    assert "--tokens is 0; it must be at least 1" in capsys.readouterr().err

@@ -24,6 +24,7 @@ EVERY = {*KINDS, *ALONE}
 xla = partial(paged_attention, impl="xla")
 
 
+@pytest.mark.default_cases("{}-1-1", "{}-5-19", "{'window': 7}-19-19", "{'soft_cap': 2.0}-1-19")
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 19), (5, 19), (19, 19)])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
 def test_exact_attention_equals_the_reference(count, length, options):
@@ -37,7 +38,7 @@ def test_exact_attention_equals_the_reference(count, length, options):
     chex.assert_trees_all_close(exact(q, k, v, 3, case), np.asarray(expected, np.float64), atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [SMALL, Case(64, 16, 4, window=33), Case(64, 16, 1, soft_cap=5.0)], ids=str)
+@pytest.mark.parametrize("case", [SMALL, Case(64, 16, 4, window=33, soft_cap=5.0)], ids=str)
 def test_plain_xla_is_right(case):
     found = errors(case, impl=xla)
     assert set(found) == EVERY
