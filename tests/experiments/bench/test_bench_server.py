@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from experiments.bench import server
 
 
+@pytest.mark.slow
 def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
     small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}  # fewer programs to compile
     monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)

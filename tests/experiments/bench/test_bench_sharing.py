@@ -110,7 +110,7 @@ def test_drawn_lengths_have_expected_means() -> None:
 
 
 def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sharing.main(["--requests", "2", "--json"]) == 0
+    assert sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]
     assert [(row["dataset"], row["n"]) for row in rows] == expected

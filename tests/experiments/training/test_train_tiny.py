@@ -226,7 +226,31 @@ def test_run_learns_and_writes_model(run):
     assert sorted(path.name for path in (run.out / "checkpoints").iterdir()) == ["16", "24"]
 
 
-@pytest.mark.parametrize("where", ["between", pytest.param("while saving", marks=pytest.mark.slow)])
+class Stops(Exception):
+    pass
+
+
+def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
+    out, windows = tmp_path / "tiny", train_tiny.windows
+
+    def stopping(train, setup, step):
+        if step == 13:
+            raise Stops
+        return windows(train, setup, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_tiny, "windows", stopping)
+        with pytest.raises(Stops):
+            train_tiny.train(out, SETUP, EVERY, say=lambda _: None)
+    assert not (out / "model").exists()
+    said = []
+    assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses
+    assert said[0].endswith("; 8 of 24 steps are done")
+    chex.assert_trees_all_equal(stored(out / "model"), stored(run.out / "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["between", "while saving"])
 def test_killed_run_resumes_bit_exact(run, tmp_path, where):
     out = tmp_path / "tiny"
     printed = killed(CHILD, where, out, repr(SETUP), EVERY)
