@@ -96,9 +96,9 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
     tables = rng.permutation(b * width).reshape(b, width).astype(np.int32) + 1
     k_pages, v_pages = (np.full((b * width + 1, heads, s, d), np.nan, jnp.bfloat16) for _ in range(2))
     for row, length in enumerate(lengths):
-        for position in range(length):
-            at = tables[row, position // s], slice(None), position % s
-            k_pages[at], v_pages[at] = k[row, position], v[row, position]
+        positions = np.arange(length)
+        at = tables[row, positions // s], slice(None), positions % s
+        k_pages[at], v_pages[at] = k[row, :length], v[row, :length]
 
     def call(*arrays: Any, min_split: int | None = None) -> np.ndarray:
         function = partial(impl or kernels(min_split), scale=d**-0.5, **case.options)

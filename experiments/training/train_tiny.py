@@ -153,7 +153,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
 def serving() -> dict[str, Any]:
     """Options of an engine that starts fast: one program and few blocks."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
-    return {**sizes, "dtype": "float32", "progress": False}
+    return {**sizes, "dtype": "float32", "compilation": "eager", "progress": False}
 
 
 def about(setup: Setup, data: Data, params: nnx.State) -> str:

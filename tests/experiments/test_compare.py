@@ -82,6 +82,7 @@ def test_sweeps_are_compared_point_by_point(tmp_path: Path, capsys: pytest.Captu
     assert found["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
 
 
+@pytest.mark.default_cases("True-3", "False-2")
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 @pytest.mark.parametrize("paired", [True, False])
 def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
@@ -93,6 +94,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
     assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
+@pytest.mark.default_cases("100-90")
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
 def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ratios, "RESAMPLES", 200)

@@ -166,13 +166,16 @@ def test_kept_findings_are_full_runs_and_in_reproduction_table():
         assert (reproduce.STUDIES / one["name"] / "README.md").read_text() == reproduce.readme(one)
 
 
-def test_memory_shares_match_paper(tmp_path):
-    """With few requests; the result depends on the scheduler only."""
+def test_memory_shares_match_paper():
+    """With few requests like ShareGPT's; the result depends on the scheduler only."""
     (name,) = reproduce.chosen(["003"])
-    found = reproduce.run(name, quick=True)
-    shares = {c["what"]: c for c in found["claims"]}
-    for kind, tokens in (("Orca (Max)", 20.4), ("Orca (Pow2)", 26.8), ("Orca (Oracle)", 38.2), ("paged", 96.3)):
-        assert shares[f"{kind}: tokens"]["ours"].middle == pytest.approx(tokens, rel=0.12)
+    study = reproduce.module(name)
+    sizes = (*study.lengths.overrides("ShareGPT"), "workload.count=100")
+    points = study.results_of(reproduce.STUDIES / name / "config.yaml", *sizes, repeats=1)
+    tokens = {}
+    for point, [(limits, results)] in points:
+        tokens[point.experiment.engine.reservation] = study.shares(results, limits)["tokens"]
+    assert tokens == pytest.approx({kind: shares[0] for kind, shares in study.SHARES.items()}, rel=0.15)
 
 
 @pytest.mark.slow

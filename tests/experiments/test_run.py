@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +15,9 @@ import experiments
 from experiments import run
 from experiments.core import config, overrides, store
 from pagedjax.config import NONE_STAYS
+from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
-ROOT = Path(__file__).parents[2]
 WORKLOAD = {
     "kind": "synthetic",
     "count": 5,
@@ -250,40 +245,6 @@ def test_out_folder_that_cannot_be_created_is_an_error(tmp_path: Path, capsys: p
     assert f"error: cannot write to --out {path}: {path} is a file; name a folder\n" in capsys.readouterr().err
 
 
-def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, model: str) -> None:
-    workload = {**WORKLOAD, "count": 8, "arrivals": {"process": "poisson", "rate": 20.0}}  # some 0.4 s a run
-    path = write_config(tmp_path, model, repeats=3, workload=workload, sweep={"grid": {"seed": [1, 2, 3]}})
-    command = [sys.executable, "-m", "experiments.run", str(path), "--out", str(tmp_path / "runs"), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def summaries() -> dict[Path, int]:
-        return {entry: entry.stat().st_mtime_ns for entry in (tmp_path / "runs").rglob("[0-9]/summary.json")}
-
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(summaries()) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.2)  # into the middle of a run
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    survived = summaries()
-    assert 3 <= len(survived) < 9
-    for entry in survived:
-        assert store.read_summary(entry.parent)
-        assert (entry.parent / "steps.jsonl").read_text().endswith("\n")
-
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    finished = summaries()
-    assert len(finished) == 9
-    assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again
-    index = (tmp_path / "runs" / "unit" / "runs.jsonl").read_text().splitlines()
-    assert [(row["order"], row["repeat"]) for row in map(json.loads, index)] == [
-        (i, r) for i in range(3) for r in range(3)
-    ]
-    assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]
-
-
 SIMULATED = {
     "name": "side-by-side",
     "workload": {**WORKLOAD, "count": 20},
@@ -293,6 +254,58 @@ SIMULATED = {
     "reseed": True,
     "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}},  # the last is refused
 }
+
+
+# a process that kills itself in its fourth run, after some of its files
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from experiments import run
+from experiments.core import store
+
+original, folders = store.write_run, []
+def write(folder, files):
+    if len(folders) == 3:
+        text, written = Path.write_text, []
+        def killing(path, *rest, **options):
+            written.append(path)
+            if len(written) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return text(path, *rest, **options)
+        Path.write_text = killing
+    folders.append(folder)
+    original(folder, files)
+store.write_run = write
+run.main(sys.argv[1:])
+"""
+
+
+def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {**SIMULATED, "reseed": False, "repeats": 3, "sweep": {"grid": {"seed": [1, 2, 3]}}}
+    path = write_config(tmp_path, "nothing is loaded", **sections)
+    command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
+
+    def summaries() -> dict[Path, int]:
+        return {entry: entry.stat().st_mtime_ns for entry in (tmp_path / "runs").rglob("[0-9]/summary.json")}
+
+    killed(CHILD, *command)
+    survived = summaries()
+    assert len(survived) == 3
+    assert list((tmp_path / "runs").rglob(".writing-*")), "it was killed while it wrote a run"
+    for entry in survived:
+        assert store.read_summary(entry.parent)
+        assert (entry.parent / "steps.jsonl").read_text().endswith("\n")
+
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    assert run.main(command) == 0
+    finished = summaries()
+    assert len(finished) == 9
+    assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again
+    index = (tmp_path / "runs" / "side-by-side" / "runs.jsonl").read_text().splitlines()
+    assert [(row["order"], row["repeat"]) for row in map(json.loads, index)] == [
+        (i, r) for i in range(3) for r in range(3)
+    ]
+    assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]
 
 
 def test_parallel_runs_equal_single_process_runs(

@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax import __version__
@@ -26,6 +25,7 @@ from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
+from tests import drawn
 from tests.host import drawn_views
 
 SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
@@ -152,23 +152,24 @@ usual = [*(st.just(SchedulerConfig._field_defaults[name]) for name in WAYS[:3]),
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 
 
-@settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    config=st.one_of(st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)),
-    seed=st.integers(0, 2**32 - 1),
-    names=st.text(max_size=3),
-)
-def test_random_recordings_replay_byte_for_byte(tmp_path: Path, config: SchedulerConfig, seed: int, names: str):
+@drawn.examples(25, 160)
+def test_random_recordings_replay_byte_for_byte(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
-    made = record(path, config, seed, length=80, names=names)
-    assert list(replay.replay(path)) == made
-    report = verify(path)
-    assert report.identical
-    assert not report.truncated
-    kinds = [transition.kind for transition in made]
-    ends = [event.reason for transition in made for event in transition.events if isinstance(event, Finished)]
-    assert (report.lines, report.steps, report.requests) == (len(made), kinds.count("commit"), kinds.count("submit"))
-    assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
+
+    def holds(config: SchedulerConfig, seed: int, names: str) -> None:
+        made = record(path, config, seed, length=80, names=names)
+        assert list(replay.replay(path)) == made
+        report = verify(path)
+        assert report.identical
+        assert not report.truncated
+        kinds = [transition.kind for transition in made]
+        ends = [event.reason for transition in made for event in transition.events if isinstance(event, Finished)]
+        assert report.lines == len(made)
+        assert (report.steps, report.requests) == (kinds.count("commit"), kinds.count("submit"))
+        assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
+
+    modes = st.one_of(st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways))
+    drawn.check(number, holds, config=modes, seed=st.integers(0, 2**32 - 1), names=st.text(max_size=3))
 
 
 def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
@@ -266,10 +267,11 @@ def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
     assert next(plans, None) is None
 
 
-def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path):
-    """Plans, sampled tokens and events: each number in turn is raised by one."""
+@pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path, apart: int):
+    """Plans, sampled tokens and events: each number in turn is raised by one, by default each fourth one."""
     whole, tried = log.read_text(), 0
-    for match in re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole):
+    for match in list(re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole))[::apart]:
         number = whole.count("\n", 0, match.start()) + 1
         if whole.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit', '{"update')):
             continue
@@ -278,7 +280,7 @@ def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path)
         assert difference is not None, f"line {number}: {match[0]} could be changed"
         assert difference.line == number
         tried += 1
-    assert tried > 200
+    assert tried > 200 // apart
 
 
 def test_a_difference_shows_the_recorded_and_the_recomputed_line(log: Path, capsys):
@@ -325,7 +327,7 @@ def test_a_truncated_recording_is_replayed_up_to_its_last_whole_line(log: Path, 
     whole = log.read_bytes()
     header = whole.index(b"\n") + 1
     ends = [match.end() for match in re.finditer(b"\n", whole)]
-    for cut in sorted({*range(header, len(whole), 97), *ends, *(end - 1 for end in ends[1:])}):
+    for cut in sorted({*range(header, len(whole), 397), *ends[::3], *(end - 1 for end in ends[1::3])}):
         log.write_bytes(whole[:cut])
         report = verify(log)
         assert report.identical

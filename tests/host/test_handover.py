@@ -17,6 +17,7 @@ from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Adopted, Released, Request
+from tests import drawn
 from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
 
 SMALL = SchedulerConfig(4, 8, 16, 4, 64)
@@ -102,17 +103,20 @@ class HandoverMachine(RuleBasedStateMachine):
             driver.drain(seed=0)
 
 
-def test_sequences_move_between_schedulers_at_any_time():
+@drawn.examples(6, 30)
+def test_sequences_move_between_schedulers_at_any_time(number: int):
     """Counts, owners, content of every slot, published blocks and their order of eviction, on both sides."""
     HandoverMachine.tally = Counter()
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    bounds = settings(max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=checks)
+    bounds = settings(
+        max_examples=number, stateful_step_count=10, deadline=None, print_blob=True, suppress_health_check=checks
+    )
     run_state_machine_as_test(HandoverMachine, settings=bounds)
 
 
 def test_the_moves_of_a_fixed_seed_are_of_every_kind():
     draw, tally = random.Random(0), Counter[str]()
-    for size in (1, 2, 3, 4) * 2:
+    for size in (1, 2, 3, 4):
         one, two = (small_config(draw)._replace(block_size=size) for _ in range(2))
         pair = Pair((one, two._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally)
         for _ in range(30):

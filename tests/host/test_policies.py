@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import compare, run
@@ -37,6 +36,7 @@ from pagedjax.host.policies import (
 from pagedjax.host.replay import replay
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Request, Running, Seq
+from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import EOS, WORD, names, start
 
@@ -206,16 +206,18 @@ seqs = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@given(drawn=seqs)
-@settings(deadline=None, max_examples=50)
-def test_the_victim_is_the_last_in_order(policy: Policy, drawn: list[tuple[int, int, int, str]]):
-    requests = [Request(str(i), p, 51, 0, frozenset(), level, user) for i, (p, _, level, user) in enumerate(drawn)]
-    some = tuple(
-        Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
-        for i, (request, (_, output, *_)) in enumerate(zip(requests, drawn, strict=True))
-    )
-    assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1]
+@drawn.examples(20, 50)
+def test_the_victim_is_the_last_in_order(number: int):
+    def holds(rows: list[tuple[int, int, int, str]]) -> None:
+        requests = [Request(str(i), p, 51, 0, frozenset(), level, user) for i, (p, _, level, user) in enumerate(rows)]
+        some = tuple(
+            Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
+            for i, (request, (_, output, *_)) in enumerate(zip(requests, rows, strict=True))
+        )
+        for policy in POLICIES.values():
+            assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1], policy.name
+
+    drawn.check(number, holds, rows=seqs)
 
 
 # --- no starvation --------------------------------------------------------------------------------------------------
@@ -433,27 +435,31 @@ def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int
     return preempted
 
 
+@drawn.examples(20, 80)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@given(config=configs, workload=workloads)
-@settings(deadline=None, max_examples=80)
-def test_random_workloads_end_and_the_first_in_order_always_advances(policy: Policy, config: SchedulerConfig, workload):
-    drive(policy, config, workload)
+def test_random_workloads_end_and_the_first_in_order_always_advances(policy: Policy, number: int):
+    def holds(config: SchedulerConfig, workload) -> None:
+        drive(policy, config, workload)
+
+    drawn.check(number, holds, config=configs, workload=workloads)
 
 
+@drawn.examples(20, 80)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@given(config=baselines, workload=workloads)
-@settings(deadline=None, max_examples=80)
-def test_random_workloads_end_in_baseline_modes(policy: Policy, config: SchedulerConfig, workload):
-    drive(policy, config, workload)
+def test_random_workloads_end_in_baseline_modes(policy: Policy, number: int):
+    def holds(config: SchedulerConfig, workload) -> None:
+        drive(policy, config, workload)
+
+    drawn.check(number, holds, config=baselines, workload=workloads)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
     draw, preempted = random.Random(0), 0
-    for _ in range(20):
+    for _ in range(6):
         crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
         preempted += drive(policy, SchedulerConfig(2, 16, 12, 6, 32), crowd)
-    assert preempted >= 100, "too few preemptions"
+    assert preempted >= 30, "too few preemptions"
 
 
 @pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
@@ -461,33 +467,37 @@ def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
     draw, preempted = random.Random(0), 0
     for policy in POLICIES.values():
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
-        for _ in range(4):
+        for _ in range(2):
             crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
             preempted += drive(policy, config, crowd)
-    assert preempted >= 100, "too few preemptions"
+    assert preempted >= 50, "too few preemptions"
 
 
-@given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
-@settings(deadline=None, max_examples=160)
-def test_a_finite_workload_ends_under_a_random_policy(config: SchedulerConfig, workload, seed: int):
+@drawn.examples(30, 160)
+def test_a_finite_workload_ends_under_a_random_policy(number: int):
     """Each step leaves a sequence that computes, and what it generated survives a preemption."""
-    draw = random.Random(seed)
-    moody = Policy(
-        "moody",
-        order=lambda waiting, running, cached: draw.sample(waiting, len(waiting)),
-        admit=lambda seq, need, free: True,
-        preempt=draw.choice,
-    )
-    config = roomy(config)
-    state = scheduler.init(config)
-    for i, (prompt, output, priority, user, _) in enumerate(workload):
-        state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
-    left = sum(output for _, output, *_ in workload) * 32  # a token every 32 steps at least
-    left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
-    while alive(state):
-        state, *_ = step(state, moody)
-        left -= 1
-        assert left >= 0, "does not end"
+
+    def holds(config: SchedulerConfig, workload, seed: int) -> None:
+        draw = random.Random(seed)
+        moody = Policy(
+            "moody",
+            order=lambda waiting, running, cached: draw.sample(waiting, len(waiting)),
+            admit=lambda seq, need, free: True,
+            preempt=draw.choice,
+        )
+        config = roomy(config)
+        state = scheduler.init(config)
+        for i, (prompt, output, priority, user, _) in enumerate(workload):
+            state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
+        left = sum(output for _, output, *_ in workload) * 32  # a token every 32 steps at least
+        left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
+        while alive(state):
+            state, *_ = step(state, moody)
+            left -= 1
+            assert left >= 0, "does not end"
+
+    modes = st.one_of(configs, baselines)
+    drawn.check(number, holds, config=modes, workload=workloads, seed=st.integers(0, 2**16))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +508,7 @@ def test_a_finite_workload_ends_under_a_random_policy(config: SchedulerConfig, w
 def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
     """All branches of a victim are preempted, even the first in order."""
     draw, preempted = random.Random(0), 0
-    for _ in range(10):
+    for _ in range(5):
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
         state = scheduler.init(roomy(config))
         for i in range(8):
@@ -510,7 +520,7 @@ def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool,
             state, plan, _ = step(state, policy)
             preempted, left = preempted + len(plan.preempted), left - 1
             assert left >= 0, "does not end"
-    assert preempted >= 50, "too few preemptions"
+    assert preempted >= 25, "too few preemptions"
 
 
 @pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
@@ -553,14 +563,14 @@ def test_the_documented_policy_orders_and_ends_all_requests(documented):
 
 def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
     name = f"{documented}:LEAST_WORK"
-    sizes = {"max_num_seqs": 1, "num_blocks": 32, "max_model_len": 64, "max_num_batched_tokens": 8}
-    llm = LLM(tiny, progress=False, policy=name, token_buckets=(8,), **sizes)
+    sizes = {"max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 64}  # of tiny_llm: its programs
+    llm = LLM(tiny, progress=False, policy=name, token_buckets=(8, 64), **sizes)
     llm.engine.record(tmp_path / "run.jsonl")
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
     llm.generate([[20, 30], [40, 50], [60]], params, use_tqdm=False)
     llm.engine.record(None)
     first = [t.plan.admitted for t in replay(tmp_path / "run.jsonl", {"least_work": find(name)}) if t.plan]
-    assert [ids[0] for ids in first if ids] == ["0", "2", "1"]
+    assert [ids for ids in first if ids] == [("0", "2", "1")]
     assert main(["replay", str(tmp_path / "run.jsonl"), "--policy", name]) == 0
     assert main(["replay", str(tmp_path / "run.jsonl")]) != 0
     assert "names the policy 'least_work'" in capsys.readouterr().err

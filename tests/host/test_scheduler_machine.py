@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pagedjax.config import Reservation
-from pagedjax.host import blocks, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS, Cached
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request, Running, Seq
@@ -57,17 +57,6 @@ baselines = st.builds(
 )
 
 
-def plain(value: Any) -> Any:
-    """A deep copy in mutable containers, so that nothing in it is shared with the original."""
-    if isinstance(value, SchedulerState):
-        kept = sorted(value.pool.owners.items()), sorted(value.pool.contents.items())
-        pool = (value.pool.num_free, list(blocks.free_ids(value.pool)), *kept)
-        return [plain(value.config), pool, plain(value.waiting), plain(value.running), value.step, value.arrivals]
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
-
-
 class Driver:
     """Runs the real scheduler and the model side by side, and compares them after every transition."""
 
@@ -79,17 +68,18 @@ class Driver:
         self.names = 0
         self.drafts: dict[str, list[int]] = {}  # of the plan in flight
         self.stalled: ModelSequence | None = None  # the oldest request, if it made no progress in the step before
-        self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
+        self.past: list[tuple[SchedulerState | Plan, int]] = []  # the last ones, with their hashes when they were new
         self.remember(self.state)
 
     def remember(self, value: SchedulerState | Plan) -> None:
-        self.past = [*self.past[-40:], (value, plain(value))]
+        """A hash covers every field. Lists, dictionaries and sets, which could change later, have none."""
+        self.past = [*self.past[-40:], (value, hash(value))]
 
     def check_new_state(self, state: SchedulerState) -> None:
         """Checks a new state: it is valid, it equals the model, and earlier states have not changed."""
         scheduler.check(state)
         self.model.compare(state)
-        assert all(plain(value) == copy for value, copy in self.past[-3:]), "an old state changed"
+        assert all(hash(value) == before for value, before in self.past[-3:]), "an old state changed"
         self.state = state
         self.remember(state)
 
@@ -435,7 +425,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.driver.drain(seed=0)
-            assert all(plain(value) == copy for value, copy in self.driver.past), "an old state changed"
+            assert all(hash(value) == before for value, before in self.driver.past), "an old state changed"
 
 
 def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int) -> Counter[str]:
@@ -447,6 +437,7 @@ def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, step
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
+        print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )
     for _ in range(5):  # one draw of examples may have few steps
@@ -457,11 +448,11 @@ def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, step
 
 
 def test_random_transitions_match_the_reference_model():
-    run_machine(configs, examples=70, steps=40, at_least=10_000)
+    run_machine(configs, examples=25, steps=30, at_least=2_500)
 
 
 def test_baseline_modes_match_the_reference_model():
-    run_machine(baselines, examples=20, steps=30, at_least=2_500)
+    run_machine(baselines, examples=15, steps=30, at_least=1_500)
 
 
 def small_config(draw: random.Random) -> SchedulerConfig:
@@ -489,11 +480,12 @@ def test_no_block_leaks_in_100_000_steps_with_drafts():
     assert tally["drafted"] > 10_000
 
 
-def test_the_driver_reaches_every_kind_of_event():
+@pytest.mark.parametrize(("drivers", "least"), [(20, 8), pytest.param(50, 20, marks=pytest.mark.slow)])
+def test_the_driver_reaches_every_kind_of_event(drivers: int, least: int):
     """The same checks on random configs from a fixed seed: the tally is the same on every machine."""
     draw = random.Random(0)
     tally: Counter[str] = Counter()
-    for _ in range(50):
+    for _ in range(drivers):
         driver = Driver(small_config(draw), tally)
         driver.traffic(60, draw.randrange(2**32))
         driver.traffic(60, draw.randrange(2**32), drafting=0.8)
@@ -528,7 +520,7 @@ def test_the_driver_reaches_every_kind_of_event():
         "cancelled",
         "cancelled in flight",
     ):
-        assert tally[happened] >= 20, f"{happened}: {tally}"
+        assert tally[happened] >= least, f"{happened}: {tally}"
 
 
 @pytest.mark.slow
@@ -576,19 +568,20 @@ def test_random_transitions_match_the_reference_model_in_long_runs(configs):
     run_machine(configs, examples=300, steps=60, at_least=50_000)
 
 
-@pytest.mark.default_cases("1-24-6", "2-9-7", "3-7-32", "4-5-7", "8-2-6")
+@pytest.mark.default_cases("1-24-6-1", "2-9-7-1", "3-7-32-1", "4-5-7-1", "8-2-6-1")
+@pytest.mark.parametrize("seeds", [1, 4])
 @pytest.mark.parametrize("budget", [6, 7, 32])
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (2, 9), (3, 7), (4, 5), (8, 2)])
 def test_every_request_ends_when_the_pool_has_blocks_for_little_more_than_one(
-    block_size: int, num_blocks: int, budget: int
+    block_size: int, num_blocks: int, budget: int, seeds: int
 ):
     config = SchedulerConfig(block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks)
     tally: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(seeds):
         driver = Driver(config, tally)
         driver.traffic(30, seed)
         for _ in range(10):
             driver.submit_new(*driver.fit(0.0, 0.999), 0, frozenset())
         driver.drain(seed)
-    assert tally["preempted"] >= 25, "too few preemptions"
-    assert tally["length"] >= 40
+    assert tally["preempted"] >= 6 * seeds, "too few preemptions"
+    assert tally["length"] >= 10 * seeds

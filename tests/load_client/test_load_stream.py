@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedjax.load_client.stream import AnswerReader, EventParser, carries_output, message_of
+from tests import drawn
 
 STREAM = (
     '\ufeff: hello\r\nevent: x\nid: 7\ndata: {"a": "é€😀"}\r\n\r\n:\n\ndata:one\rdata: two\r\rdata\n\n'
@@ -26,7 +27,12 @@ def test_a_stream_may_be_cut_at_every_byte():
     assert [data for i in range(len(STREAM)) for data in events.push(STREAM[i : i + 1])] == DATA
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6), st.data())
+@drawn.given(
+    30,
+    100,
+    st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6),
+    st.data(),
+)
 def test_any_events_in_any_pieces_are_read_completely(texts, data):
     end = data.draw(st.sampled_from(["\n", "\r\n", "\r"]))
     raw = "".join(f": note{end}data: {text}{end}{end}" for text in texts).encode()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from pagedjax import routing
 from pagedjax.engine import block_hashes
@@ -18,6 +18,7 @@ from pagedjax.params import SamplingParams
 from pagedjax.routing import PREFIX, ROUND_ROBIN, ROUTERS, Load, Replica, Router, RouterRequest, by_prefix, find
 from pagedjax.routing.prefixes import Prefixes, depth, learned
 from pagedjax.routing.state import RouterState, check
+from tests import drawn
 
 OF_ALL = [*ROUTERS.values(), by_prefix("tight", factor=1.0, slack=0)]
 # A prompt is a path in a tree: its hashes are its own beginnings, as chained hashes are.
@@ -72,7 +73,7 @@ def play(router: Router, happened: Sequence[tuple], replicas: int) -> list[tuple
     return found
 
 
-@given(st.sampled_from(OF_ALL), st.lists(WHAT, max_size=40), st.integers(0, 4))
+@drawn.given(30, 100, st.sampled_from(OF_ALL), st.lists(WHAT, max_size=40), st.integers(0, 4))
 def test_every_router_keeps_the_laws(router: Router, happened: list, replicas: int):
     found = play(router, happened, replicas)
     before = cluster(replicas, known_blocks=5)
@@ -89,7 +90,7 @@ def test_every_router_keeps_the_laws(router: Router, happened: list, replicas: i
     assert found == play(router, happened, replicas), "the same events gave other states, or a state was changed"
 
 
-@given(st.lists(WHAT, max_size=40), st.integers(1, 4), st.floats(1, 3), st.integers(0, 6))
+@drawn.given(30, 100, st.lists(WHAT, max_size=40), st.integers(1, 4), st.floats(1, 3), st.integers(0, 6))
 def test_no_replica_gets_a_request_beyond_the_limit(happened: list, replicas: int, factor: float, slack: int):
     for state, what, replica in play(by_prefix("mine", factor, slack), happened, replicas):
         if what == "route" and state.replicas:
@@ -97,7 +98,7 @@ def test_no_replica_gets_a_request_beyond_the_limit(happened: list, replicas: in
             assert state.loads[replica].requests <= limit
 
 
-@given(st.lists(PROMPTS, max_size=12), PROMPTS.filter(bool), st.integers(1, 5))
+@drawn.given(30, 100, st.lists(PROMPTS, max_size=12), PROMPTS.filter(bool), st.integers(1, 5))
 def test_a_known_prefix_is_found_when_the_load_allows_it(earlier: list[str], prompt: str, replicas: int):
     state, chosen = send(cluster(replicas), by_prefix("any", factor=1.0, slack=100), *earlier)
     depths = [0] * replicas
@@ -111,7 +112,7 @@ def shared(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@given(st.lists(PROMPTS, max_size=30), st.integers(0, 8))
+@drawn.given(30, 100, st.lists(PROMPTS, max_size=30), st.integers(0, 8))
 def test_known_hashes_are_bounded_and_closed_to_the_front(prompts: list[str], most: int):
     known = Prefixes(most)
     for prompt in prompts:
@@ -213,8 +214,10 @@ class NaivePrefixRouter(RuleBasedStateMachine):
             assert [known.hashes[stamp] for stamp in sorted(known.hashes)] == self.used[replica]
 
 
-NaivePrefixRouter.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestNaivePrefixRouter = NaivePrefixRouter.TestCase
+@drawn.examples(15, 60)
+def test_the_prefix_router_is_the_naive_one(number: int):
+    limits = settings(max_examples=number, stateful_step_count=40, deadline=None, print_blob=True)
+    run_state_machine_as_test(NaivePrefixRouter, settings=limits)
 
 
 def test_round_robin_goes_on_where_it_was_when_a_replica_leaves():

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax.host import blocks, event_log, scheduler
@@ -18,10 +17,10 @@ from pagedjax.host.views import held
 from pagedjax.viewer import frames, picture, read_recording, text
 from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Picture
+from tests import drawn
 from tests.host.test_event_log import SMALL
 from tests.viewer.runs import GOLDENS, any_run, brute_force_empty, drafting_run, names, pictures, random_run
 
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 runs = {"seed": st.integers(0, 2**32 - 1), "blocks_": st.integers(6, 14), "host": st.sampled_from([0, 4, 8])}
 WAYS = [{}, {"mixed_steps": False}, {"reservation": "pow2", "num_blocks": 16}, {"chunked_prefill": False}]
 WAYS += [{"views": (View(1, (0,)),)}, {"views": (ALL, View(2)), "num_blocks": 30}]
@@ -61,27 +60,35 @@ def check(made: list, transitions: list) -> None:
     assert made[-1].get("rest", False) == (last == "commit")  # else the run ends within a step
 
 
-@many
-@given(**runs, way=st.sampled_from(WAYS))
-def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, seed: int, blocks_: int, host: int, way: dict):
-    config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
-    transitions = random_run(tmp_path / "run.jsonl", seed, **config)
-    check(list(read_recording.fold(transitions)), transitions)
+@drawn.examples(20, 60)
+def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, number: int):
+    def holds(seed: int, blocks_: int, host: int, way: dict) -> None:
+        config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
+        transitions = random_run(tmp_path / "run.jsonl", seed, **config)
+        check(list(read_recording.fold(transitions)), transitions)
+
+    drawn.check(number, holds, **runs, way=st.sampled_from(WAYS))
 
 
-@many
-@given(**runs, budget=st.integers(4, 20))
-def test_every_frame_of_a_run_with_drafts_shows_its_state(
-    tmp_path: Path, seed: int, blocks_: int, host: int, budget: int
-):
-    config = {"num_blocks": blocks_ + 4, "host_blocks": host, "max_num_batched_tokens": budget}
-    transitions = drafting_run(tmp_path / "run.jsonl", seed, **config)
-    check(list(read_recording.fold(transitions)), transitions)
+@drawn.examples(20, 60)
+def test_every_frame_of_a_run_with_drafts_shows_its_state(tmp_path: Path, number: int):
+    def holds(seed: int, blocks_: int, host: int, budget: int) -> None:
+        config = {"num_blocks": blocks_ + 4, "host_blocks": host, "max_num_batched_tokens": budget}
+        transitions = drafting_run(tmp_path / "run.jsonl", seed, **config)
+        check(list(read_recording.fold(transitions)), transitions)
+
+    drawn.check(number, holds, **runs, budget=st.integers(4, 20))
 
 
-@many
-@given(seed=st.integers(0, 2**32 - 1))
-def test_frames_count_the_drafts_of_every_row(tmp_path: Path, seed: int):
+@drawn.examples(20, 60)
+def test_frames_count_the_drafts_of_every_row(tmp_path: Path, number: int):
+    def holds(seed: int) -> None:
+        check_counts(tmp_path, seed)
+
+    drawn.check(number, holds, seed=st.integers(0, 2**32 - 1))
+
+
+def check_counts(tmp_path: Path, seed: int) -> None:
     """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are sums over steps."""
     transitions = drafting_run(tmp_path / "run.jsonl", seed)
     made = [frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest]
@@ -134,58 +141,66 @@ def test_a_recording_without_drafts_gives_the_same_frames_as_before():
     assert json.loads(json.dumps(run.frames)) == json.loads((GOLDENS / "frames.json").read_text())
 
 
-@many
-@given(**runs, at=st.integers(0, 60))
-def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
+@drawn.examples(20, 60)
+def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
     """The whole picture for a late page equals the sum of all frames."""
-    made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
-    after = [shown for _, shown in pictures(made)]
-    at = min(at, len(made) - 1)
-    late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
-    assert late == after[at]
-    for frame, wanted in zip(made[at + 1 :], after[at + 1 :], strict=True):
-        late = picture.apply(late, frame)
-        assert late == wanted
+
+    def holds(seed: int, blocks_: int, host: int, at: int) -> None:
+        made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+        after = [shown for _, shown in pictures(made)]
+        at = min(at, len(made) - 1)
+        late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
+        assert late == after[at]
+        for frame, wanted in zip(made[at + 1 :], after[at + 1 :], strict=True):
+            late = picture.apply(late, frame)
+            assert late == wanted
+
+    drawn.check(number, holds, **runs, at=st.integers(0, 60))
 
 
-@many
-@given(**runs)
-def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: int, host: int):
-    made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
-    old, since = Picture(), []
-    for frame, new in pictures(made):
-        log = since + frame.get("before", [])
-        came = Counter((e[1], b) for e in log if e[0] in ("shared", "allocated") for b in e[2])
-        came += Counter((e[1], e[3]) for e in log if e[0] == "copied")
-        gained = {(n, b) for n, table in new.tables.items() for b in table if b not in old.tables.get(n, ())}
-        assert gained <= set(came)
-        was, owned = ({b for table in shown.tables.values() for b in table} for shown in (old, new))
-        left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
-        assert was - owned <= left
-        assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])  # it was free
-        lost = {b for e in log if e[0] == "evicted" for b in e[2]}
-        assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
-        old, since = new, frame.get("after", [])
+@drawn.examples(20, 60)
+def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
+    def holds(seed: int, blocks_: int, host: int) -> None:
+        made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+        old, since = Picture(), []
+        for frame, new in pictures(made):
+            log = since + frame.get("before", [])
+            came = Counter((e[1], b) for e in log if e[0] in ("shared", "allocated") for b in e[2])
+            came += Counter((e[1], e[3]) for e in log if e[0] == "copied")
+            gained = {(n, b) for n, table in new.tables.items() for b in table if b not in old.tables.get(n, ())}
+            assert gained <= set(came)
+            was, owned = ({b for table in shown.tables.values() for b in table} for shown in (old, new))
+            left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
+            assert was - owned <= left
+            assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])  # it was free
+            lost = {b for e in log if e[0] == "evicted" for b in e[2]}
+            assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
+            old, since = new, frame.get("after", [])
+
+    drawn.check(number, holds, **runs)
 
 
-@many
-@given(**runs)
-def test_log_entries_of_a_request_are_in_order(tmp_path: Path, seed: int, blocks_: int, host: int):
+@drawn.examples(20, 60)
+def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
     """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
-    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
-    log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
-    works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
-    for n, *_, first in (record for frame in made for record in frame.get("came", ())):
-        entries = [entry[0] for entry in log if entry[1] == n]
-        if first is None:
-            assert entries[0] == "submitted"
-        assert entries.count("ended") <= 1
-        inside = first is not None  # a branch begins on the blocks of the first one
-        for what in entries:
-            inside = {"admitted": True, "resumed": True, "preempted": False, "ended": False}.get(what, inside)
-            assert inside or what not in works, entries
-        if "ended" in entries:
-            assert set(entries[entries.index("ended") + 1 :]) <= {"freed", "kept"}
+
+    def holds(seed: int, blocks_: int, host: int) -> None:
+        made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+        log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
+        works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
+        for n, *_, first in (record for frame in made for record in frame.get("came", ())):
+            entries = [entry[0] for entry in log if entry[1] == n]
+            if first is None:
+                assert entries[0] == "submitted"
+            assert entries.count("ended") <= 1
+            inside = first is not None  # a branch begins on the blocks of the first one
+            for what in entries:
+                inside = {"admitted": True, "resumed": True, "preempted": False, "ended": False}.get(what, inside)
+                assert inside or what not in works, entries
+            if "ended" in entries:
+                assert set(entries[entries.index("ended") + 1 :]) <= {"freed", "kept"}
+
+    drawn.check(number, holds, **runs)
 
 
 def test_log_entries_of_a_preempted_request(tmp_path: Path):
@@ -263,6 +278,6 @@ def test_a_splice_contains_only_the_changes(old: tuple, new: tuple, change: list
     assert picture.spliced(old, change) == new
 
 
-@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+@drawn.given(30, 100, st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
 def test_applying_a_splice_gives_the_new_sequence(old: list, new: list):
     assert picture.spliced(tuple(old), picture.splice(tuple(old), tuple(new))) == tuple(new)

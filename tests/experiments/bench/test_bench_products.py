@@ -16,10 +16,10 @@ def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys, monk
     monkeypatch.setattr(products, "MODEL", 64)
     monkeypatch.setattr(products, "EXPERT", 32)
     out = tmp_path / "products.json"
-    products.main(["--tokens", "1", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
+    products.main(["--tokens", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
     found = json.loads(out.read_text())
     assert [(row["dtype"], row["tokens"], row["impl"]) for row in found["layers"]] == [
-        (dtype, t, impl) for dtype in ("float32", "bfloat16", "int8") for t in (1, 3) for impl in ("cpu", "xla")
+        (dtype, 3, impl) for dtype in ("float32", "bfloat16", "int8") for impl in ("cpu", "xla")
     ]
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in found["layers"])
     assert found["experts"][0]["tokens"] == 2
@@ -30,9 +30,3 @@ def test_every_token_of_a_mixture_goes_through_eight_experts():
     run, (x, *weights) = products.mixture(16, 3, "reference")
     assert len(x) == 3 * products.CHOSEN
     assert run(x, *weights).shape == x.shape
-
-
-def test_wrong_numbers_are_named(capsys):
-    with pytest.raises(SystemExit):
-        products.main(["--tokens", "0"])
-    assert "--tokens is 0; it must be at least 1" in capsys.readouterr().err

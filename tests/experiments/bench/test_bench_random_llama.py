@@ -37,20 +37,6 @@ def test_random_llama_command(tmp_path, capsys):
     assert "xla" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["--dtype", "foo"], "invalid choice: 'foo'"),
-        (["--tokens", "1"], "--tokens is 1; it must be at least 2"),
-        (["--seqs", "0"], "--seqs is 0; it must be at least 1"),
-    ],
-)
-def test_arguments_without_a_result_are_refused(wrong, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        random_llama.main(wrong)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_run_without_full_decode_step_is_an_error(capsys):
     sizes = ["--seqs", "3", "--context", "20", "--tokens", "2", "--budget", "16", "--dtype", "float32"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, SampledRequest, draw, simulate
 from experiments.core.distributions import Poisson
+from tests import drawn
 
 
 def by_hand(requests: list[SampledRequest], size: int) -> tuple[int, int]:
@@ -41,8 +41,7 @@ asks_of_any_shape = st.lists(
 ).map(lambda requests: sorted(requests, key=lambda ask: ask.arrival))
 
 
-@settings(deadline=None, max_examples=60)
-@given(asks_of_any_shape, st.sampled_from([1, 4, 16]))
+@drawn.given(20, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
 def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int) -> None:
     found = simulate(requests, size)
     assert (found.listed, found.used) == by_hand(requests, size)
@@ -60,7 +59,7 @@ def test_saved_share_of_two_branches_by_hand() -> None:
 def shares() -> dict[tuple[str, int, str], float]:
     """Per cent saved, by data set, branches and kind of lengths."""
     rows = {}
-    for data, requests in ((ALPACA, 1200), (SHAREGPT, 200)):
+    for data, requests in ((ALPACA, 600), (SHAREGPT, 100)):
         for lengths in ("same", "own"):
             for n in (2, 4, 6):
                 listed, used = by_hand(draw(data, requests, n, lengths, seed=1), 16)
@@ -116,9 +115,3 @@ def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]
     assert [(row["dataset"], row["n"]) for row in rows] == expected
     assert all(0 <= row["saved"] < 100 and row["error"] >= 0 for row in rows)
-    assert sharing.main(["--requests", "4"]) == 0
-    assert "saved %" in capsys.readouterr().out
-    for rate in ("0", "nan", "inf"):
-        with pytest.raises(SystemExit, match="2"):
-            sharing.main(["--rate", rate])
-        assert "it must be above 0 requests a second" in capsys.readouterr().err

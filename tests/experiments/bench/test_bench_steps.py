@@ -7,8 +7,8 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 import chex
-import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.bench import idle, lower_bounds
@@ -22,15 +22,15 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     products = lower_bounds.weight_products(model, batch)()
     gated = [m.gated for _, m in lower_bounds.weights_of(model)]
     assert sum(gated) == c.layers
-    first = [
-        jax.nn.silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum() for w, g in zip(weights, gated, strict=True)
-    ]
+    rows = [np.asarray(w) for w in weights]
+    silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
+    first = [silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum() for w, g in zip(rows, gated, strict=True)]
     chex.assert_trees_all_close(products, first, rtol=1e-3, atol=1e-4)
     chex.assert_type(products, jnp.float32)
     chex.assert_trees_all_close(lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4)
     sums = lower_bounds.read_weights(model)()
     chex.assert_shape(sums, [()] * len(weights))
-    chex.assert_trees_all_close(sums, [w.sum() for w in weights], rtol=1e-3, atol=1e-3)
+    chex.assert_trees_all_close(sums, [w.sum() for w in rows], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folde
     chex.assert_shape(lower_bounds.paged_attention(llm, 3, 20)(), (3, c.heads, c.head_dim))
     numbers = 2 * 3 * 20 * c.kv_heads * c.head_dim
     sums = lower_bounds.read_cache(llm, 3, 20)()
-    chex.assert_trees_all_close(sums, [jnp.float32(numbers * (1 + i)) for i in range(c.layers)])
+    chex.assert_trees_all_close(sums, [np.float32(numbers * (1 + i)) for i in range(c.layers)])
 
 
 @pytest.mark.slow
@@ -83,10 +83,3 @@ def test_programs_of_a_trace():
     lines += [SimpleNamespace(name="a helper", events=[event(idle.BEGINS, 1, 2), event(idle.ENDS, 3, 4)])]
     trace = SimpleNamespace(planes=[SimpleNamespace(lines=lines)])
     assert list(idle.programs(trace)) == [(5, 9), (20, 30)]
-
-
-@pytest.mark.parametrize("wrong", [["--steps", "2"], ["--sequences", "0"], ["--lookahead", "-1"]])
-def test_idle_refuses_bad_arguments(wrong, capsys):
-    with pytest.raises(SystemExit):
-        idle.main(wrong)
-    assert "must be at least" in capsys.readouterr().err

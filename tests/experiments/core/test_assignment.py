@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core import assignment, config
 from experiments.core.assignment import Assignment, choose
 from experiments.core.engines import Run, engine_key, plan_runs
+from tests import drawn
 
 SIMULATED = {
     "name": "spread",
@@ -53,8 +53,15 @@ def gave(state: Assignment, least: int) -> Assignment:
     return state
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.1, 0.5]), st.randoms())
+@drawn.given(
+    25,
+    150,
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.randoms(),
+)
 def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(places, repeats, least, losses, random):
     """Places whose workers begin, finish and are lost in any order; a new worker may be on another kind of machine."""
     plan = planned([1, 2, 4, 8, 16], repeats)

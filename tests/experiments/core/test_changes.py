@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import run
@@ -21,6 +20,7 @@ from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
+from tests import drawn
 from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -146,7 +146,7 @@ def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
     assert (one, none) == (10, 0), "a request counts where it ended"
 
 
-def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
+def drawn_changes(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
     """Changes in order that leave at least one replica."""
     changes = []
     for at, kind, count in sorted(rows):
@@ -157,8 +157,9 @@ def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
     return changes
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@drawn.given(
+    15,
+    60,
     count=st.integers(1, 3),
     rows=st.lists(
         st.tuples(st.floats(0.0, 0.6), st.sampled_from(["join", "leave", "fail"]), st.integers(1, 2)), max_size=5
@@ -169,7 +170,7 @@ def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
 )
 def test_laws_of_changes(count: int, rows: list, router: str, branches: int, clients: int | None):
     arrivals = RAW["workload"]["arrivals"] if clients is None else {"process": "closed_loop", "clients": clients}
-    changes = drawn(count, rows)
+    changes = drawn_changes(count, rows)
     found = measured(
         replicas={"count": count, "router": router, "changes": changes},
         workload={**RAW["workload"], "arrivals": arrivals},

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import chex
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core.config import expand
@@ -19,6 +18,7 @@ from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import ROUTERS
+from tests import drawn
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -90,8 +90,9 @@ def test_one_client_has_its_requests_one_after_another():
     assert {one.queue for one in requests} == {0.0}
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+@drawn.given(
+    8,
+    25,
     clients=st.integers(1, 12),
     count=st.integers(1, 5),
     router=st.sampled_from(sorted(ROUTERS)),

@@ -11,7 +11,6 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core import drive
@@ -21,6 +20,7 @@ from experiments.core.store import json_lines
 from experiments.simulation.cost import Work
 from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import step_times
+from tests import drawn
 
 RAW: dict[str, Any] = {
     "name": "runs",
@@ -161,8 +161,9 @@ def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
     chex.assert_trees_all_equal(times.finished, np.array(clock[1:]))
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+@drawn.given(
+    6,
+    25,
     blocks=st.integers(26, 80),
     rows=st.integers(1, 8),
     rate=st.sampled_from([1.0, 30.0, 200.0, 2000.0]),

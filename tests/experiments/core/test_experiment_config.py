@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.bench import peers
 from experiments.core import config, point_key
 from experiments.core.strict_yaml import load_file, load_text, parse
 from experiments.core.workloads import Lengths, Synthetic, Trace
+from tests import drawn
 
 BASE: dict[str, Any] = {
     "name": "unit",
@@ -417,8 +417,11 @@ def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
 scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
 
 
-@settings(deadline=None)
-@given(st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)))
+@drawn.given(
+    40,
+    100,
+    st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)),
+)
 def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
     for section in ("engine", "workload", "sampling", "sweep", "warmup", "slo", "seed", "cache_tokens"):
         with contextlib.suppress(ValueError):  # anything else escapes and fails

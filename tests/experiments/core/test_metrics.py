@@ -31,6 +31,7 @@ from pagedjax.host.types import (
     Verified,
 )
 from pagedjax.load_client.summary import spread
+from tests import drawn
 from tests.experiments.core.summaries import summarize
 
 S = 4  # block size
@@ -173,7 +174,7 @@ def test_drafts_of_hand_made_run() -> None:
             step(
                 1,
                 [row(a, 4, 3, 4)],
-                [drawn(1, 3, (5, 6, 7)), Verified(1, ("a",), (3,), (2,), (2,))],
+                [drafted(1, 3, (5, 6, 7)), Verified(1, ("a",), (3,), (2,), (2,))],
                 (1.0, 2.0, 0.8),
                 blocks=2,
             ),
@@ -183,7 +184,7 @@ def test_drafts_of_hand_made_run() -> None:
             step(
                 2,
                 [row(a, 7, 6, 2)],
-                [drawn(2, 1, (8,)), Verified(2, ("a",), (1,), (0,), (2,))],
+                [drafted(2, 1, (8,)), Verified(2, ("a",), (1,), (0,), (2,))],
                 (2.0, 3.0, 0.8),
                 blocks=2,
             ),
@@ -212,7 +213,7 @@ def test_drafts_of_hand_made_run() -> None:
     assert alone == {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": None}
 
 
-def drawn(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
+def drafted(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
     assert len(tokens) <= drafts + 1
     return Sampled(number, ("a",) * len(tokens), tokens)
 
@@ -348,8 +349,7 @@ def test_random_runs_cover_preemption_sharing_and_hits() -> None:
     assert any(result.plan.copies for result in results), "branches share a block that is not full"
 
 
-@settings(deadline=None)
-@given(st.integers(0, 10**6))
+@drawn.given(30, 100, st.integers(0, 10**6))
 def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     results, items, observed, branches = random_run(seed)
     requests, steps = request_records(results, items, START, branches), step_records(results, START, S)

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core.drive import Recorder
@@ -24,6 +23,7 @@ from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.types import Plan, StepResult
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN
+from tests import drawn
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -128,8 +128,7 @@ def made(size) -> list[CheckedEngine]:
     return engines(count, seconds, **options)
 
 
-@settings(max_examples=60, deadline=None)
-@given(runs())
+@drawn.given(15, 60, runs())
 def test_laws_of_any_run(case):
     sizes, link, work, sampling = case
     prefill, decode = map(made, sizes)
@@ -209,8 +208,7 @@ def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, l
     return times
 
 
-@settings(max_examples=60, deadline=None)
-@given(runs())
+@drawn.given(15, 60, runs())
 def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
     _, link, work, _ = case
     options = {"mixed_steps": False, "chunked_prefill": False, "enable_prefix_caching": False}

@@ -20,6 +20,7 @@ from experiments.core.engines import simulated
 from experiments.core.metrics import steady_rate
 from experiments.core.totals import METHOD, Tally, Timeline
 from pagedjax.load_client.summary import PERCENTILES, spread
+from tests import drawn
 from tests.experiments.core.test_decodes_together import RAW, changed
 
 PART = 1 / 1024  # of a number, that rounding may take
@@ -66,8 +67,7 @@ def test_a_tally_counts_more_numbers_than_wait_at_a_time(monkeypatch):
     chex.assert_trees_all_close(tally.spread(), spread(values.tolist()), rtol=PART)
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.floats(0, 1e5), st.floats(1e-3, 1e5), st.integers(1, 2**16))
+@drawn.given(15, 50, st.floats(0, 1e5), st.floats(1e-3, 1e5), st.integers(1, 2**16))
 def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
     rng, timeline = np.random.default_rng(seed), Timeline()
     times = start + length * np.sort(rng.random(4_000))

@@ -17,7 +17,7 @@ from experiments.hardware.gpu_attention import (
     measure,
     prepared,
 )
-from pallas_kernels.paged_attention.reference import paged_attention as reference
+from experiments.hardware.gpu_numerics import Case, exact
 from pallas_kernels.timing import Shape
 
 DECODE, PROMPT, CHUNK = Shape(2, 1, 9, 2, 3, 8, 4), Shape(2, 8, 8, 2, 3, 8, 4), Shape(2, 3, 9, 2, 3, 8, 4)
@@ -67,20 +67,14 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
 
 
 @pytest.mark.parametrize("shape", [DECODE, PROMPT], ids=str)
-def test_attention_on_contiguous_keys_equals_the_reference(shape, monkeypatch):
+def test_attention_on_contiguous_keys_equals_attention_in_float64(shape, monkeypatch):
     """With XLA in place of cuDNN, which takes the same arguments."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", with_xla(jax.nn.dot_product_attention))
     q, k, v = (a.astype("float32") for a in gpu_attention.contiguous(shape, 0))
     got = gpu_attention.cudnn(shape).call(q, k, v)
-    rows, width = shape.rows, -(-shape.context // shape.s)
-    room = ((0, 0), (0, width * shape.s - shape.context), (0, 0), (0, 0))
-    paged = [np.pad(a, room).reshape(rows * width, shape.s, shape.heads, shape.d).swapaxes(1, 2) for a in (k, v)]
-    tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
-    lengths = np.full(rows, shape.context, np.int32)
-    first = np.arange(rows + 1, dtype=np.int32) * shape.queries
-    flat = q.reshape(rows * shape.queries, -1, shape.d)
-    expected = reference(flat, *paged, tables, lengths, first, scale=shape.d**-0.5)
-    np.testing.assert_allclose(got.reshape(expected.shape), expected, atol=1e-5)
+    case = Case(shape.d, shape.s, shape.group)
+    expected = [exact(*map(np.asarray, row), shape.group, case) for row in zip(q, k, v, strict=True)]
+    np.testing.assert_allclose(np.reshape(got, np.shape(expected)), expected, atol=1e-5)
 
 
 def with_xla(attention):

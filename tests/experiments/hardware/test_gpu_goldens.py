@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from experiments.hardware.gpu_goldens import (
     forced,
     judged,
 )
-from pagedjax import LLM
+from pagedjax import LLM, SamplingParams
 
 TOKENS = 6
 KEPT = json.loads(GOLDENS.read_text(encoding="utf-8"))
@@ -27,9 +28,18 @@ SHORT = sorted(KEPT["prompts"], key=lambda one: len(one["prompt_token_ids"]))[:4
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2):
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
-    return LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
+def goldens(tiny_llm) -> list[dict[str, Any]]:
+    """Greedy continuations of a tiny model, as the reference has them of SmolLM2."""
+    prompts = [[20 + 7 * i + j for j in range(3 + 2 * i)] for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+    made = []
+    for i, out in enumerate(tiny_llm.generate(prompts, params, use_tqdm=False)):
+        (branch,) = out.outputs
+        tokens = list(branch.token_ids)
+        chances = [entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)]
+        one = {"name": f"prompt {i}", "prompt_token_ids": prompts[i], "token_ids": tokens, "logprobs": chances}
+        made.append({**one, "margins": [1.0] * TOKENS})
+    return made
 
 
 def found(llm, goldens, dtype="float32", impl="xla"):
@@ -42,31 +52,42 @@ def changed(golden, field, at, value):
     return {**golden, field: [*golden[field][:at], value, *golden[field][at + 1 :]]}
 
 
-def test_the_model_on_a_cpu_gives_identical_tokens(llm):
+@pytest.mark.slow
+def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
+    llm = LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
     one = found(llm, SHORT)
     assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
     assert max(one["forced"]["largest"], one["decoded"]["largest"]) < 1e-3
     assert faults(one, None) == []
 
 
-def test_a_wrong_log_probability_is_found(llm):
-    wrong = changed(SHORT[1], "logprobs", 3, SHORT[1]["logprobs"][3] + 0.5)
-    one = found(llm, [SHORT[0], wrong])
+def test_an_engine_agrees_with_itself(tiny_llm, goldens):
+    """The probabilities of a prompt's tokens are those of the tokens that were generated."""
+    one = found(tiny_llm, goldens)
+    assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
+    assert max(one["forced"]["largest"], one["decoded"]["largest"]) < 1e-4
+    assert faults(one, None) == []
+
+
+def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
+    wrong = changed(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
+    one = found(tiny_llm, [goldens[0], wrong])
     assert one["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
     assert one["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
     assert any("forced: the mean difference is 0.042; the limit is 0.0001" in fault for fault in faults(one, None))
 
 
-def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(llm):
-    other = (SHORT[0]["token_ids"][2] + 1) % 1000
-    golden = changed(changed(SHORT[0], "token_ids", 2, other), "margins", 2, 0.3)
-    one = decoded(llm, [golden], TOKENS)
-    assert one["differ"] == [{"prompt": SHORT[0]["name"], "at": 2, "margin": 0.3}]
+def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, goldens):
+    other = (goldens[0]["token_ids"][2] + 1) % 300
+    golden = changed(changed(goldens[0], "token_ids", 2, other), "margins", 2, 0.3)
+    one = decoded(tiny_llm, [golden], TOKENS)
+    assert one["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
     assert one["identical"] == 0
     assert one["largest"] < 1e-3, "what follows another token is not compared"
     result = {"dtype": "bfloat16", "impl": "pallas_gpu", "decoded": one, "forced": {"mean": 0.01, "largest": 0.1}}
     (fault,) = faults(result, None)
-    assert f"token 2 of {SHORT[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2" in fault
+    assert f"token 2 of {goldens[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2" in fault
     assert faults({**result, "forced": {"mean": 0.01, "largest": 0.16}}, None) == []
     assert len(faults({**result, "dtype": "float32", "forced": {"mean": 0.0, "largest": 1.0}}, None)) == 1
 

@@ -24,6 +24,7 @@ EVERY = {*KINDS, *ALONE}
 xla = partial(paged_attention, impl="xla")
 
 
+@pytest.mark.default_cases("{}-1-1", "{}-5-19", "{'window': 7}-19-19", "{'soft_cap': 2.0}-1-19")
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 19), (5, 19), (19, 19)])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
 def test_exact_attention_equals_the_reference(count, length, options):
@@ -37,16 +38,10 @@ def test_exact_attention_equals_the_reference(count, length, options):
     chex.assert_trees_all_close(exact(q, k, v, 3, case), np.asarray(expected, np.float64), atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [SMALL, Case(64, 16, 4, window=33), Case(64, 16, 1, soft_cap=5.0)], ids=str)
-def test_plain_xla_is_right(case):
-    found = errors(case, impl=xla)
+def test_plain_xla_is_right_with_every_option():
+    found = errors(Case(64, 16, 4, window=33, soft_cap=5.0), impl=xla)
     assert set(found) == EVERY
     assert 0 < max(found.values()) <= TOLERANCE
-
-
-def test_a_wrong_kernel_has_large_errors():
-    wrong_scale = lambda *args, scale, **options: xla(*args, scale=2 * scale, **options)  # noqa: E731
-    assert min(errors(SMALL, impl=wrong_scale).values()) > TOLERANCE
 
 
 def test_one_wrong_row_is_an_error_of_its_kind():
@@ -77,6 +72,7 @@ def test_a_wrong_kernel_is_reported_as_wrong(monkeypatch):
         found = checked(SMALL, anywhere=True)
         assert found["right"] is right
         assert set(found["errors"]) == EVERY
+        assert right or min(found["errors"].values()) > TOLERANCE, "every kind of row is wrong"
 
 
 def test_a_device_that_is_no_gpu_is_the_reason():

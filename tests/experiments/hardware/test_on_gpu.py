@@ -170,6 +170,7 @@ def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monke
     assert parsed.rehearse is rehearse
 
 
+@pytest.mark.default_cases("experiments.hardware.on_gpu")
 @pytest.mark.parametrize("name", ["experiments.hardware.on_gpu", *(part.arguments[0] for part in plan_of())])
 def test_every_part_is_a_command(name):
     command = [sys.executable, "-m", name, "--help"]

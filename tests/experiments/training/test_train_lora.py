@@ -29,11 +29,10 @@ from pagedjax.weights.adapter_files import read_adapter
 from pagedjax.weights.convert import convert
 from tests.experiments.training.child import killed
 
-pytestmark = pytest.mark.optimised  # bits are compared
-
 ROOT = Path(__file__).parents[3]
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
-SETUP = LoraSetup(steps=12, rank=4, alpha=8, context=40, batch=4, lists=8, held_out=8, rate=2e-2)
+# examples of both tasks have one shape, so they share their programs
+SETUP = LoraSetup(steps=12, rank=4, alpha=8, context=38, batch=8, lists=8, held_out=8, rate=2e-2)
 EVERY = 4
 NAMES = ["upper", "sort"]
 # a process that kills itself while the second checkpoint is due
@@ -86,6 +85,12 @@ def several(loaded) -> Any:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for name in NAMES for path in (folder / name).iterdir()}
+
+
+def assert_close(report: dict[str, Any], other: dict[str, Any]) -> None:
+    """The engine that served may have been compiled with more or fewer optimisations."""
+    chex.assert_trees_all_close(report["held_out"], other["held_out"], rtol=0, atol=1e-5)
+    assert report["largest_difference"] < 1e-4
 
 
 def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_trainers_numbers(whole):
@@ -148,7 +153,8 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
     assert not (out / "upper").exists()
     losses, report = train_lora.train(model, out, SETUP, EVERY, say=said.append)
     assert said[3].endswith("; 4 of 12 steps are done")
-    assert (losses, report) == (whole.losses, whole.report)
+    assert losses == whole.losses
+    assert_close(report, whole.report)
     assert files(out) == files(whole.out)
     with pytest.raises(ValueError, match=r"holds another run: rank is 8, there 4"):
         train_lora.train(model, out, replace(SETUP, rank=8), EVERY)
@@ -159,7 +165,8 @@ def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
     out = tmp_path / "run"
     killed(CHILD, model, out, repr(SETUP), EVERY)
     losses, report = train_lora.train(model, out, SETUP, EVERY, say=lambda _: None)
-    assert (losses, report) == (whole.losses, whole.report)
+    assert losses == whole.losses
+    assert_close(report, whole.report)
     assert files(out) == files(whole.out)
 
 
@@ -218,8 +225,8 @@ def test_capitals_are_the_documentations(loaded, several):
     batch, held_out = several["upper"].batch(3), several["upper"].held_out
     for examples in (batch, held_out):
         assert all(loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row) for row in examples.tokens)
-    assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [4 * 39, 8 * 27]
-    assert held_out.prompts.tolist() == [13] * 8
+    assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [8 * 37, 8 * 26]
+    assert held_out.prompts.tolist() == [12] * 8
     right = several["upper"].right
     assert [right("", said) for said in ("THE X.", "The x.", "...", "")] == [True, False, False, False]
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.training import train_rl, train_tiny
@@ -27,11 +26,10 @@ from experiments.training.train_rl import Rollouts
 from pagedjax import LLM, load_model
 from pagedjax.device.models import llama
 from pagedjax.weights.tree import named
+from tests import drawn
 from tests.experiments.training.child import killed
 
 pytest.importorskip("llvmlite")
-
-pytestmark = pytest.mark.optimised  # bits are compared
 
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
 SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
@@ -137,8 +135,9 @@ def test_rewards_rise(model, tmp_path):
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the first example compiles
-@given(
+@drawn.given(
+    25,
+    100,
     rewards=st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6),
     seed=st.integers(0, 99),
     clip=st.sampled_from([0.1, 0.5]),

@@ -1,0 +1,42 @@
+"""Properties of drawn examples: the default run draws a bounded sample, `-m slow` many more of the same.
+
+A failure prints the smallest example and the line `@reproduce_failure` that draws it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, settings
+
+Property = Callable[..., None]
+
+
+def examples(sample: int, whole: int) -> pytest.MarkDecorator:
+    """The test has a parameter `number`, the number of examples: `sample` by default, `whole` if it is slow."""
+    cases = [pytest.param(sample, id="sample"), pytest.param(whole, id="whole", marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("number", cases)
+
+
+def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> None:
+    """Calls `holds` with `number` examples of the strategies of its arguments."""
+    limits = settings(max_examples=number, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+    limits(hypothesis.given(*columns, **strategies)(holds))()
+
+
+def given(sample: int, whole: int, *columns: Any, **strategies: Any) -> Callable[[Property], Property]:
+    """In place of hypothesis' `given`, for a test without fixtures, with the numbers of `examples`."""
+
+    def of(holds: Property) -> Property:
+        @examples(sample, whole)
+        def test(number: int) -> None:
+            check(number, holds, *columns, **strategies)
+
+        test.__name__ = holds.__name__
+        test.__doc__ = holds.__doc__
+        return test
+
+    return of
