@@ -26,7 +26,7 @@ SWAPPING = {**FEW, "preemption": "swap", "swap_space_gib": 0.01}
 
 def make(tiny, **config) -> LLM:
     sizes = {"max_model_len": 128, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return LLM(tiny, progress=False, token_buckets=(4, 16), **sizes, **config)
+    return LLM(tiny, progress=False, token_buckets=(16,), **sizes, **config)
 
 
 def tokens_of(llm: LLM, params) -> list[list[int]]:

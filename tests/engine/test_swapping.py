@@ -78,7 +78,7 @@ def test_a_full_swap_space_falls_back_to_recomputing(tiny):
     small = make(tiny, swap_space_gib=5.5 * size / 2**30)
     assert small.engine.scheduler_state.config.host_blocks == 5
     tokens, events, _ = run(small, GREEDY)
-    assert tokens == run(make(tiny, num_blocks=200), GREEDY)[0]
+    assert tokens == run(make(tiny, num_blocks=128), GREEDY)[0]
     assert {event.swapped for event in events if isinstance(event, Preempted)} == {True, False}
 
 

@@ -89,7 +89,9 @@ def test_a_signal_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(str(tiny_folder), *sizes, "--served-model-name", "tiny", errors=errors)
+        process, url = started(
+            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"), errors=errors, module="pagedjax"
+        )
         try:
             with httpx.Client(base_url=url, timeout=60) as http:
                 assert gauge(http.get("/metrics").text, "missing_programs") > 0
