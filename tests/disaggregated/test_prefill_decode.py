@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "plain": ({}, None),
     "small pool": ({"num_blocks": 22}, None),
     "few rows": ({"max_num_seqs": 3}, None),
-    "swapping": ({"num_blocks": 22, "preemption": "swap"}, None),
+    "swapping": ({"num_blocks": 22, "preemption": "swap", "swap_space_gib": 0.01}, None),
     "ahead": ({"lookahead": 2}, {"lookahead": 2}),
     "drafts": ({"speculative": {"method": "ngram", "num_tokens": 3}}, None),
     "shares nothing": ({"enable_prefix_caching": False}, None),
@@ -376,7 +376,7 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
 
 def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 256, "token_buckets": (8, 64), "progress": False}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "progress": False}
     found = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)

@@ -39,7 +39,7 @@ ROOMY = {"num_blocks": 60}
 VARIANTS: dict[str, dict[str, Any]] = {
     "another budget": {**ROOMY, "max_num_batched_tokens": 7, "token_buckets": (7,)},
     "preemption": {},
-    "swapping": {"num_blocks": 34, "preemption": "swap"},
+    "swapping": {"num_blocks": 34, "preemption": "swap", "swap_space_gib": 0.01},
     "lookahead": {**ROOMY, "lookahead": 2},
     "drafts": {**ROOMY, "speculative": {"method": "ngram", "num_tokens": 4}},
     "no prefix cache": {**ROOMY, "enable_prefix_caching": False},
@@ -199,7 +199,7 @@ def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "recomputed": {"num_blocks": 30, "max_num_batched_tokens": 24, "token_buckets": (24,)},
-    "swapped": {"num_blocks": 30, "preemption": "swap"},
+    "swapped": {"num_blocks": 30, "preemption": "swap", "swap_space_gib": 0.01},
     "drafted": {"num_blocks": 36, "speculative": {"method": "suffix", "num_tokens": 3}},
     "larger blocks": {"block_size": 8, "num_blocks": 16},
 }

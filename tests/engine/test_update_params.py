@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ahead": {"lookahead": 2},
     "drafts": {"speculative": {"method": "ngram", "num_tokens": 3}},
-    "swapping": {"num_blocks": 22, "preemption": "swap"},
+    "swapping": {"num_blocks": 22, "preemption": "swap", "swap_space_gib": 0.01},
 }
 Tokens = dict[str, list[tuple[int, float, int]]]  # of each request: token, log-probability, version
 

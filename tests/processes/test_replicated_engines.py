@@ -69,8 +69,8 @@ class Pair:
         with suppress(ProcessFailed):
             for _ in range(200):
                 self.leader.step()
-        self.group.leader._over.wait(20)
-        self.group.threads[-1].join(20)
+        self.group.leader._over.wait(120)
+        self.group.threads[-1].join(120)
         assert isinstance(self.outcome, ProcessFailed), self.outcome
         assert {i for i, _ in self.group.exits} == {0, 1}
         assert self.group.leader.failure == self.outcome.reason
