@@ -9,7 +9,7 @@ import sys
 
 import pagedjax.engine.kept_programs
 import pagedjax.engine.programs
-import pagedjax.llm
+import pagedjax.llm  # noqa: F401  (modules whose functions `quick_compiler` replaces)
 from pagedjax.cli import main
 from tests import quick_compiler
 

@@ -138,8 +138,9 @@ def test_other_dtypes(dtype, model, folders, alone):
     options = {"weight_dtype": "int8"} if dtype == "int8" else {"dtype": dtype}
     llm = LLM(model, **SIZES, **LORA, **options)
     params = replace(PARAMS, max_tokens=1)
-    found = llm.generate(PROMPTS, params, lora_request=requests(folders, NAMES), use_tqdm=False)
-    wanted = one_by_one(alone, NAMES, params)
+    names = NAMES[:4]
+    found = llm.generate(PROMPTS[:4], params, lora_request=requests(folders, names), use_tqdm=False)
+    wanted = one_by_one(alone, names, params)
     firsts = [np.array(answers(outputs)[1]) for outputs in (found, wanted)]
     chex.assert_trees_all_close(*firsts, rtol=0, atol=0.15)
 

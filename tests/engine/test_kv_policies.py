@@ -31,7 +31,6 @@ from pagedjax.weights.architectures import normalised
 from tests.device.test_model_families import BODY
 from tests.engine.poison import poisoned
 
-
 STREAMING = {"name": "streaming", "sinks": 4, "window": 9}
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 60, "block_size": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)

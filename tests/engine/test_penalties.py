@@ -10,7 +10,6 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Preempted, Resumed
 
-
 SHARED = np.random.default_rng(0).integers(3, 300, 20).tolist()
 TAILS = [np.random.default_rng(i).integers(3, 300, n).tolist() for i, n in enumerate((1, 5, 21, 3, 17, 9))]
 PROMPTS = [SHARED + tail for tail in TAILS]

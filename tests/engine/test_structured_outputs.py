@@ -15,7 +15,6 @@ from pagedjax.host.types import Preempted, Verified
 from pagedjax.structured import grammars
 from tests.structured.schemas import CASES
 
-
 SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4}
 # A random model answers at random: a pattern or a format of many characters would end by its length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]

@@ -17,7 +17,6 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
 
-
 PROMPTS = {str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)

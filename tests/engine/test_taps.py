@@ -103,7 +103,15 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
         slow({"lookahead": 2, "num_blocks": 128}),
         {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False, "ngram_min": 1}, "num_blocks": 128},
         slow({"attention_impl": "xla", "linear_impl": "xla", "num_blocks": 128}),
-        slow({"num_blocks": 128, "mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 64, "token_buckets": (64,)}),
+        slow(
+            {
+                "num_blocks": 128,
+                "mixed_steps": False,
+                "chunked_prefill": False,
+                "max_num_batched_tokens": 64,
+                "token_buckets": (64,),
+            }
+        ),
         slow({"num_blocks": 128, "compilation": "background", "token_buckets": (8, 16)}),
         slow({"num_blocks": 128, "reservation": "max", "enable_prefix_caching": False, "max_model_len": 64}),
     ],
@@ -274,9 +282,7 @@ def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
 
 def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    options = ", ".join(
-        f"{name}={value!r}" for name, value in (SIZES | {"progress": False}).items()
-    )
+    options = ", ".join(f"{name}={value!r}" for name, value in (SIZES | {"progress": False}).items())
     monkeypatch.chdir(tmp_path)
     exec(code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {})
     tokens = len(found["output"].prompt_token_ids) + len(found["output"].outputs[0].token_ids) - 1
@@ -363,7 +369,7 @@ def test_what_a_model_does_not_have_is_refused(llm, taps, message):
 
 
 def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
-    """15 tokens in each of two branches: 3 times 5 + 2 * 9 states of 64 numbers, and contexts of 5, 6, ... 14 tokens."""
+    """Two branches of 15 tokens: 3 times 5 + 2 * 9 states of 64 numbers, and contexts of 5, 6, ... 14 tokens."""
     size = 4 * (3 * 64 * (5 + 2 * 9) + 2 * 3 * sum(range(5, 15)))
     params = SamplingParams(max_tokens=10, ignore_eos=True, n=2, taps=TAPS)
     message = (

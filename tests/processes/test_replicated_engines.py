@@ -32,6 +32,7 @@ from tests.processes.pairs import Connected, connected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+SWAPPED |= {"token_buckets": (24,)}
 SPECULATIVE = {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}}
 
 

@@ -13,7 +13,6 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 
-
 CLIENTS = 80
 
 
@@ -57,7 +56,9 @@ def test_blocks_are_freed_when_the_client_leaves(served, stream):
 def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference):
     """Every other answer is complete, and no block leaks."""
     draw = random.Random(0)
-    prompts = [[20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))] for i in range(CLIENTS)]
+    prompts = [
+        [20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))] for i in range(CLIENTS)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
     leaving = {i for i in range(CLIENTS) if draw.random() < 1 / 3}

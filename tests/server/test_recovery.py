@@ -15,7 +15,6 @@ from pagedjax.text.outputs import OutputBuilder
 from tests.server.support import ENGINE, GREEDY, completed, error_of, idle, served_to, serving, wait_until
 
 
-
 @pytest.fixture
 def failing(monkeypatch):
     """Make the device's part of a step raise when `fails(number of the call)` -> the numbers of the failed calls."""

@@ -12,7 +12,6 @@ from pagedjax.server import serve
 from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
 
 
-
 @pytest.fixture
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""

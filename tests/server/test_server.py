@@ -33,7 +33,6 @@ from tests.server.support import (
 )
 
 
-
 @pytest.fixture
 def http(served):
     with httpx.Client(base_url=served.url, timeout=60) as client:

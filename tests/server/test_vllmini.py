@@ -14,7 +14,6 @@ from pagedjax.server import vllmini
 from tests.server.support import ENGINE, completed, error_of, idle, served_to, wait_until
 
 
-
 @pytest.fixture
 def slow(monkeypatch):
     """Steps of at least 20 ms: 480 tokens take at least 9.6 s."""
