@@ -300,7 +300,7 @@ class Follower(Group):
             ProcessFailed: a process has failed.
         """
         message = None if self.failure is not None else self._inputs.get()
-        if message is None:  # the connection has ended, and the reason comes over the other one
+        if message is None:  # this process ends, or the connection has ended and the reason comes over the other one
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -357,6 +357,10 @@ class Follower(Group):
         self.wait_for_the_end()
         self._control.send(encoded({"bye": True}))
         self._closing = True
+
+    def _leave(self) -> None:
+        self._inputs.put(None)  # another thread may wait in `receive`
+        super()._leave()
 
     def _read(self, inputs: Connection) -> None:
         for message in inputs.messages():

@@ -110,9 +110,23 @@ def test_help_lists_every_command():
     assert all(name in turn(TALK, "/help").note for name in COMMANDS)
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))))
+LINES = st.lists(st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}")))
+
+
+@settings(deadline=None, max_examples=30, print_blob=True)
+@given(LINES)
 def test_every_line_has_an_effect_or_a_note(lines):
+    check_lines(lines)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000, print_blob=True)
+@given(LINES)
+def test_every_line_of_many_has_an_effect_or_a_note(lines):
+    check_lines(lines)
+
+
+def check_lines(lines: list[str]) -> None:
     conversation = TALK
     for line in lines:
         reply = turn(conversation, line)

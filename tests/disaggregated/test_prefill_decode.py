@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "plain": ({}, None),
     "small pool": ({"num_blocks": 22}, None),
     "few rows": ({"max_num_seqs": 3}, None),
-    "swapping": ({"num_blocks": 22, "preemption": "swap"}, None),
+    "swapping": ({"num_blocks": 22, "preemption": "swap", "swap_space_gib": 0.01}, None),
     "ahead": ({"lookahead": 2}, {"lookahead": 2}),
     "drafts": ({"speculative": {"method": "ngram", "num_tokens": 3}}, None),
     "shares nothing": ({"enable_prefix_caching": False}, None),
@@ -353,13 +353,13 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
 )
 def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
     with pytest.raises(ValueError, match=message):
-        PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **SMALL | options))
+        PrefillDecode(tinies[0], LLM(tiny, progress=False, **SMALL | options))
 
 
 def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plain, tiny):
     with pytest.raises(ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"):
         PrefillDecode(tinies[0], plain)
-    other = LLM(tiny, progress=False, compilation="lazy", **SMALL)
+    other = LLM(tiny, progress=False, **SMALL)
     pair = PrefillDecode(tinies[0], other)
     other.update_params(tiny.model.params)
     with pytest.raises(ValueError, match="params_version is 0 where the sequence was and 1 here"):
@@ -368,7 +368,7 @@ def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plai
 
 def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_step(tiny, tinies):
     sizes: dict[str, Any] = SMALL | {"num_blocks": 3}
-    pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **sizes))
+    pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, **sizes))
     with pytest.raises(ValueError, match="raise num_blocks to 6"):
         pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
     emptied(tinies[0])
@@ -376,7 +376,7 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
 
 def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "compilation": "lazy", "progress": False}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "progress": False}
     found = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)

@@ -31,17 +31,15 @@ from pagedjax.weights.architectures import normalised
 from tests.device.test_model_families import BODY
 from tests.engine.poison import poisoned
 
-
 STREAMING = {"name": "streaming", "sinks": 4, "window": 9}
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 60, "block_size": 4}
-SMALL |= {"compilation": "lazy"}  # some tests run nothing
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
 PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (70, 5, 33)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "another budget": {"max_num_batched_tokens": 7, "token_buckets": (7,)},
     "preemption": {"num_blocks": 12},
-    "swapping": {"num_blocks": 9, "preemption": "swap"},
+    "swapping": {"num_blocks": 9, "preemption": "swap", "swap_space_gib": 0.01},
     "lookahead": {"lookahead": 2},
     "drafts": {"speculative": {"method": "ngram", "num_tokens": 4}},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -205,11 +203,12 @@ def random_model(config: dict[str, Any]):
     shape = FAMILIES[config["model_type"]].from_hf(normalised(config, "a test"))
     rng = np.random.default_rng(0)
 
-    def draw(a: jax.Array) -> jax.Array:
+    def draw(a: jax.ShapeDtypeStruct) -> jax.Array:
         deviation = (0.5 if a.shape[0] == 320 else a.shape[-1] ** -0.5) if a.ndim > 1 else 0.3
         return jnp.asarray(rng.normal(0, deviation, a.shape), jnp.float32)
 
-    return from_params(jax.tree.map(draw, nnx.state(Decoder(shape, "float32"), nnx.Param)), config=config)
+    abstract = nnx.eval_shape(lambda: Decoder(shape, "float32"))
+    return from_params(jax.tree.map(draw, nnx.state(abstract, nnx.Param)), config=config)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.cli import parser
 from pagedjax.device.row_features import find
 
-pytestmark = pytest.mark.optimised  # bits are compared
-
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 128}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
@@ -99,7 +97,7 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
 
 def test_names_and_values_are_given_together_or_under_vllms_name(tiny, file):
     value = find(f"{file}:WATERMARK")
-    lazy: dict[str, Any] = {"progress": False, "compilation": "lazy", **SIZES}
+    lazy: dict[str, Any] = {"progress": False, **SIZES}
     for given in ({"row_features": value}, {"logits_processors": [value]}, {"logits_processors": f"{file}:WATERMARK"}):
         llm = LLM(tiny, **lazy, **given)
         assert [one.name for one in llm.engine.runtime.chain.features][-1] == "watermark"

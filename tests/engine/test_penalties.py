@@ -10,7 +10,6 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Preempted, Resumed
 
-
 SHARED = np.random.default_rng(0).integers(3, 300, 20).tolist()
 TAILS = [np.random.default_rng(i).integers(3, 300, n).tolist() for i, n in enumerate((1, 5, 21, 3, 17, 9))]
 PROMPTS = [SHARED + tail for tail in TAILS]
@@ -26,7 +25,7 @@ SWAPPING = {**FEW, "preemption": "swap", "swap_space_gib": 0.01}
 
 def make(tiny, **config) -> LLM:
     sizes = {"max_model_len": 128, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return LLM(tiny, progress=False, token_buckets=(4, 16), **sizes, **config)
+    return LLM(tiny, progress=False, token_buckets=(16,), **sizes, **config)
 
 
 def tokens_of(llm: LLM, params) -> list[list[int]]:

@@ -6,8 +6,9 @@ that `brute_quest` chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import chex
@@ -33,16 +34,18 @@ from tests.engine.test_kv_policies import GREEDY, PROMPTS, answers, make, random
 
 QUEST: dict[str, Any] = {"name": "quest", "tokens": 16, "dense_layers": 1}
 EVERY = QUEST | {"dense_prompts": False}
+FEW_BLOCKS = 40  # of most engines, which share programs: enough for any request, and not for all PROMPTS at a time
+ROOMY = {"num_blocks": 60}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "another budget": {"max_num_batched_tokens": 7, "token_buckets": (7,)},
-    "preemption": {"num_blocks": 40},
-    "swapping": {"num_blocks": 34, "preemption": "swap"},
-    "lookahead": {"lookahead": 2},
-    "drafts": {"speculative": {"method": "ngram", "num_tokens": 4}},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "xla": {"attention_impl": "xla"},
-    "mesh": {"mesh": {"tensor": 2}},
-    "large buckets": {"max_num_batched_tokens": 128, "token_buckets": (128,)},
+    "another budget": {**ROOMY, "max_num_batched_tokens": 7, "token_buckets": (7,)},
+    "preemption": {},
+    "swapping": {"num_blocks": 34, "preemption": "swap", "swap_space_gib": 0.01},
+    "lookahead": {**ROOMY, "lookahead": 2},
+    "drafts": {**ROOMY, "speculative": {"method": "ngram", "num_tokens": 4}},
+    "no prefix cache": {**ROOMY, "enable_prefix_caching": False},
+    "xla": {**ROOMY, "attention_impl": "xla"},
+    "mesh": {**ROOMY, "mesh": {"tensor": 2}},
+    "large buckets": {**ROOMY, "max_num_batched_tokens": 128, "token_buckets": (128,)},
 }
 DEFAULT = ("preemption",)
 
@@ -53,17 +56,26 @@ def model():
     return random_model(BODY | {"model_type": "llama"})
 
 
+TEXT = 96  # no text of the brute-force model is longer
+
+
 def brute_logits(model, text: Sequence[int], *, selects_from: int, size: int, blocks: int, dense_layers: int):
     """[len(text), V] of a model over a text whose queries from a position on select blocks."""
-    c, t, layer = model.model.config, len(text), -1
-    group = c.heads // c.kv_heads
+    padded = np.zeros(TEXT, np.int32)
+    padded[: len(text)] = text
+    run = compiled(model.model.graphdef, model.model.config, size, blocks, dense_layers)
+    return np.asarray(run(model.model.params, padded, len(text), selects_from))[: len(text)]
 
-    def attend(q, k_pages, v_pages, *_, window, soft_cap):
-        nonlocal layer
-        layer += 1
-        queries, keys, values = (np.asarray(a, np.float64) for a in (q, k_pages[1], v_pages[1]))
-        out = np.zeros((t, c.heads, c.head_dim))
-        for i in range(t):
+
+@cache
+def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable[..., jax.Array]:
+    """(parameters, tokens, number of them, the first position that selects) -> logits."""
+
+    def brute(layer: int, q, k, v, length, selects_from) -> np.ndarray:
+        group = c.heads // c.kv_heads
+        queries, keys, values = (np.asarray(a, np.float64) for a in (q, k, v))
+        out = np.zeros((TEXT, c.heads, c.head_dim), np.float32)
+        for i in range(int(length)):
             for head in range(c.kv_heads):
                 mine = queries[i, head * group : (head + 1) * group]
                 tokens = np.arange(i + 1)
@@ -78,17 +90,29 @@ def brute_logits(model, text: Sequence[int], *, selects_from: int, size: int, bl
                 out[i, head * group : (head + 1) * group] = (
                     weights / weights.sum(1, keepdims=True) @ values[head, tokens]
                 )
-        return jnp.asarray(out, jnp.float32)
+        return out
 
-    sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
-    pages, each = kv.init(layers=c.layers, blocks=1, block_size=t, **sizes), jnp.arange(t, dtype=jnp.int32)
-    rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, t, jnp.int32), jnp.array([0, t], jnp.int32)
-    nothing: Any = None
-    batch = Batch(jnp.asarray(text, jnp.int32), each, t + each, *rows, each[-1:], each[:1], each, nothing)
-    module = nnx.merge(model.model.graphdef, model.model.params)
-    with jax.disable_jit():
-        _, hidden, _ = module.hidden(pages, batch, attend)
-    return np.asarray(module.logits(hidden))
+    @jax.jit
+    def run(params, tokens, length, selects_from):
+        layers = count()
+
+        def attend(q, k_pages, v_pages, *_, window, soft_cap):
+            shape = jax.ShapeDtypeStruct((TEXT, c.heads, c.head_dim), jnp.float32)
+            call = partial(brute, next(layers))
+            return jax.pure_callback(call, shape, q, k_pages[1], v_pages[1], length, selects_from)
+
+        sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
+        pages = kv.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes)
+        each = jnp.arange(TEXT, dtype=jnp.int32)
+        rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, TEXT, jnp.int32), jnp.array([0, TEXT], jnp.int32)
+        nothing: Any = None
+        batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, nothing)
+        module = nnx.merge(graphdef, params)
+        with jax.disable_jit():  # so that `attend` is called for each layer
+            _, hidden, _ = module.hidden(pages, batch, attend)
+        return module.logits(hidden)
+
+    return run
 
 
 def logprobs_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
@@ -109,7 +133,7 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     ids=str,
 )
 def test_tokens_and_logprobs_are_those_of_the_brute_force_model(model, policy, size):
-    llm = make(model, kv_policy=policy, block_size=size)
+    llm = make(model, kv_policy=policy, block_size=size, num_blocks=FEW_BLOCKS)
     dense = policy.get("dense_prompts", True)
     prompts = PROMPTS[:1] + PROMPTS[2:]
     outs = llm.generate(
@@ -154,7 +178,7 @@ def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
 
 @pytest.fixture(scope="module")
 def alone(model) -> list[list[int]]:
-    llm = make(model, kv_policy=QUEST)
+    llm = make(model, kv_policy=QUEST, num_blocks=FEW_BLOCKS)
     found = [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
     assert found != tokens_of(make(model)), "the policy changes nothing: the comparisons are blind"
     return found
@@ -164,7 +188,7 @@ def alone(model) -> list[list[int]]:
     "variant", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in VARIANTS]
 )
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
-    llm = make(model, kv_policy=QUEST, **VARIANTS[variant])
+    llm = make(model, **{"kv_policy": QUEST, "num_blocks": FEW_BLOCKS} | VARIANTS[variant])
     if variant not in ("lookahead", "mesh"):  # a step that is sent ahead has written blocks that are still free
         poisoned(llm.engine)
     assert tokens_of(llm) == alone
@@ -175,7 +199,7 @@ def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "recomputed": {"num_blocks": 30, "max_num_batched_tokens": 24, "token_buckets": (24,)},
-    "swapped": {"num_blocks": 30, "preemption": "swap"},
+    "swapped": {"num_blocks": 30, "preemption": "swap", "swap_space_gib": 0.01},
     "drafted": {"num_blocks": 36, "speculative": {"method": "suffix", "num_tokens": 3}},
     "larger blocks": {"block_size": 8, "num_blocks": 16},
 }
@@ -249,7 +273,7 @@ def test_company_changes_no_token_in_any_engine(data, engines, tokens_alone):
 def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(model):
     """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do not."""
     for policy, shared in ((QUEST, len(PROMPTS[0]) // 4 * 4), (EVERY, (len(PROMPTS[0]) + 39) // 4 * 4)):
-        llm = make(model, kv_policy=policy)
+        llm = make(model, kv_policy=policy, num_blocks=FEW_BLOCKS)
         (first,) = tokens_of(llm, PROMPTS[:1])
         longer = [*PROMPTS[0], *first, 7]
         llm.engine.add("again", longer, GREEDY)
@@ -258,7 +282,8 @@ def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(mo
         assert result.plan.starts == (shared,)
         while llm.engine.has_work:
             llm.engine.step()
-        assert tokens_of(llm, [longer]) == tokens_of(make(model, kv_policy=policy), [longer])
+        other = make(model, kv_policy=policy, num_blocks=FEW_BLOCKS)
+        assert tokens_of(llm, [longer]) == tokens_of(other, [longer])
 
 
 @pytest.mark.slow

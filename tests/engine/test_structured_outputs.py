@@ -15,8 +15,7 @@ from pagedjax.host.types import Preempted, Verified
 from pagedjax.structured import grammars
 from tests.structured.schemas import CASES
 
-
-SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (16, 64), "block_size": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4}
 # A random model answers at random: a pattern or a format of many characters would end by its length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
 KINDS: dict[str, dict[str, Any]] = {
@@ -133,8 +132,7 @@ def test_tokens_are_the_same_in_every_engine(tiny, expected, kind):
 
 def test_a_request_without_a_form_is_what_it_is_alone(tiny):
     """Bit for bit: its log-probabilities too. One size of steps, because XLA's sums may depend on the padding."""
-    sizes = {**SIZES, "token_buckets": (64,), "enable_prefix_caching": False}
-    llm = LLM(tiny, progress=False, **sizes, num_blocks=512)
+    llm = LLM(tiny, progress=False, **SIZES, **KINDS["without prefix caching"])
     plain = SamplingParams(temperature=1.0, seed=5, max_tokens=24, logprobs=3, prompt_logprobs=1)
     (alone,) = llm.generate([PROMPTS[0]], plain, use_tqdm=False)
     together, *_ = llm.generate(PROMPTS, [plain, *mixed(11)], use_tqdm=False)
@@ -143,7 +141,7 @@ def test_a_request_without_a_form_is_what_it_is_alone(tiny):
 
 
 def test_nothing_is_compiled_after_the_start(tiny):
-    llm = LLM(tiny, progress=False, **SIZES, **KINDS["speculation"])
+    llm = LLM(tiny, progress=False, compilation="eager", **SIZES, **KINDS["speculation"])
     results = []
     step = llm.engine.step
     llm.engine.step = lambda: results.append(step()) or results[-1]  # type: ignore

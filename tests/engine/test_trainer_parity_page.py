@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.optimised  # bits are compared
+pytestmark = pytest.mark.optimised  # bits of an engine and of a training step
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "trainer-parity.md"
 

@@ -73,11 +73,20 @@ def run(job: dict[str, Any], tmp_path: Path, processes: int, devices: int = 1) -
     return statuses, [(tmp_path / str(i)).read_text() for i in range(processes)]
 
 
-def compared(folder: Path, tmp_path: Path, processes: int, devices: int, modes: list[dict[str, Any]]) -> None:
+def compared(
+    folder: Path,
+    tmp_path: Path,
+    processes: int,
+    devices: int,
+    modes: list[dict[str, Any]],
+    *,
+    as_users: bool = True,
+) -> None:
     """Recordings of processes and of one device are equal, in several modes, with those of each process."""
     mesh = {"mesh": {"tensor": processes * devices}}
     runs = [{"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode} for i, mode in enumerate(modes)]
     job = {"model": str(folder), "engine": {**CONFIG, **mesh}, "runs": runs}
+    job |= {"as_users": as_users, "timeout": LIMIT / 2}
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
     for i, mode in enumerate(modes):
@@ -100,7 +109,8 @@ def without_host_blocks(log: Path) -> str:
 
 
 def test_recordings_of_two_processes_are_those_of_one_device(folder, tmp_path):
-    compared(folder, tmp_path, 2, 2, [{}, SWAPPED | {"weight_dtype": "int8"}])
+    mode = {"token_buckets": (24,), "weight_dtype": "int8", **SWAPPED}
+    compared(folder, tmp_path, 2, 2, [mode], as_users=False)
 
 
 @pytest.mark.slow
@@ -113,6 +123,8 @@ def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
 def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "rule": "rejection", "adaptive": False}
     modes = [
+        {},  # engines one after the other
+        SWAPPED | {"weight_dtype": "int8"},
         {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}},
         {"speculative": drafts},
         {"kv_cache_dtype": "float8_e4m3fn", "compilation": "lazy"},
@@ -139,6 +151,7 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
         "runs": [{"seed": 0, "log": str(log)}],
         "faults": {str(i): fault for i, fault in faults.items()},
         "timeout": timeout,
+        "as_users": True,
     }
     began = time.monotonic()
     statuses, outputs = run(job, tmp_path, processes)
@@ -177,6 +190,7 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
     assert found.replace("step 6:", "step 5:") == reason  # process 0 may have begun the next step
 
 
+@pytest.mark.default_cases("other options")  # test_group.py has the other reason
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

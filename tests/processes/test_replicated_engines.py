@@ -32,6 +32,7 @@ from tests.processes.pairs import Connected, connected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+SWAPPED |= {"token_buckets": (24,)}
 SPECULATIVE = {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}}
 
 
@@ -69,8 +70,8 @@ class Pair:
         with suppress(ProcessFailed):
             for _ in range(200):
                 self.leader.step()
-        self.group.leader._over.wait(20)
-        self.group.threads[-1].join(20)
+        self.group.leader._over.wait(120)
+        self.group.threads[-1].join(120)
         assert isinstance(self.outcome, ProcessFailed), self.outcome
         assert {i for i, _ in self.group.exits} == {0, 1}
         assert self.group.leader.failure == self.outcome.reason

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
 
@@ -18,6 +19,7 @@ from pagedjax import LLM
 from pagedjax.server.app import Options, create_app
 
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+ROOT = Path(__file__).parents[2]
 GREEDY = {"model": "tiny", "temperature": 0.0}
 
 
@@ -61,10 +63,17 @@ def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Clie
         yield found, client
 
 
-def started(*words: str, errors: IO[str] | None = None) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` as a separate process -> the process and its url. `errors`: the file for its log."""
-    command = [sys.executable, "-m", "pagedjax", "serve", *words, "--port", "0", "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+def started(
+    *words: str, errors: IO[str] | None = None, module: str = "tests.quickly"
+) -> tuple[subprocess.Popen[str], str]:
+    """`pagedjax serve` as a separate process -> the process and its url.
+
+    Args:
+        errors: the file for its log.
+        module: "pagedjax" compiles as for users.
+    """
+    command = [sys.executable, "-m", module, "serve", *words, "--port", "0", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("serving "), line

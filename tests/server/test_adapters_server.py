@@ -72,12 +72,12 @@ def http(open_server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
-    """Steps of the server wait for 20 ms each until this event is set, so that a test sees requests that run."""
+    """Steps of the server wait for 50 ms each until this event is set, so that a test sees requests that run."""
     session, ended = open_server.worker.llm.session, threading.Event()
     step = session.step
 
     def waiting() -> Any:
-        ended.wait(0.02)
+        ended.wait(0.05)
         return step()
 
     monkeypatch.setattr(session, "step", waiting)
@@ -200,9 +200,9 @@ def test_the_list_of_models_has_the_adapters(http, folders):
 def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
     open_server, http, library, folders, slow
 ):
-    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     loaded(http, "mine", folders["one"])
-    body = {**GREEDY, "max_tokens": 400, "model": "mine", "prompt": PROMPT, "stream": True}
+    body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
         pieces = streamed(answer.iter_lines())
         text = next(pieces)
@@ -247,11 +247,11 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(open_ser
 
     async def every() -> list[int]:
         async with httpx.AsyncClient(base_url=open_server.url, timeout=60) as client:
-            asks = [ask(client, name) for name in ["stays", "comes"] * 60]
+            asks = [ask(client, name) for name in ["stays", "comes"] * 30]
             return (await asyncio.gather(change(client), *asks))[1:]
 
     codes = asyncio.run(every())
-    assert codes[::2] == [200] * 60
+    assert codes[::2] == [200] * 30
 
 
 def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(open_server, http, folders, monkeypatch):
@@ -376,7 +376,7 @@ def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
 def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if name != "token_buckets"]
     pairs = [f"{name}={folders[name]}" for name in ("one", "two")]
-    words = [*sizes, "--served-model-name", "tiny", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    words = [*sizes, "--served-model-name", "tiny", "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
     process, url = started(str(tiny_folder), *words, "--lora-modules", *pairs, "--token-buckets", "8,64")
     try:
         with httpx.Client(base_url=url, timeout=60) as http:
@@ -426,7 +426,7 @@ def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
     for name in ("one", "two"):
         loaded(http, name, folders[name])
     assert labels() == {"max_lora": "3", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    body = {**GREEDY, "max_tokens": 400, "prompt": ["a", "b", "c", "d", "e"]}
+    body = {**GREEDY, "max_tokens": 120, "prompt": ["a", "b", "c", "d", "e"]}
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(completed, http, **body, model=name) for name in ("one", "two")]
         wait_until(lambda: labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"])

@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from pagedjax import LLM, cli
+from pagedjax import llm as llm_module
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
+from tests import quick_compiler
 from tests.server.support import ENGINE, GREEDY, completed, gauge, served_to, started
 
 
@@ -59,14 +61,16 @@ def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny
     ("engine", "group", "compilation"),
     [
         ({}, None, "background"),
-        ({"compilation": "lazy"}, None, "lazy"),
         ({"speculative": {"method": "ngram"}}, None, "eager"),
         ({}, "joined", "eager"),
-        ({"compilation": "background"}, "joined", "background"),  # which make_engine refuses
     ],
 )
-def test_only_the_server_compiles_behind_its_steps_and_only_where_it_can(engine, group, compilation):
-    assert serve.served(engine, group) == engine | {"compilation": compilation}
+def test_an_llm_compiles_behind_its_steps_only_where_it_can(monkeypatch, engine, group, compilation):
+    monkeypatch.setattr(llm_module, "joined", lambda: group)
+    assert quick_compiler.of_users("default_compilation")(engine) == compilation
+
+
+def test_generate_compiles_what_it_needs():
     assert vars(cli.parser().parse_args(["generate", "x"]))["run"] is cli.generate
     assert cli.engine_options(cli.parser().parse_args(["generate", "x"]))["compilation"] == "lazy"
 
@@ -89,7 +93,9 @@ def test_a_signal_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(str(tiny_folder), *sizes, "--served-model-name", "tiny", errors=errors)
+        process, url = started(
+            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"), errors=errors, module="pagedjax"
+        )
         try:
             with httpx.Client(base_url=url, timeout=60) as http:
                 assert gauge(http.get("/metrics").text, "missing_programs") > 0

@@ -126,15 +126,17 @@ def test_a_body_above_the_limit_is_a_413(tiny):
 
 
 def test_a_full_queue_is_a_429_with_retry_after(tiny):
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_num_seqs": 1})
+    """The first request has a branch in each row."""
+    llm = LLM(tiny, progress=False, **ENGINE)
     with served_to(llm, max_queue=2) as (found, http):
         answers = []
 
-        def post():
-            options = {**GREEDY, "prompt": "abc", "max_tokens": 300, "ignore_eos": True}
+        def post(n: int):
+            options = {**GREEDY, "prompt": "abc", "max_tokens": 300 if n > 1 else 3, "ignore_eos": True}
+            options |= {"n": n, "temperature": 1.0}
             answers.append(httpx.post(f"{found.url}/v1/completions", json=options, timeout=60))
 
-        threads = [threading.Thread(target=post) for _ in range(3)]
+        threads = [threading.Thread(target=post, args=(n,)) for n in (ENGINE["max_num_seqs"], 1, 1)]
         threads[0].start()
         wait_until(lambda: llm.engine.scheduler_state.running.seqs)  # the first request is admitted
         for thread in threads[1:]:
@@ -201,7 +203,7 @@ def test_metrics_add_up(tiny):
 
 def test_tests_can_free_the_engine_of_a_server_that_is_gone(tiny):
     """Else the memory mappings of all of them end the process of the tests."""
-    app = create_app(LLM(tiny, progress=False, **ENGINE | {"compilation": "lazy"}), Options(name="tiny"))
+    app = create_app(LLM(tiny, progress=False, **ENGINE), Options(name="tiny"))
     engine = weakref.ref(app.state.worker.llm.engine)
     del app
     mappings.forget_applications()
@@ -210,7 +212,8 @@ def test_tests_can_free_the_engine_of_a_server_that_is_gone(tiny):
 
 def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
     options = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    with served_to(LLM(tiny, progress=False, speculative=options, **ENGINE)) as (_, http):
+    one_bucket = ENGINE | {"token_buckets": (64,)}
+    with served_to(LLM(tiny, progress=False, speculative=options, **one_bucket)) as (_, http):
         plain = completed(http, prompt="abc", max_tokens=40, ignore_eos=True)
         repeats = "the cat and the other cat and the cat and the other " * 2
         completed(http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100})
@@ -247,13 +250,13 @@ def test_the_viewer_follows_the_engine(tiny):
         assert found.worker.healthy
 
 
-SIZES = ("--max-num-seqs", "4", "--num-blocks", "128", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
+# those of ENGINE
+SIZES = ("--max-num-seqs", "8", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
 
 
 def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
-    process, url = started(
-        str(tiny_folder), *SIZES, "--served-model-name", "tiny", "--record", str(tmp_path / "r.jsonl")
-    )
+    words = [str(tiny_folder), *SIZES, "--served-model-name", "tiny", "--record", str(tmp_path / "r.jsonl")]
+    process, url = started(*words)
     try:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=options, timeout=60) as answer:
@@ -278,7 +281,7 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
 def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logged(
     tiny_folder, tmp_path, drain, signals
 ):
-    options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 4}
+    options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 8}
     with (tmp_path / "errors").open("w") as errors:
         process, url = started(str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors)
         half = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))

@@ -33,7 +33,9 @@ def soak(reference, folder, seconds: float) -> dict:
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
-    process, url = started(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE))
+    process, url = started(
+        *(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE)), module="pagedjax"
+    )
     end, counts = time.monotonic() + seconds, {"right": 0, "wrong": 0, "left": 0, "refused": 0}
     memory, waiting = [], []
 

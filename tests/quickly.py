@@ -1,0 +1,18 @@
+"""A command of pagedjax with the programs of tests: python -m tests.quickly serve ...
+
+They are compiled quickly, when a step first needs them, or read from the folder of an engine with the same sizes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pagedjax.engine.kept_programs
+import pagedjax.engine.programs
+import pagedjax.llm  # noqa: F401  (modules whose functions `quick_compiler` replaces)
+from pagedjax.cli import main
+from tests import quick_compiler
+
+if __name__ == "__main__":
+    quick_compiler.choose(True)
+    sys.exit(main())
