@@ -131,7 +131,8 @@ def compare(
     size = length + max(GREEDY_TOKENS, steps + 8)
     sizes: dict[str, Any] = {"max_num_seqs": TOGETHER, "max_model_len": size, "max_num_batched_tokens": 512}
     blocks = TOGETHER * -(-size // 16)
-    common: dict[str, Any] = {"compilation": "eager", "dtype": dtype, "token_buckets": (TOGETHER, 512), "num_blocks": blocks, **sizes}
+    sizes |= {"token_buckets": (TOGETHER, 512), "num_blocks": blocks}
+    common: dict[str, Any] = {"compilation": "eager", "dtype": dtype, **sizes}
     engines = [LLM(model, **(common | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)
     readings = [read(llm, windows) for llm in engines]

@@ -16,7 +16,6 @@ from pagedjax.host import beams, replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Beamed, Choice, Finished, Forked, Hypothesis, Preempted, Request
 
-
 PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 21, 40)}
 
 

@@ -35,7 +35,6 @@ from tests.engine.test_lookahead import tokens
 from tests.engine.test_speculation import CONFIG, asks, run
 from tests.weights.tiny import tiny_llama
 
-
 SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.002}
 LAZY = "compiled when needed"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

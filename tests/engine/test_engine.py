@@ -17,7 +17,6 @@ from pagedjax.engine.runtime import COPIES
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
 
-
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -17,7 +17,6 @@ from pagedjax.engine.requests import SequenceData, appended
 from pagedjax.engine.step import step
 from pagedjax.host.types import Sampled
 
-
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": list(range(20, 50))}

@@ -19,7 +19,6 @@ from pagedjax.host.types import Preempted, Sampled
 from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording as viewer
 
-
 PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)

@@ -9,7 +9,6 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.host import scheduler
 from pagedjax.host.types import Forked, Preempted, Sampled
 
-
 PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 9, 16, 21, 40)}
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 10, "ignore_eos": True}
 

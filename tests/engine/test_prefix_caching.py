@@ -12,7 +12,6 @@ from pagedjax.host.blocks import idle_ids
 from pagedjax.host.types import Admitted, Sampled
 from tests.engine.poison import poisoned
 
-
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
 SYSTEM = np.random.default_rng(0).integers(3, 320, 40).tolist()

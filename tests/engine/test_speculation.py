@@ -19,7 +19,6 @@ from pagedjax.host.replay import replay, verify
 from pagedjax.host.types import Admitted, Finished, Preempted, Sampled, Verified
 from tests.engine.test_lookahead import OFTEN, tokens
 
-
 CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
 CONFIG |= {"compilation": "eager"}  # no step compiles
 KINDS = ("plain", "stops", "forks", "penalties", "minimum", "logprobs", "bias")

@@ -15,6 +15,7 @@ from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 
 CLIENTS = 80
 
+
 def leave_while_running(found, **options) -> None:
     """Send a request, and close the connection once it runs."""
     request = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, **options}
