@@ -39,7 +39,7 @@ def test_a_server_that_does_not_answer_has_no_counts():
 @pytest.mark.default_cases("speculative1")
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}])
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "num_blocks": 64}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 64}
     with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
         words = ["--url", found.url, "--requests", "4", "--arrivals", "at-once", "--prompt-tokens", "12"]
         words += ["--output-tokens", "30", "--ignore-eos", "--vocab", "300", "--json", str(tmp_path / "out.json")]

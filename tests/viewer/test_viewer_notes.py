@@ -73,7 +73,7 @@ def test_malformed_notes_are_errors_with_the_line(log: Path, old: str, new: str,
 
 
 def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_path: Path):
-    llm = LLM(tiny, progress=False, max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=64)
+    llm = LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
     said = {}
     for name, options in {"bare": {}, "again": {}, "noted": {"times": True, "prompts": True}}.items():
         llm.engine.record(tmp_path / name, **options)

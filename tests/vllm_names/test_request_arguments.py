@@ -96,7 +96,8 @@ def test_the_whole_vocabulary_is_refused_with_the_remedy(name, value):
 
 
 def test_without_max_tokens_a_request_ends_at_max_model_len(tiny):
-    llm = LLM(tiny, progress=False, max_num_seqs=2, max_num_batched_tokens=16, token_buckets=(16,), max_model_len=40)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
+    llm = LLM(tiny, progress=False, max_model_len=40, **sizes)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)  # type: ignore[arg-type]
     assert params.max_tokens == NO_LIMIT
     (out,) = llm.generate([[5] * 7], params, use_tqdm=False)
