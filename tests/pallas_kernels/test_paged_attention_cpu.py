@@ -152,7 +152,11 @@ def test_the_kernel_without_the_newest_instructions(name, tmp_path):
         "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
         "print(__import__('pallas_kernels.paged_attention.cpu.tile_vectors', fromlist=['PAIRS']).PAIRS)"
     )
-    settings = {"PALLAS_KERNELS_CPU_NAME": cpu_name, "PALLAS_KERNELS_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    settings = {
+        "PALLAS_KERNELS_CPU_NAME": cpu_name,
+        "PALLAS_KERNELS_CPU_FEATURES": features,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+    }
     found = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | settings,
