@@ -209,8 +209,13 @@ def nbytes(tree) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
-    engine, report = tiny_llm.engine, tiny_llm.engine.memory
+def test_an_engine_reports_its_arrays_and_its_largest_step(tiny):
+    from pagedjax import LLM
+
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    # the programs of `tiny_llm`, but before the first step, as the report needs the largest one
+    engine = LLM(tiny, progress=False, compilation="eager", **sizes).engine
+    report = engine.memory
     assert report.weights == nbytes(engine.model.params)
     assert report.cache == nbytes(engine._state.cache) == 257 * report.block_bytes
     assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
@@ -222,6 +227,7 @@ def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
 
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64}
+MEASURED = {**SMALL, "compilation": "eager"}  # the largest step is compiled before the cache is made
 
 
 def limited(monkeypatch, free: int) -> None:
@@ -258,9 +264,9 @@ def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypa
         LLM(tiny, progress=False, num_blocks=10**6, **SMALL)
     limited(monkeypatch, 2**17)  # enough for the cache and not for a step beside it
     with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
-        LLM(tiny, progress=False, num_blocks=1, attention_impl="xla", **SMALL)
+        LLM(tiny, progress=False, num_blocks=1, attention_impl="xla", **MEASURED)
     with pytest.raises(ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"):
-        LLM(tiny, progress=False, attention_impl="xla", **SMALL)
+        LLM(tiny, progress=False, attention_impl="xla", **MEASURED)
 
 
 def test_the_report_is_printed_with_the_progress_and_beside_the_output(tiny, capsys):
