@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.routing": ("pagedjax.config",),
     "pagedjax.device": (
         *("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write", "pallas_kernels.linear"),
-        "pallas_kernels.shared.page_bits",
+        *("pallas_kernels.shared.page_bits", "pallas_kernels.shared.cpu.handler"),
     ),
     "pagedjax.models": ("pagedjax.device", "pagedjax.weights"),
     "pagedjax.text": ("pagedjax.params", "pagedjax.host.types"),

@@ -88,7 +88,7 @@ def page_dtype(impl: str | None, dtype: str) -> str:
 
 
 def pages_of(impl: str) -> Callable[..., jax.Array]:
-    """Returns (shape, dtype, device=None) -> new pages on the default device, as an implementation wants them."""
+    """Returns (shape, dtype, device=None) -> zeros for pages on the default device, as an implementation makes them."""
     pages = find(impl).pages
     return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 

@@ -118,7 +118,7 @@ def init(
         dense_layers: the first layers, which have no bounds; None: no layer has.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
-        pages: the same, for the model's keys and values, which need not be zeros; None is `zeros`.
+        pages: the same, for the model's keys and values; None is `zeros`.
 
     Raises:
         ValueError: a block does not consist of whole rows of whole tokens.

@@ -47,8 +47,7 @@ class Implementation(NamedTuple):
     without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few tokens; None: `attend`.
     decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then have programs for steps
         of decodes alone, beside those of mixed steps. For others, `api.paged_attention` makes `cu_q_lens`.
-    pages: (shape, dtype) -> pages of a cache, on the default device. Their numbers may be anything, also NaN: no
-        implementation uses a slot before a token is written into it. None: zeros.
+    pages: (shape, dtype) -> zeros for the pages of a cache, on the default device; None: those of jax.numpy.
     probabilities: what it weighs values with, for some heads of single queries, the contract of
         `probabilities.probabilities`; None: they cannot be had. Those in `api.IMPLS` share that function.
     """

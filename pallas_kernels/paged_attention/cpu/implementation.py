@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
-from pallas_kernels.shared.cpu import unwritten
 from pallas_kernels.shared.cpu.handler import Handler
+from pallas_kernels.shared.cpu.zeros import zeros
 from pallas_kernels.shared.page_bits import BITS, FLOATS
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
@@ -111,6 +111,6 @@ IMPLEMENTATION = Implementation(
     obstacle,
     prepare=prepare,
     page_dtype=page_dtype,
-    pages=unwritten.array,
+    pages=zeros,
     invariant=partial(paged_attention, invariant=True),
 )
