@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests import garbage, mappings, quick_compiler
+from tests import garbage, mappings, memory, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Of glibc: threads of XLA would have memory of their own each, and give none of it back.
+os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
@@ -54,9 +56,10 @@ def _room_for_programs() -> Iterator[None]:
     After thousands of tests they have all the memory mappings that Linux allows a process, and compiling the next
     engine is a segmentation fault. Engines of fixtures keep their programs."""
     yield
-    if "jax" in sys.modules and mappings.used() > mappings.limit() // 2:
+    if "jax" in sys.modules and (mappings.used() > mappings.limit() // 2 or memory.grown()):
         sys.modules["jax"].clear_caches()
         mappings.forget_applications()
+        memory.give_back()
     garbage.collect_now_and_then()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import time
 
-PAUSE = 60.0  # seconds of CPU between two looks through all objects, each of which takes two or three
+PAUSE = 150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
 
 _looked_at = time.process_time()
 

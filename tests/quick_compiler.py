@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ QUICK = {
 }
 NEWER_JAX = (0, 11)  # has no choice of emitters
 
-KEPT = 150  # programs for later engines of the process, at most
+KEPT = 50  # programs for later engines of the process, at most
 
 _quick = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
@@ -80,5 +81,6 @@ def all_quickly() -> Iterator[None]:
 
 
 def _set_optimisations(few: bool) -> None:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(few).lower()  # of processes that tests start
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", few)

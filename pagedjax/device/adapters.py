@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -100,10 +99,9 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # one program for the arrays of all shapes
 def blank(config: DecoderConfig, slots: Slots) -> Factors:
-    """No adapter in any slot."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(config, slots))
+    """No adapter in any slot. Nothing is compiled."""
+    return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), shapes(config, slots))
 
 
 def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) -> Factors:

@@ -63,6 +63,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
 }
 
+WITHOUT_DRAFTS = [name for name in ENGINES if name != "speculation"]  # drafts have two more programs
+
 
 def answer(out: Any) -> tuple[Any, Any]:
     """All numbers of a result: tokens with log-probabilities, and those of the prompt."""
@@ -106,7 +108,7 @@ def model_of(name: str, dtype: str = "float32", **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
     model = model_of("Qwen3")
-    return {name: LLM(model, **COMMON, **options) for name, options in ENGINES.items()}
+    return {name: LLM(model, **COMMON, **ENGINES[name]) for name in WITHOUT_DRAFTS}
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +117,16 @@ def expected(engines) -> list[Any]:
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(sorted(ENGINES)), seed=st.integers(0, 2**16), mates=st.integers(0, 24))
+@given(name=st.sampled_from(WITHOUT_DRAFTS), seed=st.integers(0, 2**16), mates=st.integers(0, 24))
 @example(name="two buckets", seed=0, mates=20)
 @example(name="small chunks and blocks", seed=1, mates=12)
 @example(name="preemption", seed=2, mates=16)
-@example(name="speculation", seed=3, mates=12)
 def test_a_request_has_the_same_bits_in_any_company_and_any_engine(engines, expected, name, seed, mates):
     chex.assert_trees_all_equal(among_mates(engines[name], seed, mates), expected)
 
 
 def test_the_engines_differ_in_what_they_do(engines, expected):
-    """Else the test above would compare too little: blocks run out, drafts are accepted, prefixes are found."""
+    """Else the test above would compare too little: blocks run out, prefixes are found."""
     llm = engines["preemption"]
     names = [f"p{i}" for i in range(12)]
     for i, name in enumerate(names):
@@ -135,13 +136,6 @@ def test_the_engines_differ_in_what_they_do(engines, expected):
         result = llm.engine.step()
         preempted += len(result.plan.preempted) if result else 0
     assert preempted > 0
-    drafting = engines["speculation"].engine
-    drafting.add("repeats", [7, 8, 9] * 8, SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0))
-    drafted = 0
-    while drafting.has_work:
-        result = drafting.step()
-        drafted += sum(result.plan.drafts) if result else 0
-    assert drafted > 0
     cached = engines["small chunks and blocks"]
     prompt, params = NEEDLES[-3]
     for name in ("first", "again"):
@@ -151,6 +145,19 @@ def test_the_engines_differ_in_what_they_do(engines, expected):
             result = cached.engine.step()
             found += sum(result.plan.cached) if result else 0
     assert found > 0, "the second request finds the blocks of the first"
+
+
+@pytest.mark.slow
+def test_drafts_change_no_bit(expected):
+    llm = LLM(model_of("Qwen3"), **COMMON, **ENGINES["speculation"])
+    for seed in range(3):
+        chex.assert_trees_all_equal(among_mates(llm, seed, 12), expected)
+    llm.engine.add("repeats", [7, 8, 9] * 8, SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0))
+    drafts = 0
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        drafts += sum(result.plan.drafts) if result else 0
+    assert drafts > 0
 
 
 @pytest.mark.slow

@@ -175,6 +175,7 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(tiny, mo
         LLM(tiny, progress=False, compilation="eager", **SIZES)  # the count is not blind: another engine traces again
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not mappings.used(), reason="this system does not count memory mappings")
 def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(tiny, monkeypatch):
     """Else a sweep of many engines ends in a segmentation fault, when Linux gives the process no more of them."""

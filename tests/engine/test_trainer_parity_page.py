@@ -12,6 +12,7 @@ pytestmark = pytest.mark.optimised  # bits of an engine and of a training step
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "trainer-parity.md"
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tiny_folder, capsys):
     pytest.importorskip("llvmlite")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)

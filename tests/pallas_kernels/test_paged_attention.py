@@ -302,7 +302,7 @@ def test_scale_is_a_factor_of_the_scores(impl):
 @every_impl
 def test_extreme_scores_do_not_overflow(impl):
     case = make([(1, 300), (9, 21)], t=FEW, **ROOM)
-    assert_contract(case._replace(q=case.q * np.float32(1e4 / case.scale)), impl)
+    assert_contract(case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3)  # of scores up to 1e4
 
 
 @every_impl

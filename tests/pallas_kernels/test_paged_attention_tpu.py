@@ -116,7 +116,8 @@ def test_short_rows_of_contexts_around_a_block_border(d, s, group, dtype, mode, 
     check(Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s), shorts=True)
 
 
-@pytest.mark.parametrize("options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 33, "soft_cap": 3.0}])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 33, "soft_cap": 3.0}])
 def test_windows_and_caps_of_short_rows(options):
     check(Case(short_rows(16, 8, 90, 200), group=2), "eager", shorts=True, **options)
 
@@ -131,8 +132,9 @@ def fitting(s: int) -> TpuTiles:
     return SMALL._replace(shortest_span=max(32, s), longest_span=max(32, s), chunk_span=max(32, s))
 
 
-@pytest.mark.parametrize("rows", [slow(decodes(16, 70)), chunks(16, (20, 50))], ids=["decodes", "chunks"])
-@pytest.mark.parametrize("mode", [slow(MODES[0]), MODES[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [decodes(16, 70), chunks(16, (20, 50))], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("mode", MODES)
 def test_heads_of_smollm2(rows, mode):
     check(Case(rows, heads=3, group=3), mode)
 

@@ -103,6 +103,7 @@ def step():
     return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
 
 
+@pytest.mark.slow
 def test_a_step_from_shapes_exchanges_what_it_must(step):
     assert [one.text for one in exchanges.differences(step.found, step.must) if one.wrong] == []
     sums = [(one.times, one.branch) for one in step.must if one.kind == "all-reduce"]

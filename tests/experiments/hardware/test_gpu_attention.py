@@ -30,6 +30,7 @@ def test_contenders_without_a_mask_for_chunks_are_left_out():
     assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
 
 
+@pytest.mark.slow
 def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
     """cuDNN, which a CPU does not have."""
     names, card = ["xla", "cudnn, contiguous"], {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9}
@@ -66,7 +67,7 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
     assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {(64, 1, 2048), (64, 4, 2048)}
 
 
-@pytest.mark.parametrize("shape", [DECODE, PROMPT], ids=str)
+@pytest.mark.parametrize("shape", [DECODE, pytest.param(PROMPT, marks=pytest.mark.slow)], ids=str)
 def test_attention_on_contiguous_keys_equals_attention_in_float64(shape, monkeypatch):
     """With XLA in place of cuDNN, which takes the same arguments."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", with_xla(jax.nn.dot_product_attention))

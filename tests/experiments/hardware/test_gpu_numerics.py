@@ -44,6 +44,7 @@ def test_plain_xla_is_right_with_every_option():
     assert 0 < max(found.values()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_one_wrong_row_is_an_error_of_its_kind():
     def last_token_forgotten(q, k, v, tables, lengths, first, *, alone, **options):
         """Of decodes: of those in a call of their own, or of those among other rows."""

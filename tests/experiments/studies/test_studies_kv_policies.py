@@ -45,6 +45,7 @@ def test_a_pass_key_prompt_has_its_length_and_the_key_twice():
         assert text.endswith(study.TAIL)
 
 
+@pytest.mark.slow
 def test_timed_attention_with_all_blocks_is_full_attention():
     shape = DecoderConfig(8, 8, 8, 4, 2, 8, 256, True, 1e-5, (LayerKind(),), (Rope(1e4),))
     model, results = SimpleNamespace(config=shape), {}
