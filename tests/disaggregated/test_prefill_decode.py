@@ -374,6 +374,7 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
     emptied(tinies[0])
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
     sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "progress": False}

@@ -61,7 +61,7 @@ def outputs(llm: LLM):
     return [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.default_cases("plain", "speculative")
+@pytest.mark.default_cases("plain")
 @pytest.mark.parametrize(
     "config",
     [{}, {"lookahead": 2}, {"speculative": {"method": "ngram", "num_tokens": 2}}, {"compilation": "lazy"}],

@@ -419,6 +419,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
     assert found == expected
 
 
+@pytest.mark.slow
 def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
     config, options = {**CONFIG, "compilation": "lazy"}, {"method": "draft", "model": folders.itself, "num_tokens": 3}
     llm = LLM(tiny, progress=False, speculative=options, **config)

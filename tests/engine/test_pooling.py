@@ -157,7 +157,6 @@ def run(llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParam
     return found
 
 
-@pytest.mark.optimised
 @pytest.mark.default_cases("{}", "{'lookahead': 0}")
 @pytest.mark.parametrize("config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str)
 def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(tiny, config):

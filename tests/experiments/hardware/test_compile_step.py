@@ -111,6 +111,7 @@ def test_a_step_from_shapes_exchanges_what_it_must(step):
     assert step.aliased == step.cache
 
 
+@pytest.mark.slow
 def test_what_must_not_be_in_a_step_is_named(step):
     clean = step._replace(copies=Counter({"parameter": 4, "scatter": 4}))
     assert compile_step.faults(clean) == []
