@@ -211,7 +211,11 @@ def singles(values) -> list[tuple]:
 
 NARROW = [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float8_e4m3fn, True)]
 # without prompt chunks, and with them and decodes
-kinds = choices([(*kind, 96) for kind in NARROW[1:]], of_cpu=[(*kind, 8) for kind in NARROW])
+kinds = choices(
+    [(*kind, 96) for kind in NARROW[1:]],
+    of_cpu=[(*kind, 8) for kind in NARROW],
+    rare=[(*NARROW[0], 96)],
+)
 
 
 @pytest.mark.parametrize(("impl", "dtype", "bits", "t"), kinds, ids=str)
