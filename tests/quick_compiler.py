@@ -27,7 +27,7 @@ QUICK = {
 }
 NEWER_JAX = (0, 11)  # has no choice of emitters
 
-KEPT = 50  # programs for later engines of the process, at most
+KEPT = 100  # programs for later engines of the process, at most
 
 _quick = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name

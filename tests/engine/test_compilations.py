@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from pagedjax import LLM, SamplingParams, llm
-from pagedjax.engine import compilations
+from pagedjax.engine import compilations, kept_programs
 
 OPTIONS = (
     "jax_compilation_cache_dir",
@@ -28,6 +28,8 @@ def options() -> dict:
 def folder(tmp_path, monkeypatch):
     """A home folder, and JAX as a user starts it: without a cache. Returns the folder of programs."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    # no program of an engine of another test, which JAX would not be asked for
+    monkeypatch.setattr(kept_programs, "program", lambda facts, arguments, device, compile_: compile_())
     before = options()
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
