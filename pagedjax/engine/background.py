@@ -3,7 +3,7 @@
 One thread compiles the others, one at a time. A step is padded to the next larger bucket whose program exists.
 
 Steps are several times as slow meanwhile. A lower priority of the thread would change nothing, because XLA compiles in
-the threads that also compute steps. So the thread prefers pauses between requests.
+the threads that also compute steps. So the thread prefers pauses between requests, unless programs are on disk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pagedjax.engine.programs import Build, Shape
 
 PAUSE = 2.0  # seconds without a step, after which a compilation begins
 PATIENCE = 6.0  # seconds after which it begins in any case
+LOADED = 1.0  # seconds: what takes less was on disk, and so is the next one, most likely
 log = logging.getLogger("pagedjax.engine")
 _started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()  # by id: a dict has no hash
 
@@ -38,12 +39,15 @@ class BackgroundPrograms(dict[Shape, Any]):
         stepped_at: seconds of time.monotonic when a step last read it.
     """
 
-    def __init__(self, build: Build, config: Resolved, programs: Mapping[Shape, Any], shapes: Shapes) -> None:
+    def __init__(
+        self, build: Build, config: Resolved, programs: Mapping[Shape, Any], shapes: Shapes, on_disk: bool = False
+    ) -> None:
         """
         Args:
             build, config: as in `programs.compile_all`.
             programs: what is compiled already.
             shapes: of all programs.
+            on_disk: the others are on disk, most likely.
         """
         super().__init__(programs)
         self.shapes = shapes
@@ -51,6 +55,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._build, self._config = build, config
         self._waiting = deque(in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs))
         self._on_disk = compilations.disk_cache_active()
+        self._quick = on_disk  # whether the next one needs no pause
         self._stopped = threading.Event()
         self.stepped_at = time.monotonic()
         self._began = time.perf_counter()
@@ -81,14 +86,18 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._thread.join(seconds)
 
     def compile_next(self) -> bool:
-        """Wait for a pause, and compile the next program, in the thread. Returns False if there is none."""
-        latest = time.monotonic() + PATIENCE
+        """Wait for a pause, and compile the next program, in the thread. Returns False if there is none.
+
+        A program that comes after a quick one is not waited for.
+        """
+        latest = time.monotonic() + (0 if self._quick else PATIENCE)
         while self._waiting and (now := time.monotonic()) < min(self.stepped_at + PAUSE, latest):
             if self._stopped.wait(min(self.stepped_at + PAUSE, latest) - now):
                 break
         if self._stopped.is_set() or not self._waiting:
             return False
         shape = self._waiting.popleft()
+        began = time.perf_counter()
         try:
             with compilations.disk_cache(self._on_disk), compilations.uncounted():
                 program = self._build(shape, self._config)
@@ -97,6 +106,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         else:
             self[shape] = program
             self.present = self._present()  # after the program, so that a step finds it
+            self._quick = time.perf_counter() - began < LOADED
         if not self._waiting:
             del self._build  # and with it the blank batches
             made, several, seconds = len(self), len(self.shapes.steps), time.perf_counter() - self._began

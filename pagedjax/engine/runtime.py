@@ -197,7 +197,8 @@ def build(
         first = sizes.steps[-1:] if behind else (*inputs.drafts, *sizes.steps)
         steps, resolved = programs.compile_all(compile_one, first, resolved, settle, progress=progress)
         if behind:
-            steps = BackgroundPrograms(compile_one, resolved, steps, sizes)
+            on_disk = (compilations.counts() - before).cached > 0
+            steps = BackgroundPrograms(compile_one, resolved, steps, sizes, on_disk)
     pages = _cache_shapes(resolved, model, draft_model)
     block_bytes = cache.block_bytes(**_block(resolved, model, draft_model)) * groups(sizes.layout)
     copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None

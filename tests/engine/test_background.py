@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -196,6 +197,8 @@ def test_recordings_do_not_depend_on_which_programs_exist(tiny, gate, tmp_path):
 def test_a_compilation_waits_for_a_pause_but_not_for_ever(tiny, gate, monkeypatch, pause, patience, begins):
     monkeypatch.setattr(background, "PAUSE", pause)
     monkeypatch.setattr(background, "PATIENCE", patience)
+    monkeypatch.setattr(background, "LOADED", 0.0)
+    nothing_on_disk(monkeypatch)
     gate.open()
     llm = make(tiny)
     programs = programs_of(llm)
@@ -208,6 +211,27 @@ def test_a_compilation_waits_for_a_pause_but_not_for_ever(tiny, gate, monkeypatc
     programs.stop()  # it does not wait for the pause
     programs.join(30)
     assert not programs.compiling
+
+
+def nothing_on_disk(monkeypatch) -> None:
+    monkeypatch.setattr(compilations, "counts", lambda: compilations.Counts(0, 0))
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_programs_on_disk_are_fetched_without_a_pause(tiny, gate, monkeypatch, on_disk):
+    monkeypatch.setattr(background, "PAUSE", 60.0)
+    monkeypatch.setattr(background, "PATIENCE", 60.0)
+    monkeypatch.setattr(background, "LOADED", 60.0)
+    if on_disk:
+        numbers = itertools.count()
+        monkeypatch.setattr(compilations, "counts", lambda: compilations.Counts(next(numbers), next(numbers)))
+    else:
+        nothing_on_disk(monkeypatch)
+    gate.open()
+    programs = programs_of(make(tiny))
+    programs.join(60 if on_disk else 0.5)
+    assert programs.missing == (0 if on_disk else 3)
+    programs.stop()
 
 
 def test_stopping_begins_no_other_program(tiny, gate):
