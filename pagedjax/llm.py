@@ -55,14 +55,15 @@ class LLM:
         params, config, tokenizer: the arguments of `from_params`, in place of `model`. With a path, hub id or name,
             `tokenizer` is another one than the model's own.
         progress: show progress bars while loading and compiling.
-        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
+        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1.5 GiB at most, so that the next process
             starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
             (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
         row_features: sampling options of your own (docs/design/logits-processors.md): `RowFeature`s, or their names,
             "folder/file.py:NAME". Requests set them by `extra_args`.
         engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes (docs/design/vllm.md). `compilation`
             is "background" here, where that is possible: the first answers come sooner and later ones faster. For a
-            measurement set it to "eager".
+            measurement set it to "eager", and also for the same bits in each run where they depend on the program of a
+            step, as in 16 bits or on an accelerator (docs/design/start-up.md).
     """
 
     def __init__(
@@ -565,7 +566,8 @@ class LLM:
 
 def default_compilation(engine: Mapping[str, Any]) -> Compilation:
     """Of an `LLM` with these options: behind the steps, wherever an engine can compile there."""
-    return "background" if joined() is None and not engine.get("speculative") else "eager"
+    alone = joined() is None and jax.process_count() == 1
+    return "background" if alone and not engine.get("speculative") else "eager"
 
 
 def _prepare_kernels(config: EngineConfig) -> None:

@@ -21,6 +21,8 @@ from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.shared.page_bits import read, stored
 
+BUILT_IN = dict(IMPLS)  # also if someone adds to IMPLS
+
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
 
@@ -103,6 +105,16 @@ def prepare(wanted: str | None, *, dtype: str, query_dtype: str, invariant: bool
         dtype, query_dtype, invariant: see `Implementation.prepare`.
     """
     find(wanted or DEFAULTS[0]).prepare(dtype=dtype, query_dtype=query_dtype, invariant=invariant)
+
+
+def is_built_in(attend: Bound) -> bool:
+    """Returns whether this is one of IMPLS in one of its forms, and nothing of one's own."""
+    impl = BUILT_IN.get(attend.impl.name)
+    if impl is None:
+        return False
+    forms = [form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None]
+    others = attend.impl._replace(attend=impl.attend, decodes_alone=impl.decodes_alone)
+    return attend.impl.attend in forms and others == impl
 
 
 def register_kernels(program: bytes) -> None:

@@ -23,10 +23,12 @@ __all__ = [
     "Norm",
     "choose",
     "find",
+    "is_built_in",
     "linear",
     "prepare",
 ]
 
+BUILT_IN = dict(IMPLS)  # also if someone adds to IMPLS
 DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
 DIFFERENTIABLE = differentiable.IMPLEMENTATION.name  # for `score`, and not for engines
 
@@ -48,6 +50,11 @@ def find(name: str) -> Implementation:
 @cache  # one record for all callers; a new one if the file changes
 def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("linear_impl", name, Implementation, IMPLS)
+
+
+def is_built_in(name: str) -> bool:
+    """Returns whether an implementation of this name is one of IMPLS, and nothing of one's own."""
+    return name in BUILT_IN and find(name) == BUILT_IN[name]
 
 
 def choose(wanted: str | None, device: Any, **facts: Any) -> str:

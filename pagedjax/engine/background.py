@@ -102,6 +102,7 @@ class BackgroundPrograms(dict[Shape, Any]):
             with compilations.disk_cache(self._on_disk), compilations.uncounted():
                 program = self._build(shape, self._config)
         except Exception:
+            self._quick = False
             log.exception("the program for %d tokens cannot be compiled; steps use the next larger one", shape.tokens)
         else:
             self[shape] = program

@@ -7,8 +7,8 @@ what it is made from. The name of a file is a hash of that:
 - the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of all arguments;
 - XLA's options, JAX's settings, and the device.
 
-A program is only kept if all its code is in these packages, as it was imported. Code of your own, a function that was
-replaced, a drafter on the device, a mesh and several processes are compiled as always.
+A program is only kept if all its code is in these packages, as it was imported. Code of your own and functions that were
+replaced are compiled as always, and so is all on a mesh and in several processes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import contextlib
 import logging
 import os
 import pickle
+import platform
 import sys
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -38,16 +40,19 @@ from pagedjax.engine import compilations
 
 PACKAGES = ("pagedjax", "pallas_kernels")
 TRACED = ("pagedjax.device", "pallas_kernels")  # modules whose functions are in programs
+HASHED = ("device", "engine", "config.py")  # of pagedjax: what is traced, and what decides it
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
-PREFIX = "step-"  # of the files
+PREFIX, PART = "step-", "part-step-"  # of the files, and of those that are being written
 MAX_BYTES = 2**29  # of all files; the one that was not used for the longest time goes first
+HOUR = 3600.0  # seconds
 COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
-# Settings of JAX that change no program. A cache's folder differs from machine to machine.
-PLACES = ("cache", "dump", "log", "profiler", "traceback", "distributed", "persistent", "check_tracer", "explain")
+# Words in the names of JAX's settings that change no program, such as a cache's folder
+PLACES = ("cache", "dump", "_log", "profiler", "traceback", "distributed", "persistent", "check_tracer", "explain")
 
 log = logging.getLogger("pagedjax.engine")
 _programs: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of all engines of this process, by their key
 _lock = threading.Lock()  # of _programs
+_imported_lock = threading.Lock()  # of _imported
 
 
 def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]) -> Any:
@@ -69,7 +74,7 @@ def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: 
         compilations.count_kept()
         return present
     folder = compilations.folder()
-    file = folder / f"{PREFIX}{key}" if folder else None
+    file = folder / f"{PREFIX}{key}" if folder and _is_known(device) else None
     loaded = _load(file, device) if file else None
     if loaded is not None:
         compilations.count_kept()
@@ -81,18 +86,6 @@ def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: 
     with _lock:
         _programs[key] = made
     return made
-
-
-def own_code(*functions: Any) -> bool:
-    """Whether functions come from the packages whose source code is a part of the key."""
-    modules = [_unwrapped(function).__module__ for function in functions]
-    return all(module.partition(".")[0] in PACKAGES for module in modules)
-
-
-def _unwrapped(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return function
 
 
 # the key ---------------------------------------------------------------------------------------------------------
@@ -107,13 +100,15 @@ def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Returns a hash of the source code and the versions of the libraries."""
+    """Returns a hash of the source code, the tuned sizes of kernels, and the versions of the libraries."""
     digest = blake2b(digest_size=16)
     for package in PACKAGES:
         root = Path(str(sys.modules[package].__file__)).parent
-        for file in sorted(root.rglob("*.py")):
-            digest.update(f"{package}/{file.relative_to(root)}\n".encode())
-            digest.update(file.read_bytes())
+        for file in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
+            part = file.relative_to(root)
+            if package != "pagedjax" or part.parts[0] in HASHED:
+                digest.update(f"{package}/{part}\n".encode())
+                digest.update(file.read_bytes())
     return digest.hexdigest() + repr([version(library) for library in LIBRARIES])
 
 
@@ -125,19 +120,25 @@ def _settings() -> list[tuple[str, str]]:
     return [*kept, *[(name, os.environ.get(name, "")) for name in flags]]
 
 
-@cache
 def _device(device: Any) -> tuple[Any, ...]:
     """Returns what tells a device from others: machine code for one CPU may not run on another."""
-    client = device.client
     features = _cpu_features() if device.platform == "cpu" else ""
-    return device.platform, device.device_kind, device.id, client.platform_version, features
+    return device.platform, device.device_kind, device.id, device.client.platform_version, features
 
 
+def _is_known(device: Any) -> bool:
+    """Whether the key tells the device from all on which its machine code does not run."""
+    return device.platform != "cpu" or bool(_cpu_features())
+
+
+@cache
 def _cpu_features() -> str:
     """Returns the model and the instructions of this machine's processor; empty where the system does not tell."""
+    words = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("ascii", "replace").partition("\n\n")[0].splitlines()
-        return repr([line for line in lines if line.startswith(("model name", "flags", "Features"))])
+        features = [line for line in lines if line.startswith(words)]
+        return repr((platform.machine(), features)) if features else ""
     return ""
 
 
@@ -149,8 +150,15 @@ _imported: dict[str, dict[str, Any]] = {}  # by module or class: its code, when 
 
 def _as_imported() -> bool:
     """Whether no function or constant of a module in `TRACED` was replaced since it was first seen here."""
-    modules = [(name, module) for name, module in sys.modules.items() if _is_traced(name)]
-    return all([_unchanged(name, vars(module)) for name, module in modules if isinstance(module, ModuleType)])
+    with _imported_lock:  # other threads import meanwhile, so that dictionaries are copied at once
+        modules = [(name, module) for name, module in list(sys.modules.items()) if _is_traced(name)]
+        whole = [(name, module) for name, module in modules if isinstance(module, ModuleType) and _is_whole(module)]
+        return all([_unchanged(name, dict(vars(module))) for name, module in whole])
+
+
+def _is_whole(module: ModuleType) -> bool:
+    """Whether the import of a module has ended."""
+    return not getattr(module.__spec__, "_initializing", False)
 
 
 def _is_traced(name: str) -> bool:
@@ -163,8 +171,8 @@ def _unchanged(name: str, names: Mapping[str, Any]) -> bool:
     before = _imported[name]
     if any(names.get(key) is not value for key, value in before.items()):
         return False
-    classes = [value for value in before.values() if isinstance(value, type)]
-    return all([_unchanged(f"{name}:{each.__name__}", vars(each)) for each in classes if _is_traced(each.__module__)])
+    classes = [value for value in before.values() if isinstance(value, type) and _is_traced(value.__module__)]
+    return all([_unchanged(f"{name}:{value.__name__}", dict(vars(value))) for value in classes])
 
 
 def _is_code(name: str, value: Any) -> bool:
@@ -183,7 +191,7 @@ def _keep(file: Path, made: Any) -> None:
     try:
         content = zlib.compress(pickle.dumps(serialize_executable.serialize(made)), COMPRESSION)
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"part-{PREFIX}", dir=file.parent)
+        handle, part = tempfile.mkstemp(prefix=PART, dir=file.parent)
         try:
             with open(handle, "wb") as written:
                 written.write(_digest(content) + content)
@@ -212,6 +220,7 @@ def _load(file: Path, device: Any) -> Any:
         )
     except Exception as error:
         log.info("%s is no program for this process, and is made again: %s", file, error)
+        file.unlink(missing_ok=True)
         return None
     with contextlib.suppress(OSError):
         os.utime(file)
@@ -230,3 +239,6 @@ def _remove_old(folder: Path) -> None:
         room -= size
         if room < 0:
             file.unlink(missing_ok=True)
+    for part in folder.glob(f"{PART}*"):  # of processes that were killed
+        if time.time() - part.stat().st_mtime > HOUR:
+            part.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
@@ -331,19 +332,21 @@ def _facts(
     seed, tile, chain, *rest = options
     if not isinstance(attend, attention.Bound) or model.placement or jax.process_count() > 1:
         return None
-    products = linear.find(model.config.linear)
-    functions = [attend.impl.attend, attend.impl.write, products.multiply, products.gather]
-    functions += [feature.apply for feature in chain.features]
+    configs = [model.config, *([bound.model.layers] if bound else [])]
+    if not _is_built_in(attend, chain, configs):
+        return None
     drafter = None
     if bound:
-        own = bound.model.observe, bound.model.next_logits
-        functions += own
-        names = [function.__qualname__ for function in own]
+        names = bound.model.observe.__qualname__, bound.model.next_logits.__qualname__
         drafter = *bound.model._replace(params=None, observe=None, next_logits=None), *names, bound.attend.scale
-    if not kept_programs.own_code(*functions):
-        return None
-    names = attend.impl.name, products.name, *[feature.name for feature in chain.features]
+    names = attend.impl.name, model.config.linear, *[feature.name for feature in chain.features]
     return model.config, model.graphdef, model.dtype, drafter, attend.scale, names, seed, tile, *rest
+
+
+def _is_built_in(attend: attention.Bound, chain: RowChain, configs: Sequence[DecoderConfig]) -> bool:
+    """Whether attention, products, layers and sampling options are the package's own, and none of a user's file."""
+    built_in = all(config.block is None and linear.is_built_in(config.linear) for config in configs)
+    return built_in and attention.is_built_in(attend) and chain.is_built_in
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:

@@ -13,7 +13,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention
 from pagedjax.device.batch import StepShape
-from pagedjax.engine import compilations, kept_programs, programs
+from pagedjax.engine import compilations, programs, runtime
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
@@ -48,7 +48,7 @@ OWN = f"{__name__}:SEPARATE"
 def _shared_programs():
     """Engines share programs with the attention of this file in them, and leave none on disk for its next version."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_programs, "own_code", lambda *functions: True)
+        patch.setattr(runtime, "_is_built_in", lambda *parts: True)
         patch.setattr(compilations, "folder", lambda: None)
         yield
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 
 from pagedjax import Engine, EngineConfig, SamplingParams
-from pagedjax.device import sampling
+from pagedjax.device import attention, sampling
+from pagedjax.device.models.decoder import Block
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import compilations, kept_programs
+from pagedjax.device.row_features import chain as chain_of
+from pagedjax.engine import compilations, kept_programs, runtime
 from tests import quick_compiler
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 256}
@@ -92,10 +96,11 @@ def test_a_program_is_found_in_memory_and_then_on_disk(tiny, folder, compiled, m
 
 def test_a_program_written_to_disk_computes_the_same_and_a_damaged_file_is_made_again(folder, monkeypatch):
     made: list[str] = []
+    salt = time.time_ns() % 2**20  # the program is in no cache of JAX
 
     def program(values: jax.Array) -> jax.Array:
         made.append("traced")
-        return values * 2 + len(str(folder))  # in no cache of JAX
+        return values * 2 + salt
 
     values = np.arange(7.0, dtype=np.float32)
     device = jax.devices()[0]
@@ -174,6 +179,22 @@ def test_options_of_ones_own_are_traced(tiny, folder, monkeypatch):
     tokens = tokens_of(engine_of(tiny, row_features=(feature,)))
     assert seen == [None]
     assert len(tokens) == GREEDY.max_tokens
+
+
+def test_layers_attention_and_products_of_ones_own_are_traced(tiny):
+    """Two files may have classes and functions of one name."""
+
+    class Own(Block):
+        pass
+
+    attend = attention.attend("xla", 1.0)
+    chain = chain_of((), 320)
+    config = tiny.model.config
+    assert runtime._is_built_in(attend, chain, [config])
+    assert not runtime._is_built_in(attend, chain, [config, replace(config, block=Own)])
+    assert not runtime._is_built_in(attend, chain, [replace(config, linear=f"{__file__}:MINE")])
+    for changed in ({"name": "mine"}, {"write": print}, {"probabilities": print}, {"attend": print}):
+        assert not runtime._is_built_in(replace(attend, impl=attend.impl._replace(**changed)), chain, [config])
 
 
 def test_old_files_are_removed_first(folder, monkeypatch):

@@ -68,6 +68,12 @@ class RowChain:
         return tuple(f for f in self.features if f.stage == stage)
 
     @cached_property
+    def is_built_in(self) -> bool:
+        """Whether no option is a user's own."""
+        known = {feature.apply for feature in (*BUILT_IN, token_mask(1))}
+        return all(feature.apply in known for feature in self.features)
+
+    @cached_property
     def nothing(self) -> RowOptions:
         return RowOptions(frozenset(), self._blank.tobytes(), {})
 

@@ -29,7 +29,7 @@ def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
     variant = "_".join(parts)
     options = {"x_size": BYTES[dtype], "kind": BYTES[weight_dtype], "low_rank": int(low_rank)}
     folder = Path(__file__).parent
-    return Handler(f"linear_{variant}", f"{TARGET}.{variant}", __package__ or "", folder, options)
+    return Handler(f"linear_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
 
 
 # By the dtypes of x and of the weight, and whether products of low rank are added

@@ -31,7 +31,7 @@ def _handler(pages: str, invariant: bool) -> Handler:
     size = BYTES["bfloat16" if pages == PAIRED else pages]
     options = {"size": size, "paired": int(pages == PAIRED), "invariant": int(invariant)}
     folder = Path(__file__).parent
-    return Handler(f"paged_attention_{variant}", f"{TARGET}.{variant}", __package__ or "", folder, options)
+    return Handler(f"paged_attention_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
 
 
 _HANDLERS = {(pages, invariant): _handler(pages, invariant) for pages in BYTES for invariant in (False, True)}

@@ -15,7 +15,8 @@ HANDLERS: list[Handler] = []  # of all kernels that are imported
 
 
 def register_called(program: bytes) -> None:
-    """Registers the handlers that a compiled program calls. Its code has the names of their targets."""
+    """Registers the handlers that a compiled program calls. Its code has the names of their targets,
+    which end with a dot, so that none is the beginning of another one."""
     for handler in HANDLERS:
         if handler.target.encode() in program:
             handler.register()
@@ -81,7 +82,10 @@ class Handler:
         self.start()
         if self._error is not None:
             raise RuntimeError(self._reason(self._error)) from self._error
-        trampoline = self._entry()
+        try:
+            trampoline = self._entry()
+        except Exception as error:
+            raise RuntimeError(self._reason(error)) from error
         with self._lock:
             if not self.registered:
                 capsule = jax.ffi.pycapsule(ctypes.c_void_p(trampoline.address))
@@ -110,7 +114,8 @@ class Handler:
 
     def _reason(self, error: Exception) -> str:
         cause = f"{type(error).__name__}: {error}"
-        return f"the CPU kernel {self.name!r} could not be compiled: {cause}"
+        remedy = "pip install -U 'pagedjax[cpu]', or set attention_impl='xla' and linear_impl='xla'"
+        return f"the CPU kernel {self.name!r} could not be compiled: {cause}; {remedy}"
 
     def _serve(self) -> None:
         """Loads or compiles the handler, and lets calls through."""

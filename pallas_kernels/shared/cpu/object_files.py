@@ -22,7 +22,7 @@ from llvmlite import binding
 from pallas_kernels.shared.cpu import compiler
 
 # What object code needs in its process. LLVM calls `memset` for a loop that writes zeros.
-SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset", "madvise")
+SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset", "madvise", "usleep")
 MOST = 8  # files of a variant in a folder, at most: one for each machine and version
 
 

@@ -206,7 +206,8 @@ class _Body:
         self.builder: Any = ir.IRBuilder(native.append_basic_block("body"))
         self.variables: dict[str, Any] = {}
         self.constants: dict[str, Value] = {}  # the variables of loops over constants
-        self.loops: list[tuple[ir.Block, ir.Block]] = []  # where `continue` and `break` go
+        # Where `continue` and `break` go; None in a loop over constants
+        self.loops: list[tuple[ir.Block, ir.Block] | None] = []
         self.line = 0
         closed = inspect.getclosurevars(function.function)
         self.names: dict[str, Any] = {**closed.builtins, **closed.globals, **closed.nonlocals}
@@ -525,6 +526,8 @@ class _Body:
             self.builder.branch(block)
 
     def _while_statement(self, node: ast.While) -> None:
+        if node.orelse:
+            self._wrong("an `else` of a loop")
         again, body, after = (self.native.append_basic_block() for _ in range(3))
         self.builder.branch(again)
         self.builder.position_at_end(again)
@@ -542,20 +545,32 @@ class _Body:
         self.loops.pop()
 
     def _break_statement(self, node: ast.Break) -> None:
-        self.builder.branch(self.loops[-1][1])
+        self.builder.branch(self._loop_blocks()[1])
 
     def _continue_statement(self, node: ast.Continue) -> None:
-        self.builder.branch(self.loops[-1][0])
+        self.builder.branch(self._loop_blocks()[0])
+
+    def _loop_blocks(self) -> tuple[ir.Block, ir.Block]:
+        """Returns where `continue` and `break` go."""
+        blocks = self.loops[-1]
+        if blocks is None:
+            self._wrong("`break` or `continue` in a loop over constants")
+        return blocks
 
     def _pass_statement(self, node: ast.Pass) -> None:
         pass
 
     def _for_statement(self, node: ast.For) -> None:
         assert isinstance(node.target, ast.Name)
+        if node.orelse:
+            self._wrong("an `else` of a loop")
         if isinstance(node.iter, ast.Tuple):
+            self.variables.pop(node.target.id, None)
+            self.loops.append(None)
             for value in self._tuple(node.iter):
                 self.constants[node.target.id] = value
                 self._statements(node.body)
+            self.loops.pop()
             return
         if not (isinstance(node.iter, ast.Call) and self._value(node.iter.func) is range):
             self._wrong("a loop over anything but a range or a tuple")

@@ -8,7 +8,7 @@ which has zeros for whoever reads a page before it is written.
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ import numpy as np
 
 from pallas_kernels.shared.cpu.handler import Handler
 
-TARGET = "pallas_kernels.zeros.cpu.1"  # of other arguments: another number, for programs on disk
+TARGET = "pallas_kernels.zeros.cpu.1."  # of other arguments: another number, for programs on disk
 
 
-@cache
-def _handler() -> Handler:
-    return Handler("zeros", TARGET, __name__, Path(__file__).parent, {})
+HANDLER = Handler("zeros", TARGET, __name__, Path(__file__).parent, {})
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _zeros(*, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    _handler().register()
+    HANDLER.register()
     sizes = np.array([dtype.itemsize, len(shape)], np.int32)
     return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, dtype))(sizes)
 
