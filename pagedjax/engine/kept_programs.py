@@ -7,8 +7,8 @@ what it is made from. The name of a file is a hash of that:
 - the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of all arguments;
 - XLA's options, JAX's settings, and the device.
 
-A program is only kept if all its code is in these packages, as it was imported. Code of your own and functions that were
-replaced are compiled as always, and so is all on a mesh and in several processes.
+A program is only kept if all its code is in these packages, as it was imported. Code of your own and functions that
+were replaced are compiled as always, and so is all on a mesh and in several processes.
 """
 
 from __future__ import annotations
