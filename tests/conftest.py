@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """All tests of a module, and its fixtures, have programs of one kind. Those of a real model must run fast."""
-    whole = "smollm2" in item.fixturenames or any(map(item.get_closest_marker, ("optimised", "slow")))  # type: ignore
+    whole = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
     everything = item.get_closest_marker("few_optimisations") is not None
     quick_compiler.choose(not whole, everything)
     return (yield)  # type: ignore[return-value]
