@@ -105,7 +105,7 @@ def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_fol
     assert compilations() == before
 
 
-@pytest.mark.default_cases("plain", "background")
+@pytest.mark.default_cases("plain", "background", "draft model")
 @pytest.mark.parametrize("kind", ["plain", "lazy", "background", "draft model"])
 def test_parameters_that_nobody_else_uses_are_freed(tiny_folder, tmp_path, kind):
     """Programs that are compiled later, such as those of taps, keep no parameters."""

@@ -216,6 +216,14 @@ def test_a_tuning_that_is_stopped_leaves_the_numbers_so_far(tmp_path, monkeypatc
     assert Tiles.read("h200") == kept, "a rehearsal writes no tiles"
 
 
+def test_times_are_those_of_one_call_and_a_cpu_has_no_busy_time():
+    rows = [jnp.ones(3), jnp.zeros(3)]
+    program = jax.jit(lambda many: [row + 1 for row in many])
+    times = timing.device_times(program, rows, rounds=2)
+    assert times[0] is None
+    assert 0 < times[1] < 10
+
+
 def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
     made = timing.inputs(shape, seed=1)
