@@ -3,7 +3,8 @@
 JAX's own cache is by the lowered program, so a program must be traced before it is found. Here a program is found by
 what it is made from. The name of a file is a hash of that:
 
-- the source code of `pagedjax` and `pallas_kernels`, and the versions of JAX and what it needs;
+- the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.config` and `pallas_kernels`, with its tuned tiles,
+  and the versions of JAX and what it needs;
 - the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of all arguments;
 - XLA's options, JAX's settings, and the device.
 
