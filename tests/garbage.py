@@ -1,6 +1,5 @@
 """Python looks for garbage among all objects that it has, again and again. A process of thousands of tests has millions
-that stay: what JAX traced, pytest's own, the engines of fixtures. So they are set aside now and then, and Python looks
-more rarely: with its own thresholds this takes 7 % of the processor time of the tests.
+that stay: what JAX traced, pytest's own, the engines of fixtures. So they are set aside now and then.
 """
 
 from __future__ import annotations
@@ -9,12 +8,8 @@ import gc
 import time
 
 PAUSE = 150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
-# New objects before Python looks at the newest ones (its default is 700), and looks of one generation before one at
-# the next (10 and 10).
-THRESHOLDS = (20_000, 20, 50)
 
 _looked_at = time.process_time()
-gc.set_threshold(*THRESHOLDS)
 
 
 def collect() -> None:
