@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -128,13 +129,21 @@ def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-ALL = {name: tree for package in PACKAGES for name, tree in modules(package).items()}
-EDGES = [(name, target) for name, tree in ALL.items() for target in sorted(set(imports(name, tree)))]
+@functools.cache  # read when a test needs it: every worker imports this file
+def all_modules() -> dict[str, ast.Module]:
+    return {name: tree for package in PACKAGES for name, tree in modules(package).items()}
+
+
+@functools.cache
+def edges() -> list[tuple[str, str]]:
+    """(a module, the name that it imports)."""
+    trees = all_modules().items()
+    return [(name, target) for name, tree in trees for target in sorted(set(imports(name, tree)))]
 
 
 def module_of(target: str) -> str:
     """The module that an imported name comes from."""
-    return target if target in ALL else target.rpartition(".")[0]
+    return target if target in all_modules() else target.rpartition(".")[0]
 
 
 def rule_of(name: str, rules: Mapping[str, object]) -> str | None:
@@ -165,7 +174,7 @@ def circles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
 
 def graph_of(place) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = defaultdict(set)
-    for name, target in EDGES:
+    for name, target in edges():
         if within(target, *PACKAGES) and target not in VERSION:
             a, b = place(name), place(module_of(target))
             if a != b:
@@ -174,7 +183,7 @@ def graph_of(place) -> dict[str, set[str]]:
 
 
 def offending(allowed) -> list[str]:
-    return [f"{name} imports {target}" for name, target in EDGES if not allowed(name, target)]
+    return [f"{name} imports {target}" for name, target in edges() if not allowed(name, target)]
 
 
 def test_the_walk_sees_imports_of_every_form():
@@ -183,7 +192,7 @@ def test_the_walk_sees_imports_of_every_form():
     assert set(imports("pagedjax", ast.parse("from .host import types"))) == {"pagedjax.host.types"}
     hidden = "if TYPE_CHECKING:\n    import a\nimport b"
     assert set(imports("x", ast.parse(hidden))) == {"b"}
-    assert len(EDGES) > 500
+    assert len(edges()) > 500
 
 
 def test_a_circle_is_found():
@@ -193,11 +202,11 @@ def test_a_circle_is_found():
 
 @pytest.mark.parametrize("rules", [MAY_IMPORT, LIBRARIES], ids=["modules", "libraries"])
 def test_every_rule_names_a_module(rules):
-    assert [rule for rule in rules if rule not in ALL] == []
+    assert [rule for rule in rules if rule not in all_modules()] == []
 
 
 def test_every_module_has_a_rule():
-    assert [name for name in ALL if rule_of(name, MAY_IMPORT) is None] == []
+    assert [name for name in all_modules() if rule_of(name, MAY_IMPORT) is None] == []
 
 
 @pytest.mark.parametrize("rule", MAY_IMPORT)
@@ -230,7 +239,7 @@ def test_the_device_knows_no_request_and_the_host_no_array():
     host, device = ("pagedjax.host",), ("pagedjax.device",)
     towers = offending(lambda name, target: not (within(name, *host) and within(target, *device)))
     assert towers + offending(lambda name, target: not (within(name, *device) and within(target, *host))) == []
-    arrays = [edge for edge in EDGES if within(edge[0], *host) and edge[1].split(".")[0] in ARRAYS]
+    arrays = [edge for edge in edges() if within(edge[0], *host) and edge[1].split(".")[0] in ARRAYS]
     assert arrays == []
 
 
@@ -286,7 +295,7 @@ def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
     assert (
         jits(ast.parse("import jax\nfrom jax import jit\n@partial(jax.jit, donate_argnums=0)\ndef f(): nnx.jit")) == 3
     )
-    trees = {name: tree for name, tree in ALL.items() if within(name, "pagedjax")}
+    trees = {name: tree for name, tree in all_modules().items() if within(name, "pagedjax")}
     assert {name: count for name, tree in trees.items() if (count := jits(tree))} == {
         JITTED_IN: 6,
         "pagedjax.device.models.decoder": 1,
@@ -305,7 +314,7 @@ def loaded_by(statement: str) -> set[str]:
 HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}
 LIGHT = [
     name
-    for name in ALL
+    for name in all_modules()
     if rule_of(name, MAY_IMPORT) in ("pagedjax.host", "pagedjax.routing", "pagedjax.viewer", *LEAVES)
 ]
 
