@@ -21,6 +21,7 @@ LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 14}
 
 
 def make(tiny, **config):
@@ -71,7 +72,7 @@ def everyone() -> dict:
     return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.default_cases("{'block_size': 8, 'max_num_batched_tokens': 16, 'token_buckets': (16,)}")
+@pytest.mark.slow  # by default the next test has another block size and budget
 @pytest.mark.parametrize(
     "config",
     [
@@ -90,8 +91,8 @@ def test_block_size_budget_and_batch_change_no_token(tiny, expected, config):
     assert run(engine, backwards)[0] == expected
 
 
-def test_preemption_changes_no_token(tiny, expected):
-    engine = make(tiny, block_size=8, num_blocks=14)
+def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expected):
+    engine = make(tiny, **SMALL)
     tokens, results = run(engine, everyone())
     assert count(results, Preempted) > 3
     assert count(results, Finished) == len(expected)
@@ -99,9 +100,9 @@ def test_preemption_changes_no_token(tiny, expected):
 
 
 def test_a_reused_block_hides_its_old_content(tiny):
-    fresh = run(make(tiny, num_blocks=8), {"b": (PROMPTS[2], GREEDY)})[0]
-    engine = make(tiny, num_blocks=8)
-    run(engine, {"a": (PROMPTS[4], DRAWN)})
+    fresh = run(make(tiny, **SMALL), {"b": (PROMPTS[2], GREEDY)})[0]
+    engine = make(tiny, **SMALL)
+    run(engine, {"a": (PROMPTS[4], DRAWN)})  # 11 of the 14 blocks, and the next request needs 8
     assert run(engine, {"b": (PROMPTS[2], GREEDY)})[0] == fresh
 
 
@@ -167,7 +168,7 @@ def test_reset_forgets_requests_and_cache(engine, expected):
 
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
-    engine = make(tiny, block_size=8, num_blocks=14)
+    engine = make(tiny, **SMALL)
     run(engine, {"before": (PROMPTS[0], GREEDY)})  # an engine that has worked starts its log at step 0 all the same
     engine.record(tmp_path / "run.jsonl")
     for request_id, (prompt, params) in everyone().items():
@@ -203,9 +204,9 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
     engine.cancel("x")
 
 
-def test_output_is_cut_off_at_the_models_limit(tiny):
-    engine = make(tiny, max_model_len=32)
-    tokens, results = run(engine, {"a": ([5] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
+def test_output_is_cut_off_at_the_models_limit(engine):
+    assert engine.config.max_model_len == 512
+    tokens, results = run(engine, {"a": ([5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
     assert len(tokens["a"]) == 12
     (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
     assert end.reason == "length"
