@@ -8,14 +8,13 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.bench.random_llama import random_model
-from pagedjax import LLM, BeamSearchParams, SamplingParams
-from pagedjax.config import EngineConfig
+from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
+from pagedjax.device.models import llama
 from pagedjax.engine import compilations
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.runtime import COPIES
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
+from tests.device.test_linear_impl import random_params
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
@@ -242,9 +241,9 @@ def test_top_logprobs_of_a_vocabulary_below_twenty():
     """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
     body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
-    model = random_model({**body, **sizes, "tie_word_embeddings": False}, "float32")
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
-    engine = Engine(model, config)
+    config = llama.from_hf({**body, **sizes, "tie_word_embeddings": False})
+    model = from_params(random_params(config), config)
+    engine = make(model, max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
     engine.add("a", [1, 2, 3], SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True))
     while engine.has_work:
         for entry in engine.step().logprobs:

@@ -301,7 +301,7 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
 @pytest.mark.parametrize("config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}])
 def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
     """It names those of sequences that end; with all names, the plan and the free blocks are equal."""
-    engine = make(tiny, 0, num_blocks=160, **config).engine
+    engine = make(tiny, 0, **config).engine
     for i in range(12):
         params = SamplingParams(temperature=0, max_tokens=5 + 3 * i, ignore_eos=True)
         engine.add(f"r{i}", tokens(3 + 2 * i, i), params)
