@@ -48,7 +48,7 @@ garbage.collect_newer_now_and_then()
 assert seen() is None
 frozen = gc.get_freeze_count()
 seen = weakref.ref(Circle())
-others = [[i] for i in range(10_000)]
+later = [[i] for i in range(10_000)]
 garbage.collect_now_and_then()
 assert seen() is None
 assert gc.get_freeze_count() > frozen + 9_000, "what is left after a module is set aside"
