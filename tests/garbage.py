@@ -40,7 +40,8 @@ def collect_newer() -> None:
 
 
 def set_aside() -> None:
-    """Until the next `collect`, no collection looks at the objects that there are now. It takes no time."""
+    """As `collect`, of newer objects alone: until the next `collect`, no collection looks at what is left of them."""
+    collect_newer()
     gc.freeze()
 
 
@@ -49,8 +50,7 @@ def collect_now_and_then() -> None:
     if time.process_time() - _looked_at > PAUSE:
         collect()
     elif time.process_time() - _looked_at_newer > PAUSE_OF_NEWER:
-        collect_newer()
-        gc.freeze()
+        set_aside()
 
 
 def collect_newer_now_and_then() -> None:

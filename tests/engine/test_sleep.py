@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -38,10 +37,9 @@ SLOW = ("int8", "bfloat16", "draft model", "draft model on a mesh", "lookahead a
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _objects_of_earlier_tests_set_aside() -> Iterator[None]:
+def _objects_of_earlier_tests_set_aside() -> None:
     """`live` collects garbage, and would look through what all earlier tests left."""
     garbage.set_aside()
-    yield
 
 
 def make(folder, model: Any = None, **config: Any) -> LLM:

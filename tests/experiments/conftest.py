@@ -4,19 +4,9 @@ of one run are compiled in one way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests import garbage
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _objects_of_earlier_tests_set_aside() -> Iterator[None]:
-    """Each measured run begins with a collection of garbage, which would look through what all earlier tests left."""
-    garbage.set_aside()
-    yield
 
 
 @pytest.hookimpl(trylast=True)  # when pytest has deselected by mark

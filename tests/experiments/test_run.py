@@ -15,6 +15,7 @@ import experiments
 from experiments import run
 from experiments.core import config, overrides, store
 from pagedjax.config import NONE_STAYS
+from tests import garbage
 from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
@@ -25,6 +26,12 @@ WORKLOAD = {
     "output": {"dist": "uniform", "low": 2, "high": 6},
     "arrivals": {"process": "poisson", "rate": 200.0},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _objects_of_earlier_tests_set_aside() -> None:
+    """Each measured run begins with a collection of garbage, which would look through what all earlier tests left."""
+    garbage.set_aside()
 
 
 @pytest.fixture(scope="session")
