@@ -24,6 +24,10 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 
+def pytest_configure() -> None:
+    garbage.start()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an engine."""
@@ -47,6 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     whole = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
     everything = item.get_closest_marker("few_optimisations") is not None
     quick_compiler.choose(not whole, everything)
+    garbage.collect_newer_now_and_then()
     return (yield)  # type: ignore[return-value]
 
 

@@ -36,6 +36,22 @@ assert seen() is not None
 garbage.PAUSE = 0
 garbage.collect_now_and_then()
 assert seen() is None
+
+garbage.PAUSE = 1000
+garbage.start()
+assert gc.get_threshold() == garbage.THRESHOLDS
+seen = weakref.ref(Circle())
+garbage.collect_newer_now_and_then()
+assert seen() is not None, "the next look at newer objects waits too"
+garbage.PAUSE_OF_NEWER = 0
+garbage.collect_newer_now_and_then()
+assert seen() is None
+frozen = gc.get_freeze_count()
+seen = weakref.ref(Circle())
+later = [[i] for i in range(10_000)]
+garbage.collect_now_and_then()
+assert seen() is None
+assert gc.get_freeze_count() > frozen + 9_000, "what is left after a module is set aside"
 """
 
 

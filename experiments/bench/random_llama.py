@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,17 +50,21 @@ def random_model(shape: dict[str, Any], dtype: str, seed: int = 0) -> Model:
     config = llama.from_hf(shape)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
     flat, tree = jax.tree.flatten(state)
-    keys = iter(jax.random.split(jax.random.key(seed), len(flat)))
-
-    def fill(leaf):
-        key = next(keys)
-        if leaf.ndim == 1:
-            return jnp.ones(leaf.shape, leaf.dtype)
-        return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
-
-    state = jax.tree.unflatten(tree, [fill(leaf) for leaf in flat])
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in flat)
+    state = jax.tree.unflatten(tree, _parameters(jax.random.key(seed), shapes))
     state["angles"].set_value(jnp.asarray(angle_tables(config)))
     return Model(config, graphdef, state, dtype)
+
+
+@partial(jax.jit, static_argnums=1)  # one program, and not some for each shape
+def _parameters(key: jax.Array, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> list[jax.Array]:
+    def fill(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape, dtype)
+        return 0.02 * jax.random.normal(key, shape, dtype)
+
+    keys = jax.random.split(key, len(shapes))
+    return [fill(own, shape, dtype) for own, (shape, dtype) in zip(keys, shapes, strict=True)]
 
 
 def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:

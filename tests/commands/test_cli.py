@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pagedjax import LLM, SamplingParams, cli
+from pagedjax import SamplingParams, cli
 from pagedjax.commands.options import first_sentences
 from pagedjax.config import EngineConfig, Speculative
 from pagedjax.server import serve
@@ -21,10 +21,9 @@ def generate(*words: str, model) -> int:
     return cli.main(["generate", *words, "--model", str(model), "--max-model-len", "64", "--max-tokens", "4"])
 
 
-def test_generate_prints_the_prompt_and_the_text_of_the_library(tiny_folder, tiny, capsys):
+def test_generate_prints_the_prompt_and_the_text_of_the_library(tiny_folder, tiny_llm, capsys):
     assert generate("abc", model=tiny_folder) == 0
-    llm = LLM(tiny, progress=False, max_num_seqs=1, num_blocks=8, token_buckets=(64,), max_num_batched_tokens=64)
-    (wanted,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    (wanted,) = tiny_llm.generate("abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert capsys.readouterr().out == f"abc{wanted.outputs[0].text}\n"
     assert generate("abc", "--only-new", model=tiny_folder) == 0
     assert capsys.readouterr().out == f"{wanted.outputs[0].text}\n"

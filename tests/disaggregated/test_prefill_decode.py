@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return model_of("Qwen3")
+    return model_of("Qwen3", layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -351,10 +351,10 @@ def test_an_impossible_search_is_refused_with_its_limits(tiny, llm):
         llm.engine.add("a", [5], BeamSearchParams(3), forks=["b"])
     with pytest.raises(ValueError, match="beam search; a stream has one branch, use generate"):
         next(llm.stream([5], BeamSearchParams(3)))  # type: ignore[arg-type]
-    small = make(tiny, num_blocks=11)
-    with pytest.raises(ValueError, match=r"can grow to 24 tokens in each of 4 beams, which is 12 blocks of 8, but the"):
-        small.generate([PROMPTS[8]], BeamSearchParams(4), use_tqdm=False)
-    assert len(small.generate([PROMPTS[8]], BeamSearchParams(3), use_tqdm=False)[0].outputs) == 3
+    small = make(tiny, num_blocks=28)
+    with pytest.raises(ValueError, match=r"can grow to 56 tokens in each of 5 beams, which is 35 blocks of 8, but the"):
+        small.generate([PROMPTS[40]], BeamSearchParams(5), use_tqdm=False)
+    assert len(small.generate([PROMPTS[40]], BeamSearchParams(4), use_tqdm=False)[0].outputs) == 4
 
 
 def test_an_invalid_beam_choice_is_refused():

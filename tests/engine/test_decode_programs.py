@@ -100,14 +100,10 @@ def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(tiny):
 def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(tiny):
     """A chunk of one token, the last but one of a prompt."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    chunks = {"max_num_batched_tokens": 4, "token_buckets": (1, 2, 4)}
     found, expected = (
-        [
-            one.prompt_logprobs
-            for one in make(tiny, impl, max_num_batched_tokens=4, token_buckets=(1, 2, 4)).generate(
-                [list(range(3, 8))], params
-            )
-        ]
-        for impl in (OWN, "reference")
+        [one.prompt_logprobs for one in make(tiny, OWN, **config).generate([list(range(3, 8))], params)]
+        for config in (chunks, {})
     )
     chosen = [
         [[round(value.logprob, 4) for value in place.values()] for place in one[0][1:]] for one in (found, expected)
@@ -117,8 +113,8 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
 
 
 def test_buckets_above_the_sequences_have_mixed_programs_alone(tiny):
-    llm = make(tiny, OWN, max_num_seqs=3, compilation="eager")
-    assert {shape for shape in llm.engine.runtime.programs if shape.decodes_alone} == {StepShape(2, 2, True)}
+    shapes = make(tiny, OWN, max_num_seqs=3).engine.runtime.shapes
+    assert {shape for shape in shapes.steps if shape.decodes_alone} == {StepShape(2, 2, True)}
     assert make(tiny, OWN, kv_policy="streaming").engine.runtime.shapes.decode_buckets == ()
 
 

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "blocks of 1": (3, {"block_size": 1, "num_blocks": 256}),
     "blocks of 16": (5, {"block_size": 16, "num_blocks": 24}),
     "a small budget": (3, {"max_num_batched_tokens": 8, "token_buckets": (8,)}),
+    "two buckets": (3, {"token_buckets": (8, 24)}),
     "no prefix cache": (3, {"enable_prefix_caching": False}),
     "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
     "few blocks, swapped": (3, SWAPPED),

@@ -8,19 +8,19 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.bench.random_llama import random_model
-from pagedjax import LLM, BeamSearchParams, SamplingParams
-from pagedjax.config import EngineConfig
+from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
+from pagedjax.device.models import llama
 from pagedjax.engine import compilations
-from pagedjax.engine.engine import Engine
 from pagedjax.engine.runtime import COPIES
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
+from tests.device.test_linear_impl import random_params
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 14}
 
 
 def make(tiny, **config):
@@ -71,7 +71,7 @@ def everyone() -> dict:
     return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.default_cases("{'block_size': 8, 'max_num_batched_tokens': 16, 'token_buckets': (16,)}")
+@pytest.mark.slow  # by default the next test has another block size and budget
 @pytest.mark.parametrize(
     "config",
     [
@@ -90,8 +90,8 @@ def test_block_size_budget_and_batch_change_no_token(tiny, expected, config):
     assert run(engine, backwards)[0] == expected
 
 
-def test_preemption_changes_no_token(tiny, expected):
-    engine = make(tiny, block_size=8, num_blocks=14)
+def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expected):
+    engine = make(tiny, **SMALL)
     tokens, results = run(engine, everyone())
     assert count(results, Preempted) > 3
     assert count(results, Finished) == len(expected)
@@ -99,9 +99,9 @@ def test_preemption_changes_no_token(tiny, expected):
 
 
 def test_a_reused_block_hides_its_old_content(tiny):
-    fresh = run(make(tiny, num_blocks=8), {"b": (PROMPTS[2], GREEDY)})[0]
-    engine = make(tiny, num_blocks=8)
-    run(engine, {"a": (PROMPTS[4], DRAWN)})
+    fresh = run(make(tiny, **SMALL), {"b": (PROMPTS[2], GREEDY)})[0]
+    engine = make(tiny, **SMALL)
+    run(engine, {"a": (PROMPTS[4], DRAWN)})  # 11 of the 14 blocks, and the next request needs 8
     assert run(engine, {"b": (PROMPTS[2], GREEDY)})[0] == fresh
 
 
@@ -167,7 +167,7 @@ def test_reset_forgets_requests_and_cache(engine, expected):
 
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
-    engine = make(tiny, block_size=8, num_blocks=14)
+    engine = make(tiny, **SMALL)
     run(engine, {"before": (PROMPTS[0], GREEDY)})  # an engine that has worked starts its log at step 0 all the same
     engine.record(tmp_path / "run.jsonl")
     for request_id, (prompt, params) in everyone().items():
@@ -203,9 +203,9 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
     engine.cancel("x")
 
 
-def test_output_is_cut_off_at_the_models_limit(tiny):
-    engine = make(tiny, max_model_len=32)
-    tokens, results = run(engine, {"a": ([5] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
+def test_output_is_cut_off_at_the_models_limit(engine):
+    assert engine.config.max_model_len == 512
+    tokens, results = run(engine, {"a": ([5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
     assert len(tokens["a"]) == 12
     (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
     assert end.reason == "length"
@@ -241,9 +241,9 @@ def test_top_logprobs_of_a_vocabulary_below_twenty():
     """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
     body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
-    model = random_model({**body, **sizes, "tie_word_embeddings": False}, "float32")
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
-    engine = Engine(model, config)
+    config = llama.from_hf({**body, **sizes, "tie_word_embeddings": False})
+    model = from_params(random_params(config), config)
+    engine = make(model, max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
     engine.add("a", [1, 2, 3], SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True))
     while engine.has_work:
         for entry in engine.step().logprobs:

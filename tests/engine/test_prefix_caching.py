@@ -77,11 +77,11 @@ def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
 
 def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
     """The second and later ones share blocks that the first computes in the very same step."""
-    engine = make(tiny, max_num_batched_tokens=128, token_buckets=(128,))
-    _, cached, computed = run(engine, everyone())
-    assert cached == {"r0": 0} | {f"r{i}": 40 for i in range(1, 6)}
-    outputs = len(PROMPTS) * (GREEDY.max_tokens - 1)
-    assert computed == len(SYSTEM) + sum(map(len, TAILS)) + outputs
+    together = dict(list(everyone().items())[:3])  # 40 tokens and 16 of tails, where a step has room for 64
+    _, cached, computed = run(make(tiny), together)
+    assert cached == {"r0": 0, "r1": 40, "r2": 40}
+    outputs = len(together) * (GREEDY.max_tokens - 1)
+    assert computed == len(SYSTEM) + sum(map(len, TAILS[:3])) + outputs
 
 
 def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
@@ -122,12 +122,12 @@ def test_salted_and_uncached_requests_share_nothing(tiny):
 
 
 def test_the_least_recently_used_block_is_evicted_first(tiny):
-    engine = make(tiny, num_blocks=10)  # a request of 40 + 12 tokens takes 7 blocks and leaves 6 full ones
-    first, second = ({name: ([5 + i] * 40, GREEDY)} for i, name in enumerate("ab"))
+    engine = make(tiny, block_size=16, num_blocks=9)  # a request of 72 + 12 tokens takes 6 and leaves 5 full ones
+    first, second = ({name: ([5 + i] * 72, GREEDY)} for i, name in enumerate("ab"))
     run(engine, first)
-    assert len(idle_ids(engine.scheduler_state.pool)) == 6
-    run(engine, second)  # takes the 4 that are empty and the first one's last 3
-    assert run(engine, first)[1] == {"a": 3 * 8}
+    assert len(idle_ids(engine.scheduler_state.pool)) == 5
+    run(engine, second)  # takes the 4 that are empty and the first one's last 2
+    assert run(engine, first)[1] == {"a": 3 * 16}
 
 
 def test_freed_blocks_are_never_read(tiny, expected):

@@ -16,6 +16,7 @@ from pagedjax.engine.compilations import compilations
 from pagedjax.host import replay
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine
 from pagedjax.weights.trained import whole
+from tests import garbage
 from tests.weights.tiny import tiny_llama
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 40, "block_size": 8}
@@ -27,12 +28,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"weight_dtype": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
     "mesh": {"mesh": {"tensor": 2}},
-    "draft model": {"speculative": {"method": "draft", "num_tokens": 3}},
+    "draft model": {"speculative": {"method": "draft", "num_tokens": 1}},
     "draft model on a mesh": {"speculative": {"method": "draft", "num_tokens": 3}, "mesh": {"tensor": 2}},
     "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
     "lazy": {"compilation": "lazy"},
 }
 SLOW = ("int8", "bfloat16", "draft model", "draft model on a mesh", "lookahead and swap")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _objects_of_earlier_tests_set_aside() -> None:
+    """`live` collects garbage, and would look through what all earlier tests left."""
+    garbage.set_aside()
 
 
 def make(folder, model: Any = None, **config: Any) -> LLM:

@@ -17,10 +17,10 @@ from pagedjax.engine.drafters import Drafter
 from pagedjax.host import scheduler
 from pagedjax.host.replay import replay, verify
 from pagedjax.host.types import Admitted, Finished, Preempted, Sampled, Verified
+from tests.engine import test_lookahead as lookahead
 from tests.engine.test_lookahead import OFTEN, tokens
 
-CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
-CONFIG |= {"compilation": "eager"}  # no step compiles
+CONFIG = lookahead.CONFIG | {"compilation": "eager"}  # no step compiles
 KINDS = ("plain", "stops", "forks", "penalties", "minimum", "logprobs", "bias")
 
 
@@ -126,7 +126,7 @@ def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right:
 @pytest.fixture(scope="module")
 def plain(tiny):
     """By seed, requests and their outcome without drafts."""
-    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(6)}
+    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(3)}
     return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
 
 
@@ -143,6 +143,7 @@ CASES = {
     "blocks of 1": (3, {"block_size": 1, "num_blocks": 256}),
     "blocks of 16": (7, {"block_size": 16, "num_blocks": 24}),
     "a small budget": (3, {"max_num_batched_tokens": 8, "token_buckets": (8,)}),
+    "two buckets": (3, {"token_buckets": (8, 24)}),
     "no prefix cache": (3, {"enable_prefix_caching": False}),
     "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
     "few blocks, swapped": (3, {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.001}),
@@ -151,7 +152,7 @@ CASES = {
 }
 
 
-SLOW = ("k 1", "blocks of 16", "no prefix cache", "shortest first")  # each case compiles an engine
+SLOW = ("k 1", "blocks of 16", "two buckets", "no prefix cache", "shortest first")  # each case compiles an engine
 
 
 @pytest.mark.default_cases("k 3", "prompts and decodes in turn")
@@ -173,7 +174,7 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
         chex.assert_trees_all_close(*values, atol=1e-4)
         accepted, preempted = accepted + found.accepted, preempted + found.preempted
         assert verify(tmp_path / "log.jsonl").identical
-    assert accepted >= (20 if "budget" in case else 150)
+    assert accepted >= (10 if "budget" in case else 75)
     assert preempted or "few blocks" not in case
 
 
@@ -201,7 +202,7 @@ def test_sequences_that_are_cancelled_between_steps_get_no_late_token(tiny, plai
             assert len(output) == len(expected.tokens[name]) or found.reasons[name] == "abort"
         cancelled += list(found.reasons.values()).count("abort")
         assert verify(tmp_path / "log.jsonl").identical
-    assert cancelled >= 10
+    assert cancelled >= 5
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -15,17 +15,21 @@ from pagedjax.host.types import Preempted, Verified
 from pagedjax.structured import grammars
 from tests.structured.schemas import CASES
 
-SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}  # as of tiny_llm
 # A random model answers at random: a pattern or a format of many characters would end by its length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"num_blocks": 512},
-    "without prefix caching": {"num_blocks": 512, "enable_prefix_caching": False},
-    "recomputed": {"num_blocks": 40},
-    "swapped": {"num_blocks": 40, "preemption": "swap", "swap_space_gib": 0.01},
-    "speculation": {"num_blocks": 512, "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
-    "speculation, recomputed": {"num_blocks": 48, "speculative": {"method": "ngram", "num_tokens": 3, "ngram_min": 1}},
-    "lookahead": {"num_blocks": 512, "lookahead": 1},
+    "plain": {"num_blocks": 256},
+    "without prefix caching": {"num_blocks": 256, "enable_prefix_caching": False},
+    "recomputed": {"num_blocks": 40, "block_size": 4},
+    "swapped": {"num_blocks": 40, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
+    "speculation": {"num_blocks": 256, "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
+    "speculation, recomputed": {
+        "num_blocks": 48,
+        "block_size": 4,
+        "speculative": {"method": "ngram", "num_tokens": 3, "ngram_min": 1},
+    },
+    "lookahead": {"num_blocks": 256, "lookahead": 1},
 }
 
 

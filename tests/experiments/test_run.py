@@ -15,6 +15,7 @@ import experiments
 from experiments import run
 from experiments.core import config, overrides, store
 from pagedjax.config import NONE_STAYS
+from tests import garbage
 from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
@@ -27,9 +28,16 @@ WORKLOAD = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _objects_of_earlier_tests_set_aside() -> None:
+    """Each measured run begins with a collection of garbage, which would look through what all earlier tests left."""
+    garbage.set_aside()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64))
+    # untied: a random model with tied embeddings repeats its last token
+    return str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64, tied=False))
 
 
 def write_config(folder: Path, model: str, **sections: Any) -> Path:
@@ -146,8 +154,7 @@ def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) ->
     assert found == {None: None, placement: {"tensor": 2, "expert": 1}}
 
 
-def test_branch_i_uses_seed_plus_i(tmp_path: Path) -> None:
-    model = str(tiny_llama(tmp_path / "tiny", layers=1, max_len=64, tied=False))  # a tied one repeats its last token
+def test_branch_i_uses_seed_plus_i(tmp_path: Path, model: str) -> None:
     drawn = {"temperature": 0.9, "ignore_eos": True}
     branches = [{"sampling.n": 3, "sampling.seed": 5}, {"sampling.seed": 6}, {"sampling.n": 5}]
     sweep = {"list": branches, "grid": {"engine.block_size": [4]}}  # there is a full block to share

@@ -11,13 +11,13 @@ from schemathesis.checks import not_a_server_error
 from pagedjax import LLM
 from tests.server.support import ENGINE, serving
 
-EXAMPLES = 12  # of each operation
+EXAMPLES = 6  # of each operation
 
 
 @pytest.fixture(scope="module")
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24})
+    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24, "token_buckets": (64,)})
     with serving(llm, allow_runtime_lora_updating=True) as found:
         yield found
         state = found.worker.llm.engine.scheduler_state

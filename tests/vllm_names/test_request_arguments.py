@@ -10,7 +10,7 @@ from enum import Enum
 
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import BeamSearchParams, SamplingParams
 from pagedjax.params import NO_LIMIT
 from pagedjax.processes.engines import decoded_params, encoded_params
 from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING
@@ -95,12 +95,11 @@ def test_the_whole_vocabulary_is_refused_with_the_remedy(name, value):
         SamplingParams(**{name: value})
 
 
-def test_without_max_tokens_a_request_ends_at_max_model_len(tiny):
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
-    llm = LLM(tiny, progress=False, max_model_len=40, **sizes)
+def test_without_max_tokens_a_request_ends_at_max_model_len(tiny_llm):
+    assert tiny_llm.engine.config.max_model_len == 512
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)  # type: ignore[arg-type]
     assert params.max_tokens == NO_LIMIT
-    (out,) = llm.generate([[5] * 7], params, use_tqdm=False)
+    (out,) = tiny_llm.generate([[5] * 479], params, use_tqdm=False)
     assert (len(out.outputs[0].token_ids), out.outputs[0].finish_reason) == (33, "length")
 
 

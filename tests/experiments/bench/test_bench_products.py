@@ -7,14 +7,19 @@ import json
 import pytest
 
 from experiments.bench import products
+from pallas_kernels.linear import Matrix
 
 pytest.importorskip("llvmlite")
 
 
-def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(products, "LAYERS", 1)
-    monkeypatch.setattr(products, "MODEL", 64)
-    monkeypatch.setattr(products, "EXPERT", 32)
+@pytest.fixture(autouse=True)
+def _small_model(monkeypatch):
+    layer = Matrix(80, 64), Matrix(64, 64), Matrix(2 * 96, 64, gated=True), Matrix(64, 96)
+    for name, value in {"HIDDEN": 64, "LAYER": layer, "LAYERS": 1, "MODEL": 64, "EXPERT": 32}.items():
+        monkeypatch.setattr(products, name, value)
+
+
+def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys):
     out = tmp_path / "products.json"
     products.main(["--tokens", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
     found = json.loads(out.read_text())
