@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+quick_compiler.choose_emitters()
 
 
 def pytest_configure() -> None:

@@ -2,7 +2,9 @@
 
 - Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
   few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
-  are those of tests with SmolLM2, and of all tests with a newer JAX (that of Python 3.12).
+  are those of tests with SmolLM2.
+- A newer JAX (that of Python 3.12) chooses emitters for a whole process, so `optimised` tests have users' emitters there
+  only with the variable XLA_FLAGS set to nothing: `XLA_FLAGS= python -m pytest -m optimised`.
 - The mark `few_optimisations` is for modules that compile much themselves and do not compare bits of what XLA compiles.
 - An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
 - An engine gets the program of an earlier one of the process, if all that the program depends on is equal
@@ -17,21 +19,35 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
-# Twice or three times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
+# Two to five times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-NEWER_JAX = (0, 11)  # has no choice of emitters
+NEWER_JAX = (0, 11)  # has the choice of emitters in XLA_FLAGS alone
+NEWER_QUICK = {"xla_backend_optimization_level": 0}
+EARLIER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 KEPT = 100  # programs for later engines of the process, at most
 
 _quick = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
 _latest: deque[Any] = deque(maxlen=KEPT)
+
+
+def choose_emitters() -> None:
+    """Before JAX is imported: emitters of this process and of those that it starts, unless XLA_FLAGS is set."""
+    if _version(metadata.version("jax")) >= NEWER_JAX:
+        os.environ.setdefault("XLA_FLAGS", EARLIER_EMITTERS)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(number) for number in text.split(".")[:2])
 
 
 def choose(quick: bool, everything: bool = False) -> None:
@@ -60,8 +76,9 @@ def _replace(module: str, name: str, function: Callable[..., Any]) -> None:
 
 
 def _options(platform: str) -> dict[str, Any]:
-    quickly = _quick and platform == "cpu" and sys.modules["jax"].__version_info__ < NEWER_JAX
-    return QUICK if quickly else of_users("compiler_options")(platform)
+    if not _quick or platform != "cpu":
+        return of_users("compiler_options")(platform)
+    return QUICK if sys.modules["jax"].__version_info__ < NEWER_JAX else NEWER_QUICK
 
 
 def _program(*arguments: Any) -> Any:
