@@ -3,8 +3,8 @@
 - Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
   few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
   are those of tests with SmolLM2.
-- A newer JAX (that of Python 3.12) chooses emitters for a whole process, so `optimised` tests have users' emitters there
-  only with the variable XLA_FLAGS set to nothing: `XLA_FLAGS= python -m pytest -m optimised`.
+- A newer JAX (that of Python 3.12) chooses emitters for a whole process. Tests that are `optimised` have those of users
+  there if XLA_FLAGS is set to nothing: `XLA_FLAGS= python -m pytest -m "optimised and not slow"`.
 - The mark `few_optimisations` is for modules that compile much themselves and do not compare bits of what XLA compiles.
 - An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
 - An engine gets the program of an earlier one of the process, if all that the program depends on is equal
