@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import keywords
+from pagedjax.structured import keywords, vocabulary
 from pagedjax.structured.matcher import Grammar, first_line
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -43,7 +43,7 @@ class Grammars:
             if found := self._kept.get(form):
                 self._kept.move_to_end(form)
                 return found
-        text, ignored = grammar_text(form)
+        text, ignored = grammar_text(form, vocabulary.marks(self.tokenizer))
         grammar = self._checked(text, form, ignored)
         with self._lock:
             self._kept[form] = grammar
@@ -52,21 +52,21 @@ class Grammars:
         return grammar
 
     def _checked(self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]) -> Grammar:
-        library, vocabulary = _library(), self._known_vocabulary()
+        library, known = _library(), self._known_vocabulary()
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
-        start = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        start = library.LLMatcher(known, text, log_level=0, limits=limits)
         if not start.is_error():
             first = start.compute_bitmask()
             if not start.is_error() and not any(first):
                 raise ValueError(f"structured_outputs.{_form(form)} allows no answer at all")
         if start.is_error():
             message = first_line(start.get_error())
-            place = _place(form, message, vocabulary) if _form(form) == "json" else ""
+            place = _place(form, message, known) if _form(form) == "json" else ""
             raise ValueError(f"structured_outputs.{_form(form)} cannot be used{place}: {message}")
-        return Grammar(start, -(-self.vocab_size // 32), ignored)
+        return Grammar(start, -(-self.vocab_size // 32), ignored, self.eos_token_ids)
 
     def _known_vocabulary(self) -> Any:
-        """llguidance's view of the tokenizer. It takes a third of a second for 49,152 tokens."""
+        """llguidance's view of the tokenizer."""
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("structured_outputs constrain text, and this model has no tokenizer")
         if not self.eos_token_ids:
@@ -74,8 +74,9 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 try:
-                    text, eos = self.tokenizer.backend.to_str(), list(self.eos_token_ids)
-                    self._vocabulary = _library().LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+                    self._vocabulary = vocabulary.library_tokenizer(
+                        _library(), self.tokenizer, self.vocab_size, self.eos_token_ids
+                    )
                 except ValueError as error:
                     raise ValueError(f"structured_outputs cannot use this model's tokenizer: {error}") from error
             return self._vocabulary
@@ -94,8 +95,11 @@ def _form(form: StructuredOutputsParams) -> str:
     return next(name for name in names if getattr(form, name) not in (None, False))
 
 
-def grammar_text(form: StructuredOutputsParams) -> tuple[str, tuple[str, ...]]:
+def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None = None) -> tuple[str, tuple[str, ...]]:
     """llguidance's text of a form's grammar, and the keywords that are ignored.
+
+    Args:
+        marks: the tokens that a Lark grammar may name, by their names.
 
     Raises:
         ValueError: too long, no JSON, a keyword that is not supported, or a grammar that cannot be read.
@@ -111,7 +115,7 @@ def grammar_text(form: StructuredOutputsParams) -> tuple[str, tuple[str, ...]]:
         return library.grammar_from("choice", json.dumps(value)), ()
     if name == "grammar":
         try:
-            return library.grammar_from("grammar", value), ()
+            return library.grammar_from("grammar", vocabulary.by_id(value, marks or {})), ()
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.grammar cannot be read: {first_line(str(error))}") from error
     schema, ignored = ({"type": "object"}, ()) if name == "json_object" else schema_of(form)
@@ -140,7 +144,7 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     return schema, places
 
 
-def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
+def _place(form: StructuredOutputsParams, message: str, known: Any) -> str:
     """Where the smallest schema is that gives the same error by itself; nothing if there is none."""
     library, found = _library(), ""
     schemas = [one for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)]
@@ -149,7 +153,7 @@ def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
     for place, schema in schemas:
         text = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        wrong = library.LLMatcher.validate_grammar(text, vocabulary, limits=limits)
+        wrong = library.LLMatcher.validate_grammar(text, known, limits=limits)
         if wrong and first_line(wrong) == message and len(place) >= len(found):
             found = place
     return f" at {found:.200}" if found else ""

@@ -18,11 +18,13 @@ class Grammar(NamedTuple):
     start: llguidance's matcher before the first token.
     words: 32-bit words of a mask over the vocabulary.
     ignored: keywords of a JSON schema that change nothing, each with its place; empty if all are supported.
+    ends: the tokens that end a form.
     """
 
     start: Any
     words: int
     ignored: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
 
     def matcher(self) -> Matcher:
         return Matcher(self)
@@ -38,9 +40,8 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self._parser, self._consumed = grammar.start.deep_copy(), 0
-        self.error: str | None = (
-            None  # why no answer can be trusted: a limit of the parser, or a token that is not allowed
-        )
+        # why no answer can be trusted: a limit of the parser, or a token that is not allowed
+        self.error: str | None = None
 
     def after(self, output: Tokens) -> Any:
         """llguidance's matcher after the output tokens; None if there is none, and `error` says why."""
@@ -58,6 +59,25 @@ class Matcher:
         if self.error is None and self._parser.is_error():
             self.error = first_line(self._parser.get_error()) or "the parser failed"
         return None if self.error is not None else self._parser
+
+    def check_end(self, drafts: Sequence[int]) -> None:
+        """Fail if the form is not complete where a mask allows its end. It would be an error of the library's.
+
+        Args:
+            drafts: tokens behind the output that `after` was last asked about; the mask is of the token after them.
+        """
+        if self.checked() is not None and not self._is_complete(drafts):
+            self.error = "an end token is allowed before the form is complete"
+
+    def _is_complete(self, drafts: Sequence[int]) -> bool:
+        """Whether the form may end behind the drafts. Behind one that is not allowed no sample counts."""
+        if not drafts:
+            return self._parser.is_accepting()
+        parser = self._parser.deep_copy()
+        if parser.validate_tokens(list(drafts)) < len(drafts):
+            return True
+        parser.consume_tokens(list(drafts))
+        return parser.is_accepting()
 
     def forced(self, output: Tokens, most: int) -> list[int]:
         """The next tokens, if the grammar leaves no choice; at most `most`."""
@@ -100,13 +120,24 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     if drafted := [(parser, first, drafts) for parser, first, drafts in parsers if parser is not None and drafts]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
     found = found.view(np.uint32)
-    for row in rows:
+    ending = _allow_an_end(found, rows[0].matcher.grammar.ends)
+    for row, (_, _, drafts) in zip(rows, parsers, strict=True):
+        samples = slice(row.first, row.first + 1 + len(row.drafts))
+        for behind in np.flatnonzero(ending[samples]).tolist():
+            row.matcher.check_end(drafts[:behind])
         if row.matcher.checked() is None:
-            mine = found[row.first : row.first + 1 + len(row.drafts)]
+            mine = found[samples]
             mine[:] = 0xFFFFFFFF
             for token in row.stops:
                 mine[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
     return found
+
+
+def _allow_an_end(allowed: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """allowed [count, words] uint32 -> [count] bool: some end token is allowed."""
+    words = [token // 32 for token in ends]
+    bits = np.array([1 << token % 32 for token in ends], np.uint32)
+    return (allowed[:, words] & bits).any(axis=1)
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import keywords
+from pagedjax.structured import keywords, vocabulary
 from pagedjax.structured.grammars import MAX_TEXT, WHITE_SPACE, schema_of
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.definitions import Tool
@@ -41,7 +41,7 @@ def lark(
         ValueError: a keyword that is not supported, schemas that are too long, or a combination whose parts look
             alike.
     """
-    marks = _marks(tokenizer)
+    marks = vocabulary.marks(tokenizer)
     written = lambda text: _literal(text, marks)  # noqa: E731
     ignored: list[str] = []
     rules = []
@@ -121,16 +121,6 @@ def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[
 
 def _inline(schema: Any) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": JSON_RULES} if isinstance(schema, dict) else schema)
-
-
-def _marks(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens that llguidance takes for marks and not for text: special ones, and those in angle brackets."""
-    added = tokenizer.backend.get_added_tokens_decoder().items()
-    return {
-        token.content: i
-        for i, token in added
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
-    }
 
 
 def _literal(text: str, marks: dict[str, int]) -> str:

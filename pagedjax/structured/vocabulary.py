@@ -1,0 +1,85 @@
+"""llguidance's view of a tokenizer, in which no text spells a mark: forms are text, and text has no special tokens.
+
+A mark is an added token that is no text: a special one, or one in angle brackets, as `<think>`. llguidance cuts a text
+that must come with Hugging Face's tokenizer, which recognises marks that are written out. A form with the text
+`<|im_end|>` would so end its answer, or fail. Here each mark has a name that no text can have, because it is drawn at
+random. Grammars name a mark by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagedjax.text.tokenizer import Tokenizer
+
+# A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or such a name.
+LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^\s<>"\[\]]+>)')
+
+
+def marks(tokenizer: Tokenizer) -> dict[str, int]:
+    """The added tokens that llguidance takes for marks and not for text, by their texts."""
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    return {token.content: i for i, token in added if _is_mark(token.content, token.special)}
+
+
+def _is_mark(text: str, special: bool) -> bool:
+    return special or (text.startswith("<") and text.endswith(">"))
+
+
+def library_tokenizer(library: Any, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """llguidance's tokenizer. It takes half a second for 49,152 tokens.
+
+    Raises:
+        ValueError: llguidance cannot use the tokenizer.
+    """
+    text = without_names(tokenizer.backend.to_str())
+    return library.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def without_names(text: str) -> str:
+    """A tokenizer.json whose marks have names that no text has; ids and all else are as before."""
+    described = json.loads(text)
+    prefix = secrets.token_hex(16)
+    names = {
+        token["content"]: f"<{prefix}{token['id']}>"
+        for token in described["added_tokens"]
+        if _is_mark(token["content"], token["special"])
+    }
+    for token in described["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    _rename(described["model"], names)
+    described["post_processor"] = None  # puts marks around whole texts, and a form has none
+    return json.dumps(described)
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if (unknown := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown, unknown)
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in names]
+
+
+def _merged(merge: str | Sequence[str]) -> str:
+    parts = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return "".join(parts)
+
+
+def by_id(grammar: str, marks: Mapping[str, int]) -> str:
+    """A Lark grammar in which `<name>` of a mark is `<[id]>`. GBNF has no names of tokens."""
+    if "::=" in grammar:
+        return grammar
+
+    def numbered(match: re.Match[str]) -> str:
+        token = marks.get(match["name"] or "")
+        return match[0] if token is None else f"<[{token}]>"
+
+    return LARK.sub(numbered, grammar)
