@@ -20,6 +20,7 @@ from pagedjax.server.schema import ChatRequest, Positive, Strict, refused
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
 from pagedjax.server.worker import EngineStopped, Submission, Worker
 from pagedjax.session import GenerationRequest
+from pagedjax.text.messages import content_text
 from pagedjax.tools.definitions import MAX_LEVELS, too_deep
 from pagedjax.tools.reader import CallReader, Piece
 
@@ -32,7 +33,6 @@ SHARED = (
 )
 STATELESS = "this server stores no answers; send the whole conversation as input"
 ROLES = ("user", "assistant", "system", "developer")
-TEXTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(Strict):
@@ -244,16 +244,9 @@ def messages(body: ResponsesRequest) -> list[JSON]:
 
 def _content(place: str, content: Any) -> str:
     """The text of an item."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content if isinstance(content, list) else [None]):
-        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            what = (
-                f"{place}.{i} has the type {kind!r:.80}" if isinstance(content, list) else f"{place} is {content!r:.80}"
-            )
-            raise ValueError(f"{what}, and models here read text alone; send its text")
-    return "".join(part["text"] for part in content)
+    if content is None:
+        raise ValueError(f"{place} is None; send its text")
+    return content_text(place, content)
 
 
 def _nested(given: Any) -> Any:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from pagedjax.text.messages import for_template
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -64,19 +66,19 @@ class Tokenizer:
     ) -> list[int]:
         """The tokens of a conversation, e.g. [{"role": "user", "content": "Hi"}]. `tools`: as OpenAI defines them.
 
+        A content is a text, None or a list of parts of text; the template gets its text.
+
         Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
+            ValueError: the model has no chat template, a content is no text, or the template refuses the messages.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template (it is no chat model); encode a plain prompt instead")
         if not messages:
             raise ValueError("a conversation has at least one message, e.g. {'role': 'user', 'content': 'Hi'}")
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-                raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
-        return self.encode(self._render(list(messages), add_generation_prompt, tools), add_special_tokens=False)
+        text = self._render(for_template(messages), add_generation_prompt, tools)
+        return self.encode(text, add_special_tokens=False)
 
-    def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool, tools: Any) -> str:
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any) -> str:
         from jinja2 import TemplateError
 
         render = _template_renderer()
@@ -84,7 +86,7 @@ class Tokenizer:
         refusals = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
         try:
             (text,), _ = render(
-                [[dict(message) for message in messages]],
+                [messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagedjax.text.messages import for_template
 from pagedjax.tools.definitions import MAX_LEVELS, Tool, too_deep
 from pagedjax.tools.formats import Dialect
 
@@ -32,6 +33,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], d
         ValueError: a call or a result that cannot be read; names its place.
     """
     plain = [_message(f"messages.{i}", message) for i, message in enumerate(messages)]
+    plain = for_template(plain)
     if dialect.native:
         return plain
     plain = _as_text(plain, dialect)
@@ -61,8 +63,8 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         raise ValueError(f"{place}.tool_calls is {calls!r:.80}; it must be a list of calls")
     read = [_call(f"{place}.tool_calls.{i}", call) for i, call in enumerate(calls)]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    found = {**rest, "content": message.get("content") or ""}
-    return {**found, "tool_calls": read} if read else found
+    spoken = {**rest, "content": message.get("content")}
+    return {**spoken, "tool_calls": read} if read else spoken
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
     results = False
     for message in messages:
         if isinstance(message, Mapping) and message.get("role") == "tool":
-            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if results:
                 found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{text}"}
             else:
@@ -112,4 +114,4 @@ def _with_system_text(messages: Messages, text: str) -> Messages:
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{first.get('content') or ''}\n\n{text}".strip()}, *messages[1:]]
+    return [{**first, "content": f"{first.get('content', '')}\n\n{text}".strip()}, *messages[1:]]

@@ -1,0 +1,74 @@
+"""What a chat template gets of a message: text, whatever form a client sends it in."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedjax import LLM
+from pagedjax.text.messages import content_text
+from pagedjax.text.tokenizer import Tokenizer
+
+PRINTS = "{% for m in messages %}{{ m.role }}={{ m.content }}|{{ m.tool_calls is defined }};{% endfor %}"
+TRIMS = "{% for m in messages %}{{ m.role }}={{ m.content | trim }}|{{ m.tool_calls is defined }};{% endfor %}"
+PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+
+
+@pytest.mark.parametrize("template", [PRINTS, TRIMS])
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": "the cat"}, "user=the cat|False;"),
+        ({"role": "user", "content": ""}, "user=|False;"),
+        ({"role": "user", "content": None}, "user=|False;"),
+        ({"role": "user", "content": PARTS}, "user=the cat|False;"),
+        ({"role": "user", "content": []}, "user=|False;"),
+        ({"role": "user", "content": None, "tool_calls": None, "name": None}, "user=|False;"),
+        ({"role": "assistant", "tool_calls": []}, None),
+    ],
+)
+def test_a_template_gets_text(tiny, template, message, text):
+    tokenizer = Tokenizer(tiny.tokenizer.backend, (2,), {}, template)
+    if text is None:
+        with pytest.raises(ValueError, match="must be a mapping with 'role' and 'content'"):
+            tokenizer.apply_chat_template([message])
+    else:
+        assert tokenizer.decode(tokenizer.apply_chat_template([message])) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (3, "messages.0.content is 3; it must be a text, or a list of parts of text"),
+        (False, "messages.0.content is False; it must be a text"),
+        ({"type": "text", "text": "x"}, "messages.0.content is {'type': 'text', 'text': 'x'}; it must be a text"),
+        (b"x", "messages.0.content is b'x'; it must be a text"),
+        (["x"], "messages.0.content.0 is 'x'; a part is {'type': 'text', 'text': ...}"),
+        ([None], "messages.0.content.0 is None; a part is"),
+        ([*PARTS, {"type": "image_url"}], "messages.0.content.2 has the type 'image_url', and models here read text"),
+        ([{"text": "x"}], "messages.0.content.0 has the type None, and models here read text alone"),
+        ([{"type": "text"}], "messages.0.content.0.text is None; it must be a text"),
+        ([{"type": "text", "text": 3}], "messages.0.content.0.text is 3; it must be a text"),
+    ],
+)
+def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, error):
+    for call in (tiny_llm.chat, tiny.tokenizer.apply_chat_template):
+        with pytest.raises(ValueError) as refusal:
+            call([{"role": "user", "content": content}])
+        assert error in str(refusal.value)
+    with pytest.raises(ValueError) as refusal:
+        tiny.tokenizer.apply_chat_template([{"role": 3, "content": "x"}])
+    assert "messages.0.role is 3; it must be a text" in str(refusal.value)
+
+
+def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm: LLM):
+    asked = [
+        [{"role": "system", "content": None}, {"role": "user", "content": PARTS}],
+        [{"role": "system", "content": ""}, {"role": "user", "content": "the cat"}],
+    ]
+    first, second = tiny_llm.chat(asked, use_tqdm=False)
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def test_parts_of_other_apis_are_text_too():
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    assert content_text("input.0", tuple(parts)) == "ab"
