@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pagedjax import LLM
@@ -52,12 +54,10 @@ def test_a_template_gets_text(tiny, template, message, text):
 )
 def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, error):
     for call in (tiny_llm.chat, tiny.tokenizer.apply_chat_template):
-        with pytest.raises(ValueError) as refusal:
+        with pytest.raises(ValueError, match=re.escape(error)):
             call([{"role": "user", "content": content}])
-        assert error in str(refusal.value)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="messages.0.role is 3; it must be a text"):
         tiny.tokenizer.apply_chat_template([{"role": 3, "content": "x"}])
-    assert "messages.0.role is 3; it must be a text" in str(refusal.value)
 
 
 def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm: LLM):
