@@ -36,6 +36,7 @@ from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.workloads import Prompts
 from pagedjax import cli
+from pagedjax.text import yaml_words
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
 
@@ -174,7 +175,7 @@ def _setting(key: str, value: Any) -> str:
     """A value of Python as `--set` has it. Raises ValueError if YAML has no such value."""
     plain = os.fspath(value) if isinstance(value, PathLike) else value.item() if hasattr(value, "item") else value
     try:
-        text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
+        text = yaml_words.dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
     except yaml.YAMLError:
         what = f"settings has {key}: {value!r:.80}, which is no value of YAML"
         raise ValueError(f"{what}; give a number, a text, None, a list or a mapping") from None

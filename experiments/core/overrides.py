@@ -99,6 +99,9 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
             raise ValueError(f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more")
     grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
+    for key in (key for part in (grid, together, *(e for e in entries if isinstance(e, dict))) for key in part):
+        if not isinstance(key, str):
+            raise ValueError(f"sweep has the key {key!r}; a key is a path, such as engine.block_size")
     if len({len(values) for values in together.values()}) > 1:
         sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
         raise ValueError(f"sweep.zip walks its lists together, so they must be equally long: {sizes}")

@@ -23,9 +23,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experiments.core.records import BranchRecord, RequestRecord, Transfer
+from pagedjax.text import yaml_words
 
 SCHEMA = 1
 _SUMMARY = "summary.json"
@@ -175,7 +174,7 @@ def json_lines(values: Iterable[Any]) -> str:
 
 def yaml_text(value: Any) -> str:
     """YAML of plain values; tuples become lists, dataclasses mappings."""
-    return yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120)
+    return yaml_words.dump(_plain(value), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _plain(value: Any) -> Any:

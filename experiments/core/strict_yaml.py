@@ -21,10 +21,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from pagedjax.config import from_dict, one_of
+from pagedjax.text import yaml_words
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a duplicate key; plain YAML keeps the last value without a message."""
+class _Loader(yaml_words.Loader):
+    """Refuses a duplicate key; plain YAML keeps the last value without a message."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_line: dict[Any, int] = {}
@@ -189,6 +190,4 @@ def _hint(kind: Any, value: Any) -> str:
         number = float(value)
     except ValueError:
         return ""
-    if "e" in value.lower() and "." not in value:  # YAML 1.1 reads 1e-3 as text
-        return " (YAML reads a number with an exponent as text unless it has a point, as in 1.0e-3)"
     return f" (write it without quotes: {number:g})"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from pagedjax.text import yaml_words
+
 MESH = "tensor=4, or tensor=2,expert=2"
 EXAMPLES = {  # of options that take NAME=VALUE,...
     "mesh": MESH,
@@ -93,7 +95,7 @@ def _value_of(flag: str, words: Sequence[str]) -> Any:
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
-            return plain(value) if equals else True if after.startswith("-") else plain(after)
+            return yaml_words.word(value) if equals else True if after.startswith("-") else yaml_words.word(after)
     return True
 
 
@@ -134,7 +136,8 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
         elif get_origin(kind) is Literal:
             group.add_argument(flag, choices=get_args(kind), help=text)
         else:
-            group.add_argument(flag, type=kind, metavar=field.name.rsplit("_", 1)[-1].upper(), help=text)
+            read = decimal(kind) if kind in (int, float) else kind
+            group.add_argument(flag, type=read, metavar=field.name.rsplit("_", 1)[-1].upper(), help=text)
 
 
 def first_sentences(cls: type) -> dict[str, str]:
@@ -153,7 +156,7 @@ def integers(example: str, what: str = "integers") -> Callable[[str], tuple[int,
 
     def read(text: str) -> tuple[int, ...]:
         try:
-            return tuple(int(part) for part in text.split(","))
+            return tuple(decimal(int)(part) for part in text.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(f"is {text!r}; write {what}, such as {example}") from None
 
@@ -202,7 +205,7 @@ def mapping(example: str) -> Callable[[str], dict[str, Any]]:
     def read(text: str) -> dict[str, Any]:
         pairs = [part.partition("=") for part in text.split(",")]
         if not text.startswith("{") and all(name and value for name, _, value in pairs):
-            return {name: plain(value) for name, _, value in pairs}
+            return {name: yaml_words.word(value) for name, _, value in pairs}
         try:
             value = json.loads(text)
         except ValueError:
@@ -222,8 +225,16 @@ def name_or_mapping(example: str) -> Callable[[str], str | dict[str, Any]]:
     return read
 
 
-def plain(word: str) -> str | bool | int | float:
-    """A word of the command line as a number, a truth value or a text."""
-    if re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII):
-        return float(word) if "." in word else int(word)
-    return {"true": True, "false": False}.get(word, word)
+def decimal(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """How a number of the command line is read: in decimal, and not as Python writes 1_0."""
+
+    def read(text: str) -> int | float:
+        value = yaml_words.word(text)
+        if kind is int and type(value) is int:
+            return value
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        raise ValueError(text)
+
+    read.__name__ = kind.__name__  # argparse names it in its error
+    return read

@@ -56,7 +56,7 @@ def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, erro
     for call in (tiny_llm.chat, tiny.tokenizer.apply_chat_template):
         with pytest.raises(ValueError, match=re.escape(error)):
             call([{"role": "user", "content": content}])
-    with pytest.raises(ValueError, match="messages.0.role is 3; it must be a text"):
+    with pytest.raises(ValueError, match=r"messages\.0\.role is 3; it must be a text"):
         tiny.tokenizer.apply_chat_template([{"role": 3, "content": "x"}])
 
 

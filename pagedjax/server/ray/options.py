@@ -19,6 +19,7 @@ from pagedjax.config import EngineConfig, from_dict
 from pagedjax.server import adapters
 from pagedjax.server.app import Options
 from pagedjax.server.serve import name_of, read_key
+from pagedjax.text import yaml_words
 
 RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
@@ -151,8 +152,8 @@ def of_args(args: Mapping[str, Any]) -> ClusterOptions:
 
 def _read(name: str, value: str) -> Any:
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return yaml_words.load(value)
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{name} is {value!r:.200}, which is no YAML; write {name}='{{max_num_seqs: 4}}'") from error
 
 

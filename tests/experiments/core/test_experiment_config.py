@@ -42,7 +42,7 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"engine": {"block_size": "16"}}, r"engine\.block_size is '16'; it must be an integer \(write it without quo"),
         ({"engine": {"block_size": True}}, r"engine\.block_size is True; it must be an integer"),
         ({"engine": {"block_size": 0}}, r"engine\.block_size is 0; it must be an integer of at least 1"),
-        ({"engine": {"memory_fraction": "1e-1"}}, r"engine\.memory_fraction is '1e-1'.*unless it has a point"),
+        ({"engine": {"memory_fraction": "0.1"}}, r"engine\.memory_fraction is '0\.1'.*without quotes: 0\.1"),
         (
             {"engine": {"compilation": "background"}},
             r"engine\.compilation is 'background', and a measured run compiles everything first; set it to eager",
