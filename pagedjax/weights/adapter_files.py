@@ -129,9 +129,9 @@ def adapter_parts(
 
     Args:
         factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors` gives them: arrays
-            of numpy or JAX.
+            of numpy or JAX. A name may have the prefix of a model with a head ("transformer." of GPT-2).
         options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora, alpha_pattern. The rank
-            is that of the factors. None: no options.
+            is that of the factors. A pattern is matched with the name that is given here. None: no options.
         name: of the adapter, for errors.
 
     Raises:
@@ -142,14 +142,17 @@ def adapter_parts(
     _check_options(f"adapter {name}", options)
     where, problems, parts = modules_of(config), [], {}
     for module, pair in sorted(factors.items()):
-        if module not in where:
+        places = where.get(_without_prefix(module))
+        if places is None:
             problems.append(f"{module}: no such matrix, or it has no adapters here")
+            continue
+        if places[0] in parts:
+            problems.append(f"{module}: its factors are given twice, with and without a prefix")
             continue
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(hasattr(x, "astype") for x in pair):
             problems.append(f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]")
             continue
         a, b = pair
-        places = where[module]
         inputs, outputs = _sizes(config, places)
         if a.ndim != 2 or not len(a) or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
             found = f"A {a.shape} and B {b.shape}"
@@ -165,6 +168,13 @@ def adapter_parts(
         what = f"modules may be {kinds}, with names such as {next(iter(where))}"
         raise ValueError(f"adapter {name} does not fit the model; {what}\n  {lines}")
     return parts
+
+
+def _without_prefix(module: str) -> str:
+    """The name in files without a head, as `h.0` for GPT-2's `transformer.h.0`."""
+    for prefix in filter(None, {architecture.prefix for architecture in ARCHITECTURES.values()}):
+        module = module.removeprefix(prefix)
+    return module
 
 
 def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int]]:
@@ -197,7 +207,11 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
 
 
 def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
-    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv 2312.03732)."""
+    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv 2312.03732).
+
+    Args:
+        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT does.
+    """
     alpha = options.get("lora_alpha", 8)
     for pattern, value in (options.get("alpha_pattern") or {}).items():  # as PEFT reads them: the first one that fits
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -257,16 +271,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _factors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The pairs of factors by module. Raises ValueError for other tensors, and factors without their other half."""
     found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
-    prefixes = tuple(filter(None, {one.prefix for one in ARCHITECTURES.values()}))
     for name, values in tensors.items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
         if match is None:
             what = f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix"
             raise ValueError(f"{what}; train without it, or merge the adapter into the model's weights")
-        module = match["module"]
-        for prefix in prefixes:
-            module = module.removeprefix(prefix)
-        found[module][match["side"]] = values
+        found[match["module"]][match["side"]] = values
     for module, sides in found.items():
         if len(sides) < 2:
             raise ValueError(f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again")

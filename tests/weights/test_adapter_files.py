@@ -6,7 +6,10 @@ import chex
 import numpy as np
 import pytest
 
+from pagedjax.device.models import FAMILIES
 from pagedjax.weights.adapter_files import adapter_of, adapter_parts, initial_factors, read_adapter, write_adapter
+from pagedjax.weights.architectures import normalised
+from tests.device.test_model_families import GPT2
 from tests.weights.tiny_adapters import random_factors, tiny_adapter
 
 
@@ -130,3 +133,54 @@ def test_options_of_arrays_are_those_of_a_folder(config):
     factors = initial_factors(config, 4)
     with pytest.raises(ValueError, match="adapter 'x': use_dora is True, which is not supported; train the adapter"):
         adapter_of(factors, {"use_dora": True}, config, "x")
+
+
+# Patterns, and whether they match by the rule of PEFT: `(.*\.)?(PATTERN)$` from the start of the whole name.
+PATTERNS = {
+    "transformer.h.0.attn.c_attn": {
+        "c_attn": True,
+        "attn.c_attn": True,
+        "h.0.attn.c_attn": True,
+        "transformer.h.0.attn.c_attn": True,
+        "^transformer.h.0.attn.c_attn": True,
+        r".*\.0\..*": True,
+        "^h.0.attn.c_attn": False,
+        "h.1.attn.c_attn": False,
+        "attn": False,
+        "tn.c_attn": False,
+    },
+    "model.layers.0.self_attn.o_proj": {
+        "o_proj": True,
+        "model.layers.0.self_attn.o_proj": True,
+        "^model.layers.0.self_attn.o_proj": True,
+        "^layers.0.self_attn.o_proj": False,
+        "model.layers.1.self_attn.o_proj": False,
+    },
+}
+
+
+@pytest.mark.parametrize("module", PATTERNS)
+def test_patterns_are_matched_with_whole_names_as_by_peft(tiny_folder, tmp_path, config, module):
+    if module.startswith("transformer."):
+        config = FAMILIES["gpt2"].from_hf(normalised({**GPT2, "model_type": "gpt2"}, "gpt2"))
+        a, b = initial_factors(config, 4)["h.0.attn.c_attn"]
+    else:
+        a, b = random_factors(tiny_folder, 4)[module]
+    factors = {module: (a, np.ones_like(b))}
+    for pattern, matches in PATTERNS[module].items():
+        options = {"lora_alpha": 8, "alpha_pattern": {"nothing": 3, pattern: 64}}
+        alpha = 64 if matches else 8
+        written = read_adapter(write_adapter(tmp_path / "a", factors, options), config, "a")
+        for parts in (written.parts, adapter_parts(factors, config, options)):
+            (_, scaled), *_ = parts.values()
+            chex.assert_trees_all_equal(scaled, np.full_like(scaled, alpha / 4))
+
+
+def test_factors_with_and_without_a_prefix_are_given_once():
+    config = FAMILIES["gpt2"].from_hf(normalised({**GPT2, "model_type": "gpt2"}, "gpt2"))
+    factors = initial_factors(config, 4, modules="c_attn")
+    twice = {**factors, "transformer.h.0.attn.c_attn": factors["h.0.attn.c_attn"]}
+    with pytest.raises(ValueError, match=r"attn\.c_attn: its factors are given twice, with and without a prefix"):
+        adapter_parts(twice, config)
+    prefixed = {f"transformer.{name}": pair for name, pair in factors.items()}
+    chex.assert_trees_all_equal(adapter_parts(prefixed, config), adapter_parts(factors, config))
