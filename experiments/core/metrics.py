@@ -114,7 +114,7 @@ def summary(
 
     Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
     of computed tokens that were padding, and the share of slots in used blocks without a token. `prefix_hit_share` is
-    the share of the tokens of admitted sequences that were found in the cache.
+    the share of the tokens of sequences that were found in the cache when these were admitted for the first time.
 
     `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
     sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for

@@ -17,7 +17,8 @@ from experiments.core import speculation
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
 from experiments.simulation.spans import DecodeSpan
-from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, SchedulerConfig, StepResult
+from pagedjax.host.first_admissions import FirstAdmissions
+from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, StepResult
 
 
 class BranchRecord(NamedTuple):
@@ -119,7 +120,7 @@ class StepRecord(NamedTuple):
     padded_tokens: int
     sampled: int
     admitted: int
-    admitted_tokens: int  # known tokens of the admitted sequences
+    admitted_tokens: int  # of the sequences that were admitted for the first time
     hit_tokens: int  # tokens of them that were found in the cache
     preempted: int
     finished: int
@@ -256,10 +257,12 @@ class StepRecorder:
         self._start, self._block_size, self._config, self._replica = start, block_size, config, replica
         self._groups = config.groups if config else 1
         self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+        self._admissions = FirstAdmissions()
 
     def left(self, request_id: str) -> None:
         """The blocks of a sequence were given back between two steps, because another engine has it."""
         self._cached.pop(request_id, None)
+        self._admissions.left(request_id)
 
     def record(self, result: StepResult) -> StepRecord:
         cached, groups, block_size = self._cached, self._groups, self._block_size
@@ -276,7 +279,7 @@ class StepRecorder:
             held = min(_held(cached.values(), block_size, groups), plan.blocks_used * block_size)
         else:
             held = sum([tokens for _, tokens in cached.values()])
-        entered = [event for event in result.events if isinstance(event, Admitted)]
+        entered = self._admissions.among(result.events)
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
             cached.pop(event.request_id, None)

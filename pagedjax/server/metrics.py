@@ -15,8 +15,9 @@ import prometheus_client as prometheus
 
 from pagedjax.config import Resolved
 from pagedjax.engine.background import BackgroundPrograms
+from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult, Verified
+from pagedjax.host.types import Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult, Verified
 from pagedjax.params import BeamSearchParams
 from pagedjax.session import GenerationRequest
 
@@ -55,6 +56,7 @@ class Metrics:
     def __init__(self, model: str, config: Resolved) -> None:
         self.registry = prometheus.CollectorRegistry()
         self._model, self._branches = model, dict[str, _Branch]()
+        self._admissions = FirstAdmissions()
         self._state: SchedulerState | None = None
         gauges = {
             "num_requests_running": "Sequences in the running set",
@@ -169,6 +171,9 @@ class Metrics:
             self._scheduled(result)
             for search in result.beams:
                 self._searched(search, result.finished)
+        for admitted in self._admissions.among(events):
+            self._counters["prefix_cache_queries"].inc(admitted.num_tokens)
+            self._counters["prefix_cache_hits"].inc(admitted.num_cached)
         for event in events:
             self._event(event, result)
 
@@ -192,10 +197,7 @@ class Metrics:
             branch.sequences = lengths
 
     def _event(self, event: Event, result: StepResult | None) -> None:
-        if isinstance(event, Admitted):
-            self._counters["prefix_cache_queries"].inc(event.num_tokens)
-            self._counters["prefix_cache_hits"].inc(event.num_cached)
-        elif isinstance(event, Preempted):
+        if isinstance(event, Preempted):
             self._counters["num_preemptions"].inc()
         elif isinstance(event, Sampled) and result is not None:
             self._counters["generation_tokens"].inc(len(event.token_ids))

@@ -1,0 +1,39 @@
+"""Which admissions of a stream of events are first ones: what prefix caching found, and not what came back.
+
+A sequence that was preempted, or that lost its blocks by a restart or a failed step, is admitted again and finds its own
+blocks. That is no hit of a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagedjax.host.types import Admitted, Beamed, Event, Finished, Forked
+
+
+class FirstAdmissions:
+    """Remembers the sequences that have been admitted and are not finished."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def among(self, events: Iterable[Event]) -> list[Admitted]:
+        """The first admissions among the next events of an engine, in their order.
+
+        A branch begins on the blocks of its leader, so its own admission is never a first one.
+        """
+        first: list[Admitted] = []
+        for event in events:
+            if isinstance(event, Admitted):
+                if event.request_id not in self._known:
+                    first.append(event)
+                self._known.add(event.request_id)
+            elif isinstance(event, (Forked, Beamed)):
+                self._known.update(event.request_ids)
+            elif isinstance(event, Finished):
+                self._known.discard(event.request_id)
+        return first
+
+    def left(self, request_id: str) -> None:
+        """Forget a sequence that another engine has now."""
+        self._known.discard(request_id)
