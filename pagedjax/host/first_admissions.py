@@ -1,7 +1,7 @@
 """Which admissions of a stream of events are first ones: what prefix caching found, and not what came back.
 
-A sequence that was preempted, or that lost its blocks by a restart or a failed step, is admitted again and finds its own
-blocks. That is no hit of a prefix.
+A sequence that was preempted, or that lost its blocks by a restart or a failed step, is admitted
+again and finds its own blocks. That is no hit of a prefix.
 """
 
 from __future__ import annotations
