@@ -401,9 +401,8 @@ class LLM:
         (params,) = _each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError(f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate")
-        if isinstance(params, BeamSearchParams) or params.n != 1:
-            what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
-            raise ValueError(f"{what}; a stream has one branch, use generate")
+        if reason := _several_branches(params):
+            raise ValueError(f"{reason}; a stream has one branch, use generate")
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
@@ -634,6 +633,15 @@ def _conversations(messages: Any) -> list[Any]:
         form = "[{'role': 'user', 'content': ...}, ...]"
         raise ValueError(f"messages is {messages!r:.80}; give a conversation, {form}, or a list of conversations")
     return several
+
+
+def _several_branches(params: SamplingParams | BeamSearchParams) -> str:
+    """Why a request has more than one branch; empty for one of one branch."""
+    if isinstance(params, BeamSearchParams):
+        return "beam search"
+    if params.n != 1:
+        return f"n is {params.n}"
+    return f"best_of is {params.best_of}" if params.drawn().n != 1 else ""
 
 
 def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:

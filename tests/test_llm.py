@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import zip_longest
 
 import numpy as np
@@ -83,6 +84,9 @@ def test_stream_yields_the_same_text(llm):
     assert "".join(pieces) == texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     with pytest.raises(ValueError, match="n is 2; a stream has one branch"):
         next(llm.stream(TEXT, SamplingParams(n=2)))
+    with pytest.raises(ValueError, match="best_of is 3; a stream has one branch, use generate"):
+        next(llm.stream(TEXT, SamplingParams(best_of=3)))
+    assert list(llm.stream(TEXT, dataclasses.replace(GREEDY, best_of=1))) == pieces
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm):
@@ -165,6 +169,16 @@ def test_a_stop_token_is_the_stop_reason(llm):
     assert branch.token_ids == tokens[: tokens.index(stop) + 1]
     assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
     assert branch.text == llm.tokenizer.decode(branch.token_ids[:-1])
+
+
+def test_eos_that_is_ignored_and_a_stop_token_is_the_stop_reason(llm):
+    eos = llm.model.eos_token_ids[0]
+    options = {"temperature": 0, "logit_bias": {eos: 100.0}, "stop_token_ids": (eos,)}
+    for ignored, reason in ((True, eos), (False, None)):
+        params = SamplingParams(**options, ignore_eos=ignored)
+        branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
+        assert (branch.token_ids, branch.text) == ((eos,), "")
+        assert (branch.finish_reason, branch.stop_reason) == ("stop", reason)
 
 
 def test_eos_has_no_stop_reason_and_min_tokens_defers_it(llm):

@@ -201,11 +201,16 @@ def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def event(body: JSON | str) -> str:
-    """One server-sent event."""
+# Characters at which Python's `splitlines` ends a line, with which clients read events. JSON may have them as they are.
+LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
+def event(body: JSON | str, kind: str | None = None) -> str:
+    """One server-sent event. `kind`: its name, if it has one."""
     if not isinstance(body, str):
         body = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {body}\n\n"
+    head = "" if kind is None else f"event: {kind}\n"
+    return f"{head}data: {body.translate(LINE_ENDS)}\n\n"
 
 
 def opening(style: Style, index: int, prompt: GenerationRequest) -> JSON | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
-from pagedjax.server import forms, schema
+from pagedjax.server import forms, responses, schema
 from pagedjax.server.errors import ApiError, in_thread, submit
 from pagedjax.server.response_items import JSON, Answer
 from pagedjax.server.responses import Style
@@ -131,7 +130,7 @@ async def _events(submission: Submission, answer: Answer, reader: CallReader | N
 
 
 def _sse(event: JSON) -> str:
-    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return responses.event(event, event["type"])
 
 
 def _pieces(reader: CallReader | None, text: str, last: bool) -> list[Piece]:

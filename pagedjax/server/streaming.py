@@ -46,7 +46,8 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[str], ended: Callable[[], None], headers: Mapping[str, str] | None = None
     ) -> None:
-        headers = {"Cache-Control": "no-cache", **(headers or {})}
+        # nginx and others behind its example would keep events until their buffer is full
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._ended = ended
 

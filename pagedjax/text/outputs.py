@@ -132,7 +132,7 @@ class OutputBuilder:
         self.token_ids.append(token_id)
         self.versions.append(version)
         by_token = reason == "stop"
-        if by_token and token_id not in self.eos:
+        if by_token and (token_id not in self.eos or self.params.ignore_eos):
             self.stop_reason = token_id
         shown = not by_token or self.params.include_stop_str_in_output
         piece = self._detokenizer.push(token_id) if shown and self.params.detokenize else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import openai
 import pytest
 
@@ -408,3 +409,22 @@ def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
         text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
     assert texts == wanted
     assert text == answer.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": MESSAGES}),
+        ("responses", {"input": "a"}),
+    ],
+)
+def test_streams_are_not_kept_back_by_proxies(client, route, fields):
+    length = "max_output_tokens" if route == "responses" else "max_tokens"
+    body = {"model": "tiny", "stream": True, length: 2, **fields}
+    url = f"{client.base_url}{route}"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert answer.headers["cache-control"] == "no-cache"
+        assert answer.read()

@@ -48,3 +48,13 @@ def test_a_sampled_token_among_the_most_likely_is_listed_once():
     position = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
     assert legacy_logprobs(style(1), (7,), (position,))["top_logprobs"] == [{"a": -0.1}]
     assert json.loads(responses.event({"a": 1}).removeprefix("data: ")) == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", [None, "response.output_text.delta"])
+def test_an_event_is_one_line_of_data_for_every_client(kind):
+    text = "".join(map(chr, range(0x2100))) + "\U0001f600"
+    written = responses.event({"text": text, "\u2028": 1}, kind)
+    *head, data, last = written.splitlines()
+    assert head == ([] if kind is None else [f"event: {kind}"])
+    assert last == ""
+    assert json.loads(data.removeprefix("data: ")) == {"text": text, "\u2028": 1}
