@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from operator import index
@@ -20,13 +21,13 @@ from pagedjax.config import Compilation, EngineConfig, from_dict
 from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import compilations, interrupts, programs
+from pagedjax.engine import compilations, programs
 from pagedjax.engine.adapters import no_adapters
 from pagedjax.host.types import Pending
 from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.processes.join import joined
-from pagedjax.session import Branches, GenerationRequest, Params, Session, output_of
+from pagedjax.session import GenerationRequest, Params, Session, output_of
 from pagedjax.text import pooling
 from pagedjax.text.outputs import BeamSearchOutput, OutputBuilder, RequestOutput, beam_search_output
 from pagedjax.text.pooling import (
@@ -406,23 +407,22 @@ class LLM:
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
-        ids, (adapter,) = self._truncated(self._tokens(prompt), params), self._adapters(lora_request, 1)
-        branches: Branches = {}
-        sent, ended = 0, False
-        try:
-            with interrupts.deferred():  # no request without an owner
-                (branches,) = self.session.add([GenerationRequest(ids, params, adapter=adapter)])
-            (branch,) = branches.values()
+        ids = self._truncated(self._tokens(prompt), params)
+        sent = 0
+        with ExitStack() as stack:
+            with self._turn(lora_request):
+                (adapter,) = self._adapters(lora_request, 1)
+                request = GenerationRequest(ids, params, adapter=adapter)
+                outputs, unfinished = stack.enter_context(self.session.awaited([request]))
+            (branch,) = outputs[0].values()
             assert isinstance(branch, OutputBuilder)
-            while not ended:
-                ended = branch.finish_reason is not None  # the steps of another call may have ended it
-                if not ended:
-                    self.session.step()
-                if len(branch.text) > sent:
-                    sent, piece = len(branch.text), branch.text[sent:]
-                    yield piece
-        finally:
-            self.session.abandon(branches)
+            running = True
+            while running:
+                running = self.session.step_for(unfinished) is not None
+                text = branch.text
+                if len(text) > sent:
+                    yield text[sent:]
+                    sent = len(text)
 
     # hidden states (docs/design/embeddings.md) ------------------------------------------------------------------------
 
@@ -531,36 +531,30 @@ class LLM:
         lora_request: Any = None,
     ) -> list[Any]:
         """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling for each."""
-        columns = (
-            texts,
-            params,
-            _one_each("priority", priority, int, len(ids)),
-            _one_each("user", user, str, len(ids)),
-            self._adapters(lora_request, len(ids)),
-        )
-        rows = zip(ids, *columns, strict=True)
-        requests = [
-            GenerationRequest(self._truncated(tokens, p), p, text, rank, name, adapter=adapter)
-            for tokens, text, p, rank, name, adapter in rows
-        ]
-        branches: Branches = {}
-        try:
-            with interrupts.deferred():  # no request without an owner
-                outputs = self.session.add(requests)
-                branches = {name: branch for one in outputs for name, branch in one.items()}
-            unfinished = set(branches)
-            with tqdm(total=len(branches), desc=what, unit="seq", disable=not use_tqdm, leave=False) as bar:
-                tokens, started = 0, time.perf_counter()
-                while unfinished:
-                    step = self.session.step()
-                    bar.update(len(unfinished.intersection(step.ended)))
-                    unfinished.difference_update(step.ended)
-                    tokens += step.tokens
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
-        finally:
-            self.session.abandon(branches)
+        priorities = _one_each("priority", priority, int, len(ids))
+        users = _one_each("user", user, str, len(ids))
+        with ExitStack() as stack:
+            with self._turn(lora_request):
+                adapters = self._adapters(lora_request, len(ids))
+                columns = zip(ids, texts, params, priorities, users, adapters, strict=True)
+                requests = [
+                    GenerationRequest(self._truncated(tokens, p), p, text, rank, name, adapter=adapter)
+                    for tokens, text, p, rank, name, adapter in columns
+                ]
+                outputs, unfinished = stack.enter_context(self.session.awaited(requests))
+            total = len(unfinished)
+            bar = stack.enter_context(tqdm(total=total, desc=what, unit="seq", disable=not use_tqdm, leave=False))
+            tokens, started = 0, time.perf_counter()
+            while step := self.session.step_for(unfinished):
+                bar.update(total - len(unfinished) - bar.n)
+                tokens += step.tokens
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
         each = enumerate(zip(requests, outputs, strict=True))
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
+
+    def _turn(self, lora_request: Any) -> AbstractContextManager[None]:
+        """One turn from the loading of adapters to the requests for them, which no other thread may come between."""
+        return nullcontext() if lora_request is None else self.engine.turns
 
 
 def default_compilation(engine: Mapping[str, Any]) -> Compilation:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ class SessionStep(NamedTuple):
 class Session:
     """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own requests.
 
+    Any thread may call it; a step serves the requests of all threads.
+
     Attributes:
         branches: the outputs under construction, by sequence id.
         grammars: compiles structured outputs.
@@ -73,6 +76,7 @@ class Session:
         self._eos = frozenset(eos_token_ids)
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, tuple(self._eos))
         self._results: deque[StepResult] = deque()  # of steps that other sessions ran
+        self._calls: list[set[str]] = []  # the sequences that each call waits for
         engine.sessions.add(self)
 
     def another(self) -> Session:
@@ -95,7 +99,8 @@ class Session:
         added: list[Branches] = []
         spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # the sequences of bad words, often of all requests
         try:
-            with interrupts.deferred():  # a request is in the engine and in `added`, or in none of them
+            # a request is in the engine and in `added`, or in none of them
+            with interrupts.deferred(), self.engine.turns:
                 for request, grammar in zip(requests, compiled, strict=True):
                     params = request.params
                     if isinstance(params, SamplingParams) and params.best_of is not None:
@@ -143,12 +148,46 @@ class Session:
 
         The session must have an unfinished request. Ctrl-C waits for the end of the step; pressed twice, it does not.
         """
-        if not self._results:
-            result = self.engine.step()
-            assert result is not None, "a request is unfinished, so the engine has work"
-            for session in self.engine.sessions:
-                session.receive(result)
-        return self._folded(self._results.popleft())
+        with self.engine.turns:
+            if not self._results:
+                result = self.engine.step()
+                assert result is not None, "a request is unfinished, so the engine has work"
+                for session in self.engine.sessions:
+                    session.receive(result)
+            done = self._folded(self._results.popleft())
+            for unfinished in self._calls:
+                unfinished.difference_update(done.ended)
+            return done
+
+    @contextmanager
+    def awaited(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[list[Branches], set[str]]]:
+        """Queue requests; what is unfinished at the end of the block is abandoned.
+
+        Yields:
+            The branches of each request, and the names of the unfinished ones: steps remove names from
+            it, in whatever thread they run.
+
+        Raises:
+            ValueError: as `add`.
+        """
+        outputs: list[Branches] = []
+        unfinished: set[str] = set()
+        try:
+            with interrupts.deferred(), self.engine.turns:  # no request without an owner
+                outputs = self.add(requests)
+                unfinished.update(name for branches in outputs for name in branches)
+                self._calls.append(unfinished)
+            yield outputs, unfinished
+        finally:
+            with interrupts.deferred(), self.engine.turns:
+                self._calls = [call for call in self._calls if call is not unfinished]
+                for branches in outputs:
+                    self.abandon(branches)
+
+    def step_for(self, unfinished: set[str]) -> SessionStep | None:
+        """A step for a call that waits; None if a step of another thread has ended all that it waits for."""
+        with self.engine.turns:
+            return self.step() if unfinished else None
 
     def receive(self, result: StepResult) -> None:
         """Keep the result of a step for the next call of `step`, if a request of this session is unfinished."""
@@ -206,10 +245,11 @@ class Session:
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished."""
         events: tuple[Event, ...] = ()
-        for name, branch in branches.items():
-            if branch.finish_reason is None:
-                self.branches.pop(name, None)
-                events += self.engine.cancel(name)
+        with self.engine.turns:
+            for name, branch in branches.items():
+                if branch.finish_reason is None:
+                    self.branches.pop(name, None)
+                    events += self.engine.cancel(name)
         return events
 
 

@@ -16,6 +16,7 @@ from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.server import adapters, embeddings, forms, responses, responses_api, schema, vllmini
+from pagedjax.server.bodies import CheckedRoute
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
@@ -100,6 +101,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
 
     app = FastAPI(title="PagedJAX", version=__version__, lifespan=lifespan)
     app.state.worker = worker
+    app.router.route_class = CheckedRoute
     add_errors(app)
     add_routes(app, worker, options, metrics)
     adapters.add_routes(app, worker, options.name, options.allow_runtime_lora_updating)
@@ -229,6 +231,7 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
         logprobs=body.logprobs,
         echo=bool(body.echo),
         only_echo=max_tokens == 0,
+        skips_special_tokens=body.skip_special_tokens is not False,
         ignored=grammar.ignored if grammar else (),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),

@@ -15,6 +15,7 @@ from typing import Any
 from pagedjax.server import tool_answers
 from pagedjax.server.worker import Delta
 from pagedjax.session import GenerationRequest
+from pagedjax.text.detokenizer import Detokenizer
 from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.formats import CallFormat
@@ -41,6 +42,7 @@ class Style:
     only_echo: bool = False  # hide the one token that is generated
     token_ids: bool = False
     tokens_as_ids: bool = False
+    skips_special_tokens: bool = True
     calls: CallFormat | None = None
     ignored: tuple[str, ...] = ()
     role: str = "assistant"
@@ -169,25 +171,61 @@ def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutp
     """Of a whole answer. With an echo, those of the prompt come first, and its first token has none."""
     tokens = () if style.only_echo else one.token_ids
     positions: list[PositionLogprobs | None] = list((one.logprobs or ())[: len(tokens)])
+    offsets = OutputOffsets(style, output)
+    end = offsets.at + len(one.text)  # tokens of a stop string may come behind it
+    columns = [min(offsets.next(token), end) for token in tokens]
     if style.echo:
         tokens = (*output.prompt_token_ids, *tokens)
         positions = [*(output.prompt_logprobs or ()), *positions]
-    return legacy_logprobs(style, tokens, positions)
+        columns = [*prompt_offsets(style, output), *columns]
+    return legacy_logprobs(style, tokens, positions, columns)
+
+
+class OutputOffsets:
+    """Where each token of an output begins in the text of a choice, in characters.
+
+    A token that ends inside a character adds nothing to the text, and the token that completes the
+    character adds it. A token that is not shown adds nothing.
+    """
+
+    def __init__(self, style: Style, prompt: RequestOutput | GenerationRequest) -> None:
+        ids = prompt.prompt_token_ids
+        skips = style.skips_special_tokens
+        self._pieces = Detokenizer(style.tokenizer, ids, skip_special_tokens=skips)
+        self.at = len(echoed(style, prompt)) if style.echo else 0
+
+    def next(self, token: int) -> int:
+        offset = self.at
+        self.at += len(self._pieces.push(token))
+        return offset
+
+
+def prompt_offsets(style: Style, output: RequestOutput) -> list[int]:
+    """Where each token of a prompt begins in its text, in which a BOS token that was added has no place."""
+    text, at, offsets = echoed(style, output), 0, []
+    pieces = Detokenizer(style.tokenizer, skip_special_tokens=False)
+    for token in output.prompt_token_ids:
+        offsets.append(at)
+        piece = pieces.push(token)
+        if text.startswith(piece, at):
+            at += len(piece)
+    return offsets
 
 
 def legacy_logprobs(
-    style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offset: int = 0
+    style: Style,
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    offsets: Sequence[int],
 ) -> JSON:
-    """In columns, the format of completions. `offset`: characters before the first token."""
-    texts, values, tops, offsets = [], [], [], []
+    """In columns, the format of completions. `offsets`: where each token begins in the text."""
+    texts, values, tops = [], [], []
     for token, position in zip(token_ids, positions, strict=True):
         plain = position[token].decoded_token if position else style.tokenizer.decode_token(token)
         texts.append(style.spelled(token, plain))
         values.append(finite(position[token].logprob) if position else None)
         tops.append(legacy_top(style, token, position) if position else None)
-        offsets.append(offset)
-        offset += len(plain)
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
 
 
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
@@ -233,7 +271,7 @@ def delta_choice(style: Style, delta: Delta, index: int, offset: int, said: JSON
     """The choice of a stream chunk, for one new token.
 
     Args:
-        offset: characters of the branch's tokens before this one.
+        offset: where the token begins in the text of the choice.
         said: what is new, as the delta of a chat.
         reason: why the branch ended.
     """
@@ -248,7 +286,7 @@ def delta_choice(style: Style, delta: Delta, index: int, offset: int, said: JSON
     else:
         fields["text"] = said["content"]
         if wanted(style):
-            fields["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
+            fields["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), (offset,))
     if style.token_ids:
         fields["token_ids"] = [] if style.only_echo else [delta.token_id]
     return fields

@@ -64,7 +64,9 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
     always = bool(options.continuous_usage_stats)
     requests = submission.requests
     width = max(request.params.n or 1 for request in requests)
-    offsets: Counter[int] = Counter()  # characters of each branch's tokens
+    counts = style.logprobs is not None and not style.chat
+    each = [request for request in requests for _ in range(width)] if counts else []
+    offsets = [responses.OutputOffsets(style, request) for request in each]
     generated: Counter[int] = Counter()  # tokens of each branch
     readers = [CallReader(style.calls) for _ in range(len(requests) * width)] if style.calls else []
 
@@ -86,12 +88,11 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
             reason: str | None = delta.finish_reason
             if style.calls is not None:
                 said, reason = tool_answers.delta(readers[index], delta.text, reason)
+            offset = offsets[index].next(delta.token_id) if counts else 0
             shown = style.logprobs is not None or style.token_ids or reason is not None or always
             if shown or any(said.values()):
-                choice = responses.delta_choice(style, delta, index, offsets[index], said, reason)
+                choice = responses.delta_choice(style, delta, index, offset, said, reason)
                 yield with_usage(responses.chunk(style, choice), index)
-            if style.logprobs is not None and delta.logprobs:
-                offsets[index] += len(delta.logprobs[delta.token_id].decoded_token)
         if options.include_usage:
             usage = responses.usage(submission.outputs, style.only_echo)
             yield responses.event(responses.chunk(style, None, usage))

@@ -11,6 +11,7 @@ from typing import Any
 from pagedjax.params import StructuredOutputsParams
 from pagedjax.structured import keywords, vocabulary
 from pagedjax.structured.matcher import Grammar, first_line
+from pagedjax.text.imports import imported
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 KEPT = 64  # compiled grammars, those that were used last
@@ -84,10 +85,9 @@ class Grammars:
 
 def _library() -> Any:
     try:
-        import llguidance
+        return imported("llguidance")
     except ModuleNotFoundError as error:
         raise ValueError(EXTRA) from error
-    return llguidance
 
 
 def _form(form: StructuredOutputsParams) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from pagedjax.text.imports import imported
 from pagedjax.text.messages import for_template
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any) -> str:
-        from jinja2 import TemplateError
-
         render = _template_renderer()
+        TemplateError = imported("jinja2").TemplateError
         # the errors beside TemplateError are of messages with other types than the template expects
         refusals = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
         try:
@@ -130,20 +129,15 @@ class Tokenizer:
         return piece.replace("▁", " ").encode()
 
 
-_ONE_AT_A_TIME = threading.Lock()  # transformers loads its modules lazily, and not for two threads at once
-
-
 def _template_renderer() -> Callable[..., Any]:
     """transformers' renderer of chat templates. It defines what a template may do, and guards it (a sandbox)."""
     logger = logging.getLogger("transformers")
     quiet = logging.Filter("nothing")  # its advice on import that torch is missing; the library does not use torch
     logger.addFilter(quiet)
-    with _ONE_AT_A_TIME:
-        try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-        finally:
-            logger.removeFilter(quiet)
-    return render_jinja_template
+    try:
+        return imported("transformers.utils.chat_template_utils").render_jinja_template
+    finally:
+        logger.removeFilter(quiet)
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedjax.weights.architectures import ARCHITECTURES, GGUF, normalised
 from pagedjax.weights.checkpoint import Checkpoint
-from pagedjax.weights.gguf_file import GGUFFile, mapped, read_gguf
+from pagedjax.weights.gguf_file import GGUFFile, mapped, read_parts
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
@@ -19,9 +19,9 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings` is true.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_gguf`; also for an unsupported architecture.
+        FileNotFoundError, ValueError: as `read_parts`; also for an unsupported architecture.
     """
-    file = read_gguf(path)
+    file = read_parts(path)
     architecture = _architecture(file)
     try:
         config = architecture.config(path, file.metadata, file.tensors)

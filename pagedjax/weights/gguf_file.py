@@ -7,6 +7,7 @@ vocabulary, which takes seconds, and for a damaged file it raises unrelated nump
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +62,48 @@ def read_gguf(path: Path) -> GGUFFile:
     if len(tensors) != len(entries):
         raise ValueError(f"{path} lists a tensor name twice; the file is damaged, fetch or convert it again")
     return GGUFFile(path, metadata, tensors)
+
+
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's names of parts
+
+
+def read_parts(path: Path) -> GGUFFile:
+    """The headers of a model that is one file, or several beside each other; `path` is any of them.
+
+    Metadata is that of the first part, as llama.cpp's splitter writes it.
+
+    Raises:
+        FileNotFoundError: as `read_gguf`, or a part is missing.
+        ValueError: as `read_gguf`, or the files are not the parts of one model.
+    """
+    file = read_gguf(path)
+    count = file.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return file
+    number = file.metadata.get("split.no", 0)
+    where = f"{path} is part {number + 1} of {count}"
+    name = PART.fullmatch(path.name)
+    if name is None or int(name["count"]) != count:
+        expected = f"NAME-{number + 1:05}-of-{count:05}.gguf"
+        raise ValueError(f"{where}, and the others are found by their names; call it {expected}")
+    paths = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for part in paths:
+        if not part.is_file():
+            raise FileNotFoundError(f"{where}, and {part.name} is not beside it; put all parts into one folder")
+    parts = [file if part == path else read_gguf(part) for part in paths]
+    tensors: dict[str, Tensor] = {}
+    for i, part in enumerate(parts):
+        told = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if told != (i, count):
+            what = f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}"
+            raise ValueError(f"{what}, and its name says {i + 1} of {count}; fetch the parts again")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ValueError(f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts again")
+        tensors |= part.tensors
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ValueError(f"the {count} parts of {path} have {len(tensors)} tensors of {total}; fetch them again")
+    return GGUFFile(path, parts[0].metadata, tensors)
 
 
 class Cursor:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import load_model
+from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Batch
 from pagedjax.device.layers import rope_frequencies
@@ -313,6 +313,43 @@ def test_a_config_this_file_cannot_honour_is_refused(change, message):
     config = {key: value for key, value in (TINYLLAMA | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         llama.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 8192),
+        ({"rope_type": "linear", "factor": 2.5}, 5120),
+        ({"rope_type": "linear", "factor": 1.0}, 2048),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        (llama3_scaling(), 2048),
+        ({"rope_type": "freqs", "factors": [1.0, 2.0]}, 2048),
+    ],
+)
+def test_scaling_stretches_the_longest_context(scaling, length):
+    assert llama.from_hf(TINYLLAMA | {"rope_scaling": scaling}).max_len == length
+
+
+def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_path):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    folder = tiny_llama(tmp_path / "llama", layers=1, tied=False, max_len=64, rope_scaling=linear)
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 200, "token_buckets": (200,), "num_blocks": 16}
+    llm = LLM(load_model(folder, linear_impl="xla"), progress=False, **sizes)
+    assert llm.engine.config.max_model_len == 256
+    prompt = np.random.default_rng(0).integers(3, 320, 200)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([prompt.tolist()], params, use_tqdm=False)
+    given = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    hidden, _ = plain_run(folder, prompt)
+    head = open_checkpoint(folder).tensors["lm_head.weight"].read().astype(np.float64)
+    logits = hidden[-1] @ head.T
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = logp[np.arange(199), prompt[1:]]
+    np.testing.assert_allclose(given, expected, atol=2e-4)
+    with pytest.raises(ValueError, match="max_model_len is 257, but the model was made for 256 tokens"):
+        LLM(llm.model, progress=False, max_model_len=257)
 
 
 def test_an_unknown_rope_scaling_is_refused():

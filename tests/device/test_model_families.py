@@ -269,3 +269,9 @@ def test_a_window_that_is_null_is_no_window_and_one_left_out_is_the_default():
     for settings, windows in (({}, {4096}), ({"sliding_window": None}, {None}), ({"sliding_window": 7}, {7})):
         config = normalised({"model_type": "mistral", **shape(2, 64, 96, 4, 2, 320), **settings}, "x")
         assert {kind.window for kind in FAMILIES["mistral"].from_hf(config).kinds} == windows
+
+
+def test_a_gemma_names_the_stretched_context_itself():
+    kind, more = CASES["Gemma 3"]
+    hf = {**BODY, **more, "model_type": kind, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert FAMILIES[kind].from_hf(normalised(hf, "Gemma 3")).max_len == BODY["max_position_embeddings"]

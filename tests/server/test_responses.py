@@ -31,7 +31,7 @@ def test_of_tokens_with_the_same_text_the_most_likely_is_listed():
         8: Logprob(-2.0, 2, "\ufffd"),
         9: Logprob(-3.0, 3, "a"),
     }
-    (top,) = legacy_logprobs(style(3), (7,), (position,))["top_logprobs"]
+    (top,) = legacy_logprobs(style(3), (7,), (position,), (0,))["top_logprobs"]
     assert list(top.items()) == [("\ufffd", -0.1), ("a", -3.0)]
 
 
@@ -39,14 +39,14 @@ def test_of_tokens_with_the_same_text_the_most_likely_is_listed():
 def test_the_sampled_token_is_listed_beside_the_most_likely(count, texts):
     ranked = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
     position = {90: Logprob(-9.0, 40, "z")} | dict(list(ranked.items())[:count])
-    found = legacy_logprobs(style(count), (90,), (position,))
+    found = legacy_logprobs(style(count), (90,), (position,), (0,))
     assert [list(top) for top in found["top_logprobs"]] == [texts]
     assert found["token_logprobs"] == [-9.0] == [found["top_logprobs"][0]["z"]]
 
 
 def test_a_sampled_token_among_the_most_likely_is_listed_once():
     position = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
-    assert legacy_logprobs(style(1), (7,), (position,))["top_logprobs"] == [{"a": -0.1}]
+    assert legacy_logprobs(style(1), (7,), (position,), (0,))["top_logprobs"] == [{"a": -0.1}]
     assert json.loads(responses.event({"a": 1}).removeprefix("data: ")) == {"a": 1}
 
 

@@ -245,3 +245,47 @@ def test_any_damage_raises_our_own_error(file, tmp_path_factory, changes):
             tensor.read()
     except ValueError as error:
         assert str(path) in str(error)  # noqa: PT017  # no error is allowed too
+
+
+@pytest.fixture
+def parts(folder: Path, tmp_path: Path) -> list[Path]:
+    tiny_gguf(tmp_path / "tiny.gguf", folder, tensors_in_a_part=8)
+    found = sorted(tmp_path.glob("*.gguf"))
+    assert len(found) > 2
+    return found
+
+
+def test_a_model_in_parts_is_the_model_in_one_file(file, parts):
+    whole = open_checkpoint(file)
+    for part in (parts[0], parts[1], parts[-1]):
+        opened = open_checkpoint(part)
+        assert opened.config == whole.config
+        assert opened.tensors.keys() == whole.tensors.keys()
+        for name, tensor in opened.tensors.items():
+            np.testing.assert_array_equal(tensor.read(), whole.tensors[name].read(), err_msg=name)
+
+
+def test_parts_that_are_no_whole_model_are_named(parts, folder, tmp_path):
+    count = len(parts)
+    other = parts[1].read_bytes()
+    parts[1].unlink()
+    for part, number in ((parts[0], 1), (parts[2], 3)):
+        with pytest.raises(FileNotFoundError, match=rf"is part {number} of {count}, and {parts[1].name} is not beside"):
+            open_checkpoint(part)
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match=rf"says that it is part 2 \(from 0\) of {count}, and its name says 2 of"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(other)
+    renamed = parts[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=rf"is part 1 of {count}, .* call it NAME-00001-of-{count:05}.gguf"):
+        open_checkpoint(renamed)
+
+
+def test_tensors_of_parts_are_counted(parts):
+    raw = bytearray(parts[0].read_bytes())
+    key = b"split.tensors.count"
+    value = raw.index(key) + len(key) + 4  # behind the type of the value
+    struct.pack_into("<I", raw, value, 99)
+    parts[0].write_bytes(raw)
+    with pytest.raises(ValueError, match=r"parts of .* have \d+ tensors of 99; fetch them again"):
+        open_checkpoint(parts[-1])

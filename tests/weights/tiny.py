@@ -228,11 +228,13 @@ def tiny_gguf(
     freq_factors: list[float] | None = None,
     extra: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
+    tensors_in_a_part: int = 0,
 ) -> Path:
     """Write the model of a `tiny_llama` folder like llama.cpp's converter.
 
     matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...).
     extra: metadata to add or replace, ints as uint32; drop: metadata keys to leave out.
+    tensors_in_a_part: more are written to further files, with llama.cpp's names of parts; 0: one file.
     """
     from gguf import GGUFValueType, GGUFWriter
     from gguf.constants import GGMLQuantizationType
@@ -264,7 +266,7 @@ def tiny_gguf(
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", split_max_tensors=tensors_in_a_part)
     for key, value in {**metadata, **(extra or {})}.items():
         if key in drop:
             continue

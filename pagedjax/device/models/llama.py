@@ -43,7 +43,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             head_dim=config.get("head_dim") or hidden // heads,
             eps=config.get("rms_norm_eps", 1e-6),
             ropes=(Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling"))),),
-            max_len=config.get("max_position_embeddings", 2048),
+            max_len=stretched(config.get("max_position_embeddings", 2048), config.get("rope_scaling")),
             tied=config.get("tie_word_embeddings", False),
             qkv_bias=bool(config.get("qkv_bias", bias or kind == "qwen2")),
             out_bias=bias,
@@ -53,6 +53,18 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         )
     except KeyError as missing:
         raise ValueError(f"the model's configuration has no {missing}; it is needed to build a {kind}") from None
+
+
+def stretched(positions: int, scaling: dict[str, Any] | None) -> int:
+    """The longest context. Scaling of kind "linear" stretches positions beyond `max_position_embeddings`.
+
+    Configs with "llama3" scaling name the longer context, and so do those of Gemma. One that says
+    what its scaling began with may name either.
+    """
+    if not scaling or scaling.get("rope_type") != "linear":
+        return positions
+    original = scaling.get("original_max_position_embeddings", positions)
+    return max(positions, int(original * scaling["factor"]))
 
 
 def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
