@@ -27,19 +27,21 @@ pytestmark = pytest.mark.few_optimisations
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads, tied": {},
-    "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "seed": 1},
+    "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "layers": 1, "seed": 1},
     "every head its own, llama3 rope": {
         "heads": 3,
         "hidden": 96,
         "kv_heads": 3,
         "rope_theta": 500000.0,
         "rope_scaling": llama3_scaling(),
+        "layers": 1,
         "seed": 2,
     },
     "four biases, linear rope": {
         "qkv_bias": True,
         "o_bias": True,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        "layers": 1,
         "seed": 3,
     },
     "biases of q, k and v alone": {"qkv_bias": True, "layers": 1, "seed": 4},
