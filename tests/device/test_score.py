@@ -31,7 +31,7 @@ pytest.importorskip("llvmlite")
 
 pytestmark = pytest.mark.optimised  # bits are compared
 
-ENGINE: dict[str, Any] = {**COMMON, **ENGINES["two buckets"], "token_buckets": (64,)}
+ENGINE: dict[str, Any] = {**COMMON, **ENGINES["large steps"]}
 # Of the models of the default run: the time of a compilation grows with the layers. Those of Gemma 2 are of two kinds.
 LAYERS = {"Qwen3": 1, "Gemma 2, caps that bind": 2}
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 5, 23, 88, 40, 71)]
