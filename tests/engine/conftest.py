@@ -1,4 +1,8 @@
-"""A model for tests of what is around the model: its programs are compiled faster than those of `tiny`."""
+"""A model for tests of what is around the model: its programs are compiled faster than those of `tiny`.
+
+It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
+alone, so a block of another context would do as well.
+"""
 
 from __future__ import annotations
 

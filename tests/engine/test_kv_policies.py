@@ -109,33 +109,33 @@ def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) ->
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(7, marks=pytest.mark.slow)])
-def test_streaming_is_dense_attention_with_its_mask(one_layer, size):
-    llm = make(one_layer, kv_policy=STREAMING, block_size=size)
+def test_streaming_is_dense_attention_with_its_mask(tiny, size):
+    llm = make(tiny, kv_policy=STREAMING, block_size=size)
     everything = seen_by(1, TEXT, TEXT)
     outs = llm.generate(PROMPTS, replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
     for prompt, out in zip(PROMPTS, outs, strict=True):
         (answer,) = out.outputs
-        assert_dense(one_layer.model, prompt, answer, seen_by(size, 4, 9))
-        logits = dense_logits(one_layer.model, prompt, seen_by(size, 4, 9))[:-1]
+        assert_dense(tiny.model, prompt, answer, seen_by(size, 4, 9))
+        logits = dense_logits(tiny.model, prompt, seen_by(size, 4, 9))[:-1]
         wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), prompt[1:]]
         got = np.array([row[token].logprob for row, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)])
         chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
         text = [*prompt, *answer.token_ids]
-        best = dense_logits(one_layer.model, text, everything)[len(prompt) - 1 : -1].argmax(-1)
+        best = dense_logits(tiny.model, text, everything)[len(prompt) - 1 : -1].argmax(-1)
         assert best.tolist() != list(answer.token_ids), "the policy changed nothing: the comparison is blind"
 
 
 @pytest.fixture(scope="module")
-def streamed(one_layer) -> list[list[int]]:
-    return tokens_of(make(one_layer, kv_policy=STREAMING))
+def streamed(tiny) -> list[list[int]]:
+    return tokens_of(make(tiny, kv_policy=STREAMING))
 
 
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(name, marks=() if name == "swapping" else pytest.mark.slow) for name in VARIANTS],
 )
-def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(one_layer, streamed, variant):
-    llm = make(one_layer, kv_policy=STREAMING, **VARIANTS[variant])
+def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny, streamed, variant):
+    llm = make(tiny, kv_policy=STREAMING, **VARIANTS[variant])
     if variant != "lookahead":  # a step that is sent ahead has written blocks that are still free
         poisoned(llm.engine)
     assert tokens_of(llm) == streamed
@@ -144,33 +144,33 @@ def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(one_l
 
 
 @pytest.mark.slow
-def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(one_layer):
+def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(tiny):
     draws = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     found = []
     for budget in (16, 7):
-        llm = make(one_layer, kv_policy=STREAMING, max_num_batched_tokens=budget, token_buckets=(budget,))
+        llm = make(tiny, kv_policy=STREAMING, max_num_batched_tokens=budget, token_buckets=(budget,))
         outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
         searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
         found.append(([[one.token_ids for one in out.outputs] for out in outs], searched[0].sequences[0].tokens))
     assert found[0] == found[1]
 
 
-def test_blocks_of_a_streaming_engine_are_an_exact_number(one_layer):
+def test_blocks_of_a_streaming_engine_are_an_exact_number(tiny):
     """110 tokens in blocks of 4: block 0 and a window of 3, where a full engine has 28."""
     used = {}
     for name, policy in (("full", None), ("streaming", STREAMING)):
-        engine = make(one_layer, kv_policy=policy).engine
+        engine = make(tiny, kv_policy=policy).engine
         engine.add("a", PROMPTS[0], GREEDY)
         while engine.has_work:
             used[name] = engine.step().plan.blocks_used
     assert used == {"full": 28, "streaming": 4}
 
 
-def test_sampling_that_reads_tokens_keeps_its_blocks(one_layer):
+def test_sampling_that_reads_tokens_keeps_its_blocks(tiny):
     """The policy changes attention, and a penalty still counts every token."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
-    llm = make(one_layer, kv_policy=STREAMING)
+    llm = make(tiny, kv_policy=STREAMING)
     llm.engine.add("a", PROMPTS[0], params)
     llm.engine.add("b", PROMPTS[2], GREEDY)
     holes = {"a": 0, "b": 0}
@@ -180,16 +180,16 @@ def test_sampling_that_reads_tokens_keeps_its_blocks(one_layer):
     assert holes["a"] == 0 < holes["b"]
     (answer,) = answers(llm, PROMPTS[:1], params)
     text = [*PROMPTS[0], *answer.token_ids]
-    logits = dense_logits(one_layer.model, text, seen_by(4, 4, 9))[len(PROMPTS[0]) - 1 : -1]
+    logits = dense_logits(tiny.model, text, seen_by(4, 4, 9))[len(PROMPTS[0]) - 1 : -1]
     for i, token in enumerate(answer.token_ids):
         counts = np.bincount(answer.token_ids[:i], minlength=logits.shape[1])
         assert int(np.argmax(logits[i] - 2.0 * counts)) == token
 
 
-def test_a_policy_that_hides_nothing_is_a_full_engine(one_layer):
+def test_a_policy_that_hides_nothing_is_a_full_engine(tiny):
     """The same batches, and so the same programs."""
-    wide = make(one_layer, kv_policy={"name": "streaming", "window": 600})
-    plain = make(one_layer)
+    wide = make(tiny, kv_policy={"name": "streaming", "window": 600})
+    plain = make(tiny)
     assert wide.engine.runtime.scheduler_config == plain.engine.runtime.scheduler_config
     assert wide.engine.runtime.shapes == plain.engine.runtime.shapes
 
@@ -338,19 +338,19 @@ def test_a_policy_for_a_model_with_windows_is_refused(gemma):
     assert make(gemma, kv_policy=STREAMING, max_model_len=16, max_num_batched_tokens=16) is not None
 
 
-def test_a_request_that_needs_more_blocks_than_the_pool_is_refused(one_layer):
-    llm = make(one_layer, kv_policy=STREAMING, num_blocks=3)
+def test_a_request_that_needs_more_blocks_than_the_pool_is_refused(tiny):
+    llm = make(tiny, kv_policy=STREAMING, num_blocks=3)
     with pytest.raises(ValueError, match="needs 4 blocks of 4 at one time"):
         llm.engine.add("a", PROMPTS[0], GREEDY)
     assert not llm.engine.has_work
     llm.engine.add("b", PROMPTS[1], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 
 
-def test_the_documents_example_is_a_policy(tmp_path, one_layer):
+def test_the_documents_example_is_a_policy(tmp_path, tiny):
     text = (Path(__file__).parents[2] / "docs/design/kv-policies.md").read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]
     (tmp_path / "strided.py").write_text(code, encoding="utf-8")
-    llm = make(one_layer, kv_policy=f"{tmp_path}/strided.py:STRIDED", block_size=8)
+    llm = make(tiny, kv_policy=f"{tmp_path}/strided.py:STRIDED", block_size=8)
     assert llm.engine.runtime.scheduler_config.views == (View(9, (0, 16, 32, 48)),)
 
 
@@ -376,8 +376,8 @@ def test_names_are_short_for_options():
     assert EngineConfig(kv_policy=found) == EngineConfig(kv_policy={"name": "streaming", "sinks": 4})
 
 
-def test_taps_of_attention_need_all_positions(one_layer):
-    llm = make(one_layer, kv_policy=STREAMING)
+def test_taps_of_attention_need_all_positions(tiny):
+    llm = make(tiny, kv_policy=STREAMING)
     with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position, and with kv_policy 'stream"):
         llm.generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
     assert not llm.engine.has_work

@@ -13,20 +13,20 @@ PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1,
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 10, "ignore_eos": True}
 
 
-def make(one_layer, **config) -> LLM:
+def make(tiny, **config) -> LLM:
     sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
-    return LLM(one_layer, progress=False, **(sizes | {"num_blocks": 128} | config))
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
 @pytest.fixture(scope="module")
-def llm(one_layer):
-    return make(one_layer)
+def llm(tiny):
+    return make(tiny)
 
 
 @pytest.fixture(scope="module")
-def alone(one_layer):
+def alone(tiny):
     """Tokens of a prompt drawn alone, by (length of the prompt, seed), without any sharing."""
-    cold = make(one_layer, enable_prefix_caching=False)
+    cold = make(tiny, enable_prefix_caching=False)
     keys = [(n, seed) for n in PROMPTS for seed in range(5, 11)]
     return {
         (n, seed): cold.generate([PROMPTS[n]], SamplingParams(seed=seed, **DRAWN), use_tqdm=False)[0]
@@ -56,8 +56,8 @@ def results(llm, requests):
 @pytest.mark.default_cases("True-9", "False-16")
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("caching", [True, False])
-def test_branch_i_samples_like_a_request_with_seed_plus_i(one_layer, alone, length, caching):
-    llm = make(one_layer, enable_prefix_caching=caching)
+def test_branch_i_samples_like_a_request_with_seed_plus_i(tiny, alone, length, caching):
+    llm = make(tiny, enable_prefix_caching=caching)
     (out,) = llm.generate([PROMPTS[length]], SamplingParams(n=4, seed=5, **DRAWN), use_tqdm=False)
     assert [branch.token_ids for branch in out.outputs] == [alone[length, 5 + i] for i in range(4)]
     assert [branch.index for branch in out.outputs] == [0, 1, 2, 3]
@@ -81,10 +81,10 @@ def test_branches_share_prompt_blocks_and_copy_the_last_on_write(llm):
     assert second.plan.counts == (1, 1, 1), "the prompt is computed once, but for its last token"
 
 
-def test_branches_run_beside_other_requests(one_layer, alone):
+def test_branches_run_beside_other_requests(tiny, alone):
     greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    single = make(one_layer).generate([PROMPTS[9]], greedy, use_tqdm=False)[0].outputs[0].token_ids
-    mixed = make(one_layer)
+    single = make(tiny).generate([PROMPTS[9]], greedy, use_tqdm=False)[0].outputs[0].token_ids
+    mixed = make(tiny)
     params = [SamplingParams(n=3, seed=5, **DRAWN), greedy, SamplingParams(seed=7, **DRAWN)]
     three, one, other = mixed.generate([PROMPTS[40], PROMPTS[9], PROMPTS[16]], params, use_tqdm=False)
     assert [branch.token_ids for branch in three.outputs] == [alone[40, 5 + i] for i in range(3)]
@@ -93,8 +93,8 @@ def test_branches_run_beside_other_requests(one_layer, alone):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_branches_are_preempted_together_and_sample_the_same(one_layer, alone, caching):
-    llm = make(one_layer, num_blocks=10, enable_prefix_caching=caching)
+def test_branches_are_preempted_together_and_sample_the_same(tiny, alone, caching):
+    llm = make(tiny, num_blocks=10, enable_prefix_caching=caching)
     params = SamplingParams(seed=5, **DRAWN)
     requests = {str(n): (PROMPTS[n], params, (f"{n}b", f"{n}c")) for n in (21, 40)}
     tokens, steps = results(llm, requests)
@@ -105,8 +105,8 @@ def test_branches_are_preempted_together_and_sample_the_same(one_layer, alone, c
         assert [tokens[name] for name in (str(n), f"{n}b", f"{n}c")] == [alone[n, 5 + i] for i in range(3)]
 
 
-def test_one_branch_can_be_cancelled_before_and_after_the_fork(one_layer, alone):
-    llm = make(one_layer)
+def test_one_branch_can_be_cancelled_before_and_after_the_fork(tiny, alone):
+    llm = make(tiny)
     params = SamplingParams(seed=5, **DRAWN)
     for steps in (0, 3):
         llm.engine.add("a", PROMPTS[21], params, forks=("b", "c"))

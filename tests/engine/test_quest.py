@@ -53,8 +53,8 @@ DEFAULT = ("preemption",)
 
 @pytest.fixture(scope="module")
 def model():
-    """Two key heads, each of two query heads, in two layers: one can be dense."""
-    return random_model(BODY | {"model_type": "llama", "num_hidden_layers": 2})
+    """Two key heads, each of two query heads, in three layers."""
+    return random_model(BODY | {"model_type": "llama"})
 
 
 TEXT = 96  # no text of the brute-force model is longer
@@ -130,7 +130,7 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         (QUEST, 4),
         (EVERY, 4),
         pytest.param(QUEST | {"tokens": 21, "dense_layers": 0}, 7, marks=pytest.mark.slow),
-        pytest.param(EVERY | {"tokens": 1}, 8, marks=pytest.mark.slow),
+        pytest.param(EVERY | {"tokens": 1, "dense_layers": 2}, 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -338,9 +338,9 @@ def test_the_cache_has_bounds_of_the_layers_that_select(model):
     """Two numbers for each dimension of a key: those of one slot."""
     slot = 4 * 2 * model.model.config.kv_heads * model.model.config.head_dim
     plain = make(model).engine.memory
-    for dense_layers in (0, 1):
+    for dense_layers in (0, 1, 2):
         engine = make(model, kv_policy=QUEST | {"dense_layers": dense_layers}).engine
-        assert engine.memory.block_bytes == plain.block_bytes + (2 - dense_layers) * slot
+        assert engine.memory.block_bytes == plain.block_bytes + (3 - dense_layers) * slot
         assert engine.memory.cache == sum(array.nbytes for array in jax.tree.leaves(engine._state.cache))
 
 
@@ -369,8 +369,8 @@ def test_wrong_options_are_refused(config, message):
 
 
 def test_what_a_selection_cannot_be_combined_with_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match=r"dense_layers is 2, and the model has 2 layers.*at most 1, or use kv_policy"):
-        make(model, kv_policy=QUEST | {"dense_layers": 2})
+    with pytest.raises(ValueError, match=r"dense_layers is 3, and the model has 3 layers.*at most 2, or use kv_policy"):
+        make(model, kv_policy=QUEST | {"dense_layers": 3})
     with pytest.raises(
         ValueError, match=r"'quest' selects blocks for each key head.*mesh of 4 devices.*at most 2 devices"
     ):

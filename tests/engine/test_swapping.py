@@ -22,10 +22,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
 
 
-def make(one_layer, **config):
+def make(tiny, **config):
     sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
     swap = {"num_blocks": 10, "preemption": "swap", "swap_space_gib": 0.001}
-    return LLM(one_layer, progress=False, **(sizes | swap | config))
+    return LLM(tiny, progress=False, **(sizes | swap | config))
 
 
 def run(llm, params, forks=()):
@@ -51,10 +51,10 @@ def run(llm, params, forks=()):
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])
-def test_swapping_changes_no_token(one_layer, params, forks, caching):
-    roomy = run(make(one_layer, num_blocks=128, enable_prefix_caching=caching), params, forks)
-    again = run(make(one_layer, preemption="recompute", enable_prefix_caching=caching), params, forks)
-    swapping = make(one_layer, enable_prefix_caching=caching)
+def test_swapping_changes_no_token(tiny, params, forks, caching):
+    roomy = run(make(tiny, num_blocks=128, enable_prefix_caching=caching), params, forks)
+    again = run(make(tiny, preemption="recompute", enable_prefix_caching=caching), params, forks)
+    swapping = make(tiny, enable_prefix_caching=caching)
     swapped = run(swapping, params, forks)
     assert roomy[0] == again[0] == swapped[0]
     assert not any(isinstance(event, Preempted) for event in roomy[1])
@@ -66,23 +66,23 @@ def test_swapping_changes_no_token(one_layer, params, forks, caching):
     assert swapping.engine.scheduler_state.host_pool.num_free == swapping.engine.scheduler_state.config.host_blocks
 
 
-def test_a_swapped_request_recomputes_no_token(one_layer):
+def test_a_swapped_request_recomputes_no_token(tiny):
     once = sum(map(len, PROMPTS.values())) + 23 * len(PROMPTS)
-    assert run(make(one_layer, enable_prefix_caching=False), GREEDY)[2] == once
-    assert run(make(one_layer, preemption="recompute", enable_prefix_caching=False), GREEDY)[2] > once
+    assert run(make(tiny, enable_prefix_caching=False), GREEDY)[2] == once
+    assert run(make(tiny, preemption="recompute", enable_prefix_caching=False), GREEDY)[2] > once
 
 
-def test_a_full_swap_space_falls_back_to_recomputing(one_layer):
-    size = make(one_layer).engine.memory.block_bytes
-    small = make(one_layer, swap_space_gib=5.5 * size / 2**30)
+def test_a_full_swap_space_falls_back_to_recomputing(tiny):
+    size = make(tiny).engine.memory.block_bytes
+    small = make(tiny, swap_space_gib=5.5 * size / 2**30)
     assert small.engine.scheduler_state.config.host_blocks == 5
     tokens, events, _ = run(small, GREEDY)
-    assert tokens == run(make(one_layer, num_blocks=128), GREEDY)[0]
+    assert tokens == run(make(tiny, num_blocks=128), GREEDY)[0]
     assert {event.swapped for event in events if isinstance(event, Preempted)} == {True, False}
 
 
-def test_a_recording_with_swapping_replays(one_layer, tmp_path):
-    llm = make(one_layer)
+def test_a_recording_with_swapping_replays(tiny, tmp_path):
+    llm = make(tiny)
     llm.engine.record(tmp_path / "run.jsonl")
     run(llm, DRAWN, ("b",))
     llm.engine.record(None)
@@ -91,8 +91,8 @@ def test_a_recording_with_swapping_replays(one_layer, tmp_path):
     assert report.preemptions >= 3
 
 
-def test_a_swapped_request_can_be_cancelled(one_layer):
-    llm = make(one_layer)
+def test_a_swapped_request_can_be_cancelled(tiny):
+    llm = make(tiny)
     for name, prompt in PROMPTS.items():
         llm.engine.add(name, prompt, GREEDY)
     away = []
@@ -128,9 +128,9 @@ def test_swapped_blocks_return_bit_identical(dtype, pinned):
         chex.assert_trees_all_equal(new[np.array([3, 4, 6, 7])], np.zeros_like(old[[3, 4, 6, 7]]))
 
 
-def test_a_swap_space_below_one_block_is_refused(one_layer):
+def test_a_swap_space_below_one_block_is_refused(tiny):
     with pytest.raises(ValueError, match=r"preemption is 'swap', but swap_space_gib 0 does not hold one block of \d+"):
-        make(one_layer, swap_space_gib=0)
+        make(tiny, swap_space_gib=0)
     with pytest.raises(ValueError, match=r"preemption is 'swop'; it must be one of 'recompute', 'swap' \(did you mean"):
         EngineConfig(preemption="swop")  # type: ignore[arg-type]
 
@@ -154,13 +154,13 @@ def test_a_policy_chooses_between_swapping_and_recomputing():
     assert {True, False} <= {one for several in swapped.values() for one in several}
 
 
-def test_a_swap_transfer_is_bounded_in_bytes(one_layer, monkeypatch):
+def test_a_swap_transfer_is_bounded_in_bytes(tiny, monkeypatch):
     made = []
     monkeypatch.setattr(runtime, "SwapPrograms", lambda cache, batch: made.append(batch))
-    one = make(one_layer).engine
+    one = make(tiny).engine
     assert made == [one.runtime.shapes.table_width], "as many as there may be"
     monkeypatch.setattr(runtime, "SWAPPED_BYTES", 3 * one.memory.block_bytes + 1)
-    make(one_layer)
+    make(tiny)
     monkeypatch.setattr(runtime, "SWAPPED_BYTES", 1)
-    make(one_layer)
+    make(tiny)
     assert made[1:] == [3, 1]
