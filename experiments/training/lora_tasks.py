@@ -6,6 +6,7 @@ An example is a prompt and what should follow it. The loss is that of the tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -56,8 +57,7 @@ def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
     Raises:
         ValueError: the context has no room for a list, there is too little text or there are too few lists.
     """
-    sort = sorting(tokenizer, setup)  # first: its errors need no text
-    return {"upper": capitals(tokenizer, setup), "sort": sort}
+    return {"upper": capitals(tokenizer, setup), "sort": sorting(tokenizer, setup)}
 
 
 # --- capitals ---------------------------------------------------------------------------------------------------------
@@ -69,7 +69,11 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     held_out = encoded(tokenizer, held_out_text)
     if (most := len(held_out) // setup.context) < setup.held_out:
         raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
-    train = encoded(tokenizer, text)
+
+    @cache
+    def train() -> np.ndarray:
+        """Encoded when a step first needs it: what is refused before does not take the time."""
+        return encoded(tokenizer, text)
 
     def of_windows(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
         rows, size = len(places), setup.context
@@ -78,7 +82,7 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
 
     def batch(step: int) -> Examples:
         rng = np.random.default_rng((setup.seed, step, 2))
-        return of_windows(train, rng.integers(len(train) - setup.context, size=setup.batch), 1)
+        return of_windows(train(), rng.integers(len(train()) - setup.context, size=setup.batch), 1)
 
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
     return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
