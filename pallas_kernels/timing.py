@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 def inputs(shape: Shape, seed: int = 0) -> Inputs:
     """Returns bfloat16 arguments. Every row has its own pages in random order; page 0 is unused."""
-    return _inputs(shape, seed)
+    return jax.jit(_inputs, static_argnums=0)(shape, seed)  # each operation would be a program of its own
 
 
 def arguments(shape: Shape) -> Inputs:

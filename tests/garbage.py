@@ -11,7 +11,7 @@ import gc
 import time
 
 PAUSE = 150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
-PAUSE_OF_NEWER = 15.0  # between two looks through those that are not set aside
+PAUSE_OF_NEWER = 40.0  # between two looks through those that are not set aside
 THRESHOLDS = (5000, 20, 10_000)  # of young objects as of Python 3.11, some times larger; of the oldest: never
 
 _looked_at = time.process_time()

@@ -6,6 +6,7 @@ An example is a prompt and what should follow it. The loss is that of the tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -64,7 +65,15 @@ def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
 
 def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     """Python's documentation in capitals. A held-out window has a prompt, a third of it."""
-    train, held_out = (np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32) for topics in texts())
+    text, held_out_text = texts()
+    held_out = encoded(tokenizer, held_out_text)
+    if (most := len(held_out) // setup.context) < setup.held_out:
+        raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
+
+    @cache
+    def train() -> np.ndarray:
+        """Encoded when a step first needs it: what is refused before does not take the time."""
+        return encoded(tokenizer, text)
 
     def of_windows(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
         rows, size = len(places), setup.context
@@ -73,12 +82,15 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
 
     def batch(step: int) -> Examples:
         rng = np.random.default_rng((setup.seed, step, 2))
-        return of_windows(train, rng.integers(len(train) - setup.context, size=setup.batch), 1)
+        return of_windows(train(), rng.integers(len(train()) - setup.context, size=setup.batch), 1)
 
-    if (most := len(held_out) // setup.context) < setup.held_out:
-        raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
     return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
+
+
+def encoded(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
+    """[n] int32: the tokens of topics in capitals."""
+    return np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32)
 
 
 # --- sorting ----------------------------------------------------------------------------------------------------------

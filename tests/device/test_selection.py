@@ -111,20 +111,20 @@ def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
     """Slots are written again, as after a rejected draft, and the blocks of one step fill in any order."""
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     blocks, t = 5, 8
-    pages = jnp.zeros((blocks + 1, K, S, D))
-    keys, values = BoundedKeys(pages, jnp.full((blocks + 1, K, 2, D), 7.0)), pages
+    pages = np.zeros((blocks + 1, K, S, D), np.float32)
+    keys, values = BoundedKeys(pages, np.full((blocks + 1, K, 2, D), 7.0, np.float32)), pages
     attend, expected = attention.attend("xla", 1.0), {}
     nothing: Any = None
     for _ in range(data.draw(st.integers(1, 6))):
         slots = np.zeros(t, np.int32)
         first, count = data.draw(st.integers(0, blocks * S - t)), data.draw(st.integers(1, t))
         slots[:count] = S + first + np.arange(count)
-        batch = Batch(*[nothing] * 10)._replace(slots=jnp.asarray(slots), seq_lens=jnp.zeros(2, jnp.int32))
-        k = jnp.asarray(rng.normal(size=(t, K, D)), jnp.float32)
+        batch = Batch(*[nothing] * 10)._replace(slots=slots, seq_lens=np.zeros(2, np.int32))
+        k = rng.normal(size=(t, K, D)).astype(np.float32)
         keys, values = WRITE(attend, keys, values, k, k, batch)
-        numbers = np.asarray(keys.pages)
+        numbers, bounds = np.asarray(keys.pages), np.asarray(keys.bounds)
         for block in {int(slot) // S for slot in slots[:count] if slot % S == S - 1}:
             expected[block] = np.stack([numbers[block].min(1), numbers[block].max(1)], 1)
         for block in range(1, blocks + 1):
             own = expected.get(block, np.full((K, 2, D), 7.0, np.float32))
-            chex.assert_trees_all_equal(np.asarray(keys.bounds[block]), own)
+            chex.assert_trees_all_equal(bounds[block], own)

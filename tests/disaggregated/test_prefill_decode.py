@@ -218,12 +218,14 @@ def test_pages_are_those_that_were_asked_for(model):
 
 def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain):
     """What `adopt` does by itself. `PrefillDecode` waits for room."""
-    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
-    decode = LLM(model, **sizes)
+    decode = LLM(model, **SIZES)
     plain.engine.reset()
     params = PARAMS[0]
     wanted = answers(one, PROMPTS[:3], params)
     found: dict[str, list[int]] = {}
+    for i in range(SIZES["max_num_seqs"] - 1):  # of its rows one is left
+        decode.engine.add(f"other {i}", PROMPTS[0], params)
+    note(decode, {})
     for i, prompt in enumerate(PROMPTS[:3]):
         plain.engine.add(f"r{i}", prompt, params)
     while len(found) < 3:

@@ -23,7 +23,7 @@ from pagedjax.host.replay import verify
 from pagedjax.processes import engines
 from tests import quick_compiler
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (2, 4, 8, 16), "num_blocks": 64}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (2, 4, 16), "num_blocks": 64}
 PROMPTS = [list(range(3, 8)), list(range(20, 31)), [7, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -74,8 +74,8 @@ def gate(monkeypatch):
     found.open()
 
 
-def make(tiny, **config) -> LLM:
-    return LLM(tiny, progress=False, **{"compilation": "background", **SIZES, **config})
+def make(one_layer, **config) -> LLM:
+    return LLM(one_layer, progress=False, **{"compilation": "background", **SIZES, **config})
 
 
 def programs_of(llm: LLM) -> background.BackgroundPrograms:
@@ -104,17 +104,17 @@ def outputs(llm: LLM):
 
 
 @pytest.fixture(scope="module")
-def expected(tiny):
+def expected(one_layer):
     """What an engine gives whose programs were all compiled first."""
-    return outputs(LLM(tiny, progress=False, **SIZES))
+    return outputs(LLM(one_layer, progress=False, **SIZES))
 
 
 @pytest.mark.default_cases("{}")
 @pytest.mark.parametrize("config", [{}, {"lookahead": 2}, {"attention_impl": "xla", "linear_impl": "xla"}], ids=str)
-def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(tiny, gate, expected, config):
-    llm = make(tiny, **config)
+def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(one_layer, gate, expected, config):
+    llm = make(one_layer, **config)
     programs = programs_of(llm)
-    assert (len(programs), programs.missing) == (1, 3)
+    assert (len(programs), programs.missing) == (1, 2)
     tokens, logprobs = outputs(llm)
     assert tokens == expected[0]
     chex.assert_trees_all_close(logprobs, expected[1], atol=1e-5)
@@ -124,7 +124,7 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(tin
     gate.open()
     programs.join(60)
     assert programs.missing == 0
-    assert gate.begun == [16, 4, 2, 8]
+    assert gate.begun == [16, 4, 2]
     llm.engine.reset_prefix_cache()
     assert outputs(llm)[0] == expected[0]
     llm.engine.reset_prefix_cache()
@@ -133,8 +133,8 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(tin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(tiny, gate, expected, lookahead):
-    llm = make(tiny, lookahead=lookahead)
+def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(one_layer, gate, expected, lookahead):
+    llm = make(one_layer, lookahead=lookahead)
     programs = programs_of(llm)
     largest, seen = programs[StepShape(16, 4)], []
 
@@ -154,8 +154,8 @@ def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(tiny, gat
 
 
 @pytest.mark.slow
-def test_what_is_compiled_behind_a_step_is_not_counted_as_its_own(tiny, gate):
-    llm = make(tiny)
+def test_what_is_compiled_behind_a_step_is_not_counted_as_its_own(one_layer, gate):
+    llm = make(one_layer)
     before = compilations.counts()
     gate.open()
     programs_of(llm).join(60)
@@ -164,14 +164,14 @@ def test_what_is_compiled_behind_a_step_is_not_counted_as_its_own(tiny, gate):
     assert {result.compilations for result in steps(llm)} == {0}
 
 
-def test_a_failed_compilation_is_logged_and_survived(tiny, gate, expected, caplog):
+def test_a_failed_compilation_is_logged_and_survived(one_layer, gate, expected, caplog):
     gate.failing = {4}
-    llm = make(tiny)
+    llm = make(one_layer)
     with caplog.at_level(logging.INFO, "pagedjax.engine"):
         gate.open()
         programs_of(llm).join(60)
     assert "the program for 4 tokens cannot be compiled" in caplog.text
-    assert "3 of 4 programs are there" in caplog.text
+    assert "2 of 3 programs are there" in caplog.text
     assert programs_of(llm).missing == 1
     assert outputs(llm)[0] == expected[0]
     llm.engine.reset_prefix_cache()
@@ -179,12 +179,12 @@ def test_a_failed_compilation_is_logged_and_survived(tiny, gate, expected, caplo
 
 
 @pytest.mark.slow
-def test_recordings_do_not_depend_on_which_programs_exist(tiny, gate, tmp_path):
+def test_recordings_do_not_depend_on_which_programs_exist(one_layer, gate, tmp_path):
     written = []
     for name, compilation in (("behind", "background"), ("first", "eager")):
         if compilation == "eager":
             gate.open()
-        llm = make(tiny, compilation=compilation)
+        llm = make(one_layer, compilation=compilation)
         llm.engine.record(tmp_path / name)
         outputs(llm)
         llm.engine.record(None)
@@ -194,13 +194,13 @@ def test_recordings_do_not_depend_on_which_programs_exist(tiny, gate, tmp_path):
 
 
 @pytest.mark.parametrize(("pause", "patience", "begins"), [(60.0, 60.0, False), (0.1, 60.0, True), (60.0, 0.1, True)])
-def test_a_compilation_waits_for_a_pause_but_not_for_ever(tiny, gate, monkeypatch, pause, patience, begins):
+def test_a_compilation_waits_for_a_pause_but_not_for_ever(one_layer, gate, monkeypatch, pause, patience, begins):
     monkeypatch.setattr(background, "PAUSE", pause)
     monkeypatch.setattr(background, "PATIENCE", patience)
     monkeypatch.setattr(background, "LOADED", 0.0)
     nothing_on_disk(monkeypatch)
     gate.open()
-    llm = make(tiny)
+    llm = make(one_layer)
     programs = programs_of(llm)
     programs.join(60 if begins else 0.5)
     assert (programs.missing == 0) == begins
@@ -218,7 +218,7 @@ def nothing_on_disk(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_programs_on_disk_are_fetched_without_a_pause(tiny, gate, monkeypatch, on_disk):
+def test_programs_on_disk_are_fetched_without_a_pause(one_layer, gate, monkeypatch, on_disk):
     monkeypatch.setattr(background, "PAUSE", 60.0)
     monkeypatch.setattr(background, "PATIENCE", 60.0)
     monkeypatch.setattr(background, "LOADED", 60.0)
@@ -228,14 +228,14 @@ def test_programs_on_disk_are_fetched_without_a_pause(tiny, gate, monkeypatch, o
     else:
         nothing_on_disk(monkeypatch)
     gate.open()
-    programs = programs_of(make(tiny))
+    programs = programs_of(make(one_layer))
     programs.join(60 if on_disk else 0.5)
-    assert programs.missing == (0 if on_disk else 3)
+    assert programs.missing == (0 if on_disk else 2)
     programs.stop()
 
 
-def test_stopping_begins_no_other_program(tiny, gate):
-    llm = make(tiny)
+def test_stopping_begins_no_other_program(one_layer, gate):
+    llm = make(one_layer)
     programs = programs_of(llm)
     while len(gate.begun) < 2:
         programs.join(0.01)
@@ -247,47 +247,47 @@ def test_stopping_begins_no_other_program(tiny, gate):
     assert (len(programs), gate.begun) == (2, [16, 4])
 
 
-def test_an_engine_that_is_dropped_is_not_kept_by_its_thread(tiny, gate):
-    llm = make(tiny)
+def test_an_engine_that_is_dropped_is_not_kept_by_its_thread(one_layer, gate):
+    llm = make(one_layer)
     thread, kept = programs_of(llm)._thread, weakref.ref(programs_of(llm))
     del llm
     gate.open(4)
     thread.join(60)
     gc.collect()
     assert kept() is None
-    assert len(gate.begun) < 4
+    assert len(gate.begun) < 3
 
 
 @pytest.mark.slow
-def test_python_ends_while_a_program_is_compiled(tiny_folder):
+def test_python_ends_while_a_program_is_compiled(one_layer_folder):
     program = (
         "import sys\nfrom pagedjax import LLM\n"
         "llm = LLM(sys.argv[1], progress=False, compilation='background', num_blocks=64)\n"
         "print(llm.engine.background.compiling, flush=True)\n"
     )
-    words = [sys.executable, "-c", program, str(tiny_folder)]
+    words = [sys.executable, "-c", program, str(one_layer_folder)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert done.stderr == ""
 
 
-def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(tiny):
+def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(one_layer):
     default = quick_compiler.of_users("default_compilation")
     assert default({}) == "background"
     assert default({"speculative": {"method": "ngram"}}) == "eager"
-    engine = Engine(tiny.model, EngineConfig(**SIZES))
+    engine = Engine(one_layer.model, EngineConfig(**SIZES))
     assert engine.config.compilation == "eager"
     assert engine.background is None
-    assert len(engine.runtime.programs) == 4
+    assert len(engine.runtime.programs) == 3
     assert step.present(engine.runtime) == engine.runtime.shapes
 
 
-def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):
+def test_it_is_refused_with_drafts_and_in_several_processes(one_layer, monkeypatch):
     with pytest.raises(ValueError, match="compilation is 'background' and speculative is 'ngram'"):
         EngineConfig(compilation="background", speculative={"method": "ngram"})  # type: ignore[arg-type]
     monkeypatch.setattr(engines.jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="all processes must run the same program for a step; set compilation='eager'"):
-        engines.make_engine(tiny.model, EngineConfig(compilation="background", **SIZES))
+        engines.make_engine(one_layer.model, EngineConfig(compilation="background", **SIZES))
 
 
 @pytest.mark.parametrize(

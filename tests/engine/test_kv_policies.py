@@ -28,6 +28,7 @@ from pagedjax.device.models import FAMILIES, Decoder
 from pagedjax.host.kv_policies import View, window_blocks
 from pagedjax.host.types import HOLE
 from pagedjax.weights.architectures import normalised
+from tests import quick_compiler
 from tests.device.test_model_families import BODY
 from tests.engine.poison import poisoned
 
@@ -66,7 +67,8 @@ def dense_logits(model, tokens: Sequence[int], mask: np.ndarray) -> np.ndarray:
     """[len(tokens), V] of a model over a text; mask [TEXT, TEXT]: whether a query (row) sees a token."""
     padded = np.zeros(TEXT, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_dense(model.graphdef, model.params, model.config, padded, mask))[: len(tokens)]
+    with quick_compiler.all_quickly():
+        return np.asarray(_dense(model.graphdef, model.params, model.config, padded, mask))[: len(tokens)]
 
 
 @partial(jax.jit, static_argnums=(0, 2))

@@ -17,7 +17,7 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.cli import parser
 from pagedjax.device.row_features import find
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 128}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
 GAMMA, DELTA, KEY = 0.25, 3.0, 7
@@ -30,18 +30,18 @@ def file(documented_file) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny, file) -> LLM:
-    return LLM(tiny, progress=False, row_features=f"{file}:WATERMARK", **SIZES)
+def llm(one_layer, file) -> LLM:
+    return LLM(one_layer, progress=False, row_features=f"{file}:WATERMARK", **SIZES)
 
 
 def generate(llm: LLM, *each: SamplingParams) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(PROMPTS, list(each), use_tqdm=False)]
 
 
-def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(tiny, llm, file):
+def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(one_layer, llm, file):
     z_score = runpy.run_path(str(file))["z_score"]
     others = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
-    plain = generate(LLM(tiny, progress=False, **SIZES), PLAIN, *others)
+    plain = generate(LLM(one_layer, progress=False, **SIZES), PLAIN, *others)
     assert generate(llm, PLAIN, *others) == plain, "the same bits"
     mixed = generate(llm, MARKED, *others)
     assert mixed[1:] == plain[1:], "the same bits beside a row with a mark"
@@ -73,10 +73,10 @@ def test_numpy_and_jax_have_the_same_lists_of_the_wanted_size(file):
     ],
     ids=str,
 )
-def test_a_watermark_does_not_depend_on_how_steps_are_made(tiny, tiny_folder, llm, file, options):
+def test_a_watermark_does_not_depend_on_how_steps_are_made(one_layer, one_layer_folder, llm, file, options):
     few = [replace(one, max_tokens=60) for one in (MARKED, PLAIN, MARKED)]
     wanted = [one.token_ids for one in generate(llm, *few)]
-    model = tiny_folder if "mesh" in options else tiny
+    model = one_layer_folder if "mesh" in options else one_layer
     other = LLM(model, progress=False, row_features=[find(f"{file}:WATERMARK")], **{**SIZES, **options})
     assert [one.token_ids for one in generate(other, *few)] == wanted
 
@@ -95,22 +95,22 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_and_values_are_given_together_or_under_vllms_name(tiny, file):
+def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file):
     value = find(f"{file}:WATERMARK")
     lazy: dict[str, Any] = {"progress": False, **SIZES}
     for given in ({"row_features": value}, {"logits_processors": [value]}, {"logits_processors": f"{file}:WATERMARK"}):
-        llm = LLM(tiny, **lazy, **given)
+        llm = LLM(one_layer, **lazy, **given)
         assert [one.name for one in llm.engine.runtime.chain.features][-1] == "watermark"
-    llm = LLM(tiny, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
+    llm = LLM(one_layer, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
     assert [one.name for one in llm.engine.runtime.chain.features][-2:] == ["watermark", "other"]
     assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
-    assert LLM(tiny, **lazy, logits_processors=None).engine.config.row_features == ()
+    assert LLM(one_layer, **lazy, logits_processors=None).engine.config.row_features == ()
     with pytest.raises(ValueError, match="logits_processors is vLLM's name of row_features, and both are given"):
-        LLM(tiny, **lazy, row_features=value, logits_processors=value)
+        LLM(one_layer, **lazy, row_features=value, logits_processors=value)
     with pytest.raises(ValueError, match=r"row_features has <class 'int'>; write a RowFeature, or give folder/file.py"):
-        LLM(tiny, **lazy, logits_processors=[int])
+        LLM(one_layer, **lazy, logits_processors=[int])
     with pytest.raises(ValueError, match="row_features use the name 'watermark' twice"):
-        LLM(tiny, **lazy, row_features=(value, f"{file}:WATERMARK"))
+        LLM(one_layer, **lazy, row_features=(value, f"{file}:WATERMARK"))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_names_and_values_are_given_together_or_under_vllms_name(tiny, file):
         ("watermark", r"row_features is \('watermark',\); it must be a list, and each item module:NAME or folder/file"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_an_error(tiny, name, message):
+def test_a_name_that_leads_nowhere_is_an_error(one_layer, name, message):
     with pytest.raises(ValueError, match=message):
-        LLM(tiny, progress=False, row_features=name, **SIZES)
+        LLM(one_layer, progress=False, row_features=name, **SIZES)
 
 
 def test_the_command_line_and_yaml_name_processors(tmp_path, file):

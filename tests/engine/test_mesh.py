@@ -64,7 +64,8 @@ def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
     found = [[entry for result in results if len(result) == 5 for entry in result[2]] for results in (one, other)]
     assert found[0], "no log-probability was asked for"
     for a, b in zip(*found, strict=True):
-        assert (a.request_id, a.position, a.token_id, a.rank) == (b.request_id, b.position, b.token_id, b.rank)
+        assert (a.request_id, a.position, a.token_id) == (b.request_id, b.position, b.token_id)
+        assert abs(a.rank - b.rank) <= a.rank // 1000  # unlikely tokens are so near that rounding orders them
         if a.logprob is not None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 

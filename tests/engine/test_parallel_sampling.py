@@ -84,7 +84,7 @@ def test_branches_share_prompt_blocks_and_copy_the_last_on_write(llm):
 def test_branches_run_beside_other_requests(tiny, alone):
     greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     single = make(tiny).generate([PROMPTS[9]], greedy, use_tqdm=False)[0].outputs[0].token_ids
-    mixed = make(tiny, max_num_seqs=16)
+    mixed = make(tiny)
     params = [SamplingParams(n=3, seed=5, **DRAWN), greedy, SamplingParams(seed=7, **DRAWN)]
     three, one, other = mixed.generate([PROMPTS[40], PROMPTS[9], PROMPTS[16]], params, use_tqdm=False)
     assert [branch.token_ids for branch in three.outputs] == [alone[40, 5 + i] for i in range(3)]
@@ -94,7 +94,7 @@ def test_branches_run_beside_other_requests(tiny, alone):
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_branches_are_preempted_together_and_sample_the_same(tiny, alone, caching):
-    llm = make(tiny, num_blocks=9, enable_prefix_caching=caching)
+    llm = make(tiny, num_blocks=10, enable_prefix_caching=caching)
     params = SamplingParams(seed=5, **DRAWN)
     requests = {str(n): (PROMPTS[n], params, (f"{n}b", f"{n}c")) for n in (21, 40)}
     tokens, steps = results(llm, requests)

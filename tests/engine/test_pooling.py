@@ -18,7 +18,7 @@ from pagedjax.host.types import Finished, Sampled
 from tests.device.test_llama import plain_hidden
 from tests.weights.tiny import tiny_llama
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "block_size": 4, "num_blocks": 128}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "block_size": 4, "num_blocks": 128}
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 100, 1, 33, 32, 17))]
 KINDS = ("LAST", "MEAN", "CLS")
 LOGPROBS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -30,8 +30,8 @@ def make(model: Any, **config: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny):
-    yield (made := make(tiny))
+def llm(one_layer):
+    yield (made := make(one_layer))
     scheduler.check(made.engine.scheduler_state)
     assert not made.engine.has_work
     assert made.engine.scheduler_state.pool.num_free == made.engine.config.num_blocks
@@ -39,9 +39,9 @@ def llm(tiny):
 
 
 @pytest.fixture(scope="module")
-def hidden(tiny_folder) -> list[np.ndarray]:
+def hidden(one_layer_folder) -> list[np.ndarray]:
     """[tokens, H] of each prompt."""
-    return [plain_hidden(tiny_folder, np.array(prompt)) for prompt in PROMPTS]
+    return [plain_hidden(one_layer_folder, np.array(prompt)) for prompt in PROMPTS]
 
 
 def pooled(states: np.ndarray, kind: str, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
@@ -59,9 +59,9 @@ def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.nd
 @pytest.mark.default_cases("LAST-True", "CLS-False")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_are_those_of_a_forward_pass_without_a_cache(tiny, hidden, kind, caching):
+def test_embeddings_are_those_of_a_forward_pass_without_a_cache(one_layer, hidden, kind, caching):
     """Prompts of several lengths, one of them of more tokens than a step; and again, with what the cache holds now."""
-    llm = make(tiny, enable_prefix_caching=caching)
+    llm = make(one_layer, enable_prefix_caching=caching)
     for again in (False, True):
         outputs = llm.embed(PROMPTS, PoolingParams(pooling_type=kind), use_tqdm=False)
         for output, states, prompt in zip(outputs, hidden, PROMPTS, strict=True):
@@ -115,8 +115,8 @@ def test_a_score_is_the_cosine_of_two_embeddings(llm):
 
 
 @pytest.mark.slow
-def test_bfloat16_states_are_pooled_in_float32(tiny_folder, hidden):
-    llm = make(tiny_folder, dtype="bfloat16", attention_impl="xla", linear_impl="xla", token_buckets=(32,))
+def test_bfloat16_states_are_pooled_in_float32(one_layer_folder, hidden):
+    llm = make(one_layer_folder, dtype="bfloat16", attention_impl="xla", linear_impl="xla")
     for kind in KINDS:
         (vector,) = embedded(llm, [PROMPTS[3]], PoolingParams(pooling_type=kind))
         assert vector @ pooled(hidden[3], kind) > 0.99
@@ -159,9 +159,9 @@ def run(llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParam
 
 @pytest.mark.default_cases("{}", "{'lookahead': 0}")
 @pytest.mark.parametrize("config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str)
-def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(tiny, config):
+def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(one_layer, config):
     """Beside pooled prompts that use the same programs, and beside those that use the programs with states."""
-    llm = make(tiny, enable_prefix_caching=False, max_num_batched_tokens=32, token_buckets=(32,), **config)
+    llm = make(one_layer, enable_prefix_caching=False, max_num_batched_tokens=32, token_buckets=(32,), **config)
     alone = run(llm, ())
     for kinds in (("LAST",) * 4, ("MEAN", "ALL", "CLS", "LAST")):
         beside = run(llm, kinds)
@@ -195,9 +195,9 @@ def test_embeddings_are_the_same_whatever_is_beside_them(llm):
     ],
     ids=str,
 )
-def test_vectors_are_the_same_in_every_mode_of_the_engine(tiny, hidden, config, tmp_path):
+def test_vectors_are_the_same_in_every_mode_of_the_engine(one_layer, hidden, config, tmp_path):
     """Few blocks preempt prompts in the middle, which are then computed again or come back from the host."""
-    llm = make(tiny, **{"token_buckets": (32,), **config})
+    llm = make(one_layer, **{"token_buckets": (32,), **config})
     llm.engine.record(tmp_path / "run.jsonl")
     kinds = ("MEAN", "ALL", "LAST", "MEAN", "LAST", "CLS")
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -209,8 +209,8 @@ def test_vectors_are_the_same_in_every_mode_of_the_engine(tiny, hidden, config, 
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_same_vectors(tiny_folder, hidden):
-    llm = LLM(tiny_folder, progress=False, mesh={"tensor": 2}, **SIZES)
+def test_a_mesh_gives_the_same_vectors(one_layer_folder, hidden):
+    llm = LLM(one_layer_folder, progress=False, mesh={"tensor": 2}, **SIZES)
     for kind in KINDS:
         for vector, states in zip(embedded(llm, PROMPTS, PoolingParams(pooling_type=kind)), hidden, strict=True):
             chex.assert_trees_all_close(vector, pooled(states, kind).astype(np.float32), atol=2e-5)
@@ -224,8 +224,8 @@ def test_a_beam_search_and_an_embedding_share_steps(llm, hidden):
     assert not llm.engine.has_work
 
 
-def test_a_failed_step_computes_an_embedding_again(tiny, hidden, monkeypatch):
-    llm = make(tiny, lookahead=0)
+def test_a_failed_step_computes_an_embedding_again(one_layer, hidden, monkeypatch):
+    llm = make(one_layer, lookahead=0)
     llm.engine.add("p", PROMPTS[1], PoolingParams(pooling_type="MEAN"))
     llm.engine.step()
 
@@ -267,15 +267,15 @@ def test_only_the_last_tokens_state_shares_cached_blocks(llm):
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(tiny):
-    llm = make(tiny)
+def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_layer):
+    llm = make(one_layer)
     programs = llm.engine.runtime.tapped
     llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
     embedded(llm, PROMPTS)
     assert not programs
     embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
     (made,) = map(dict, programs.values())
-    assert {shape.tokens for shape in made} <= {8, 32}
+    assert {shape.tokens for shape in made} == {32}
     embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
     assert list(map(dict, programs.values())) == [made]
     llm.engine.add("p", PROMPTS[0], PoolingParams())
@@ -286,9 +286,9 @@ def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(tiny):
 
 
 @pytest.mark.slow
-def test_a_prompt_may_have_as_many_tokens_as_the_model(tiny, llm):
+def test_a_prompt_may_have_as_many_tokens_as_the_model(one_layer, llm):
     embedded(llm, [[7] * 508])
-    short = make(tiny, max_model_len=40)
+    short = make(one_layer, max_model_len=40)
     (vector,) = embedded(short, [PROMPTS[1][:40]])
     chex.assert_shape(vector, (64,))
     with pytest.raises(ValueError, match="prompt of 41 tokens, but max_model_len is 40; shorten the prompt to 40"):
@@ -347,12 +347,12 @@ def test_calls_that_cannot_be_served_say_why(llm):
         embed([[320]])
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids(tiny, hidden):
+def test_a_model_without_a_tokenizer_takes_token_ids(one_layer, hidden):
     from dataclasses import replace
 
     from pagedjax.text.tokenizer import NoTokenizer
 
-    llm = make(replace(tiny, tokenizer=NoTokenizer()))
+    llm = make(replace(one_layer, tokenizer=NoTokenizer()))
     (vector,) = embedded(llm, [PROMPTS[0]])
     chex.assert_trees_all_close(vector, pooled(hidden[0], "LAST").astype(np.float32), atol=2e-5)
     with pytest.raises(ValueError, match="this model has no tokenizer for the text 'abc'"):
@@ -360,8 +360,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tiny, hidden):
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_model_that_was_not_made_for_embeddings_says_so_once(tiny):
-    llm = make(tiny, compilation="lazy")
+def test_a_model_that_was_not_made_for_embeddings_says_so_once(one_layer):
+    llm = make(one_layer, compilation="lazy")
     with pytest.warns(UserWarning, match="this model was not made for embeddings") as caught:
         llm.embed("abc", use_tqdm=False)
     assert caught[0].filename == __file__

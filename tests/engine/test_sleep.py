@@ -68,8 +68,8 @@ def weights(llm: LLM) -> int:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
 )
-def test_it_frees_the_devices_and_wakes_up_as_it_was(tiny_folder, kind):
-    llm = make(tiny_folder, **KINDS[kind])
+def test_it_frees_the_devices_and_wakes_up_as_it_was(one_layer_folder, kind):
+    llm = make(one_layer_folder, **KINDS[kind])
     want, before = tokens(llm), compilations()
     pages = sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
     awake = live()
@@ -89,12 +89,12 @@ def test_it_frees_the_devices_and_wakes_up_as_it_was(tiny_folder, kind):
 @pytest.mark.default_cases("wake_up-lazy", "update_params-lazy")
 @pytest.mark.parametrize("kind", ["packed for the compiled kernel", "int8", "mesh", "draft model", "lazy"])
 @pytest.mark.parametrize("first", ["wake_up", "update_params"])
-def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_folder, tmp_path, kind, first):
-    llm = make(tiny_folder, **KINDS[kind])
+def test_level_2_drops_the_parameters_and_an_update_restores_them(one_layer, one_layer_folder, tmp_path, kind, first):
+    llm = make(one_layer_folder, **KINDS[kind])
     want = tokens(llm)
-    other = load_model(tiny_llama(tmp_path / "other", tied=False, seed=1), linear_impl="xla")
+    other = load_model(tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla")
     before = compilations()
-    for tree in (other.model.params, tiny.model.params):
+    for tree in (other.model.params, one_layer.model.params):
         llm.sleep(level=2)
         if first == "wake_up":
             llm.wake_up()
@@ -108,17 +108,19 @@ def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_fol
             with pytest.raises(ValueError, match="the engine sleeps"):
                 tokens(llm)
             llm.wake_up()
-        assert (tokens(llm) == want) is (tree is tiny.model.params)
+        assert (tokens(llm) == want) is (tree is one_layer.model.params)
     assert compilations() == before
 
 
 @pytest.mark.default_cases("plain", "background", "draft model")
 @pytest.mark.parametrize("kind", ["plain", "lazy", "background", "draft model"])
-def test_parameters_that_nobody_else_uses_are_freed(tiny_folder, tmp_path, kind):
+def test_parameters_that_nobody_else_uses_are_freed(one_layer_folder, tmp_path, kind):
     """Programs that are compiled later, such as those of taps, keep no parameters."""
-    other = load_model(tiny_llama(tmp_path / "other", tied=False, seed=1), linear_impl="xla").model.params
+    other = load_model(tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla").model.params
     options = {"background": {"compilation": "background"}, **KINDS}[kind] | {"linear_impl": "xla"}
-    llm = make(tiny_folder, load_model(tiny_folder, linear_impl="xla"), **options)  # it does not own the parameters
+    llm = make(
+        one_layer_folder, load_model(one_layer_folder, linear_impl="xla"), **options
+    )  # it does not own the parameters
     pages = sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
     before = live()
     llm.engine.update_params(other)
@@ -131,8 +133,8 @@ def test_parameters_that_nobody_else_uses_are_freed(tiny_folder, tmp_path, kind)
     assert tapped.outputs[0].token_ids == tokens(llm)[0][:1]
 
 
-def test_parts_wake_up_alone(tiny_folder):
-    llm = make(tiny_folder)
+def test_parts_wake_up_alone(one_layer_folder):
+    llm = make(one_layer_folder)
     want = tokens(llm)
     llm.sleep()
     asleep = live()
@@ -152,14 +154,14 @@ def test_parts_wake_up_alone(tiny_folder):
 
 
 @pytest.mark.slow
-def test_a_loaded_model_that_others_use_is_not_deleted(tiny):
-    one, two = (LLM(tiny, progress=False, linear_impl="xla", **SIZES) for _ in range(2))
+def test_a_loaded_model_that_others_use_is_not_deleted(one_layer):
+    one, two = (LLM(one_layer, progress=False, linear_impl="xla", **SIZES) for _ in range(2))
     want = tokens(one)
-    kept = jax.tree.map(np.array, whole(tiny.model))
+    kept = jax.tree.map(np.array, whole(one_layer.model))
     one.sleep(level=2)
     assert tokens(two) == want
-    chex.assert_trees_all_equal(whole(tiny.model), kept)
-    one.update_params(tiny.model.params)
+    chex.assert_trees_all_equal(whole(one_layer.model), kept)
+    one.update_params(one_layer.model.params)
     one.wake_up()
     owned = live()
     one.sleep()  # these are copies, and the engine's alone
@@ -168,26 +170,26 @@ def test_a_loaded_model_that_others_use_is_not_deleted(tiny):
     assert tokens(one) == tokens(two) == want
 
 
-def test_a_lazy_engine_sleeps_before_its_first_step(tiny_folder):
-    llm = make(tiny_folder, compilation="lazy")
+def test_a_lazy_engine_sleeps_before_its_first_step(one_layer_folder):
+    llm = make(one_layer_folder, compilation="lazy")
     llm.sleep()
     llm.wake_up()
-    assert tokens(llm) == tokens(make(tiny_folder))
+    assert tokens(llm) == tokens(make(one_layer_folder))
 
 
-def test_new_parameters_replace_those_that_wait_on_the_host(tiny, tiny_folder):
-    llm = make(tiny_folder)
+def test_new_parameters_replace_those_that_wait_on_the_host(one_layer, one_layer_folder):
+    llm = make(one_layer_folder)
     want = tokens(llm)
-    zeros = jax.tree.map(lambda x: x * 0, nnx.to_pure_dict(tiny.model.params))
+    zeros = jax.tree.map(lambda x: x * 0, nnx.to_pure_dict(one_layer.model.params))
     llm.update_params(zeros)
     llm.sleep()
-    llm.update_params(tiny.model.params)
+    llm.update_params(one_layer.model.params)
     llm.wake_up()
     assert tokens(llm) == want
 
 
-def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(tiny_folder, tmp_path):
-    llm = make(tiny_folder)
+def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(one_layer_folder, tmp_path):
+    llm = make(one_layer_folder)
     llm.engine.record(tmp_path / "run.jsonl")
     want = tokens(llm)
     llm.engine.add("a", PROMPTS[0], GREEDY)

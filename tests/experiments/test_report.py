@@ -236,7 +236,7 @@ def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
 
 
 def test_timeline_shows_fastest_run(tmp_path: Path) -> None:
-    store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID))
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID[-3:]))
     step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
     steps = [{**step, "started": 0.5 * i, "seconds": 0.5} for i in range(300)]
     store.write_run(tmp_path / "p5" / "0", {"steps.jsonl": store.json_lines(steps)})
@@ -272,7 +272,7 @@ def test_timeline_shows_drafts(tmp_path: Path) -> None:
     step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
     steps = [{**step, "started": 0.5 * i, "seconds": 0.5, "drafts": 3, "accepted": 2} for i in range(3)]
     assert "3 drafts, 2 accepted" in report.page(ABOUT, runs, [{}] * 2, steps)
-    assert "accepted" not in report.page(ABOUT, GRID, [{}] * len(GRID), [{**step, "started": 0.0, "seconds": 1.0}] * 3)
+    assert "accepted" not in report.page(ABOUT, GRID[-3:], [{}] * 3, [{**step, "started": 0.0, "seconds": 1.0}] * 3)
 
 
 def test_terminal_table() -> None:

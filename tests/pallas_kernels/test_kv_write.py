@@ -64,9 +64,9 @@ def assert_written(found: tuple[jax.Array, ...], case: Case) -> None:
         chex.assert_trees_all_equal(pages[1:], expected(old, new, slots)[1:], strict=True)
 
 
-def in_rows(pages: np.ndarray) -> jax.Array:
+def in_rows(pages: np.ndarray) -> np.ndarray:
     """The layout of a TPU: rows of 128 numbers or more."""
-    return jnp.asarray(pages).reshape(*pages.shape[:2], -1, row_size(pages.shape[3]))
+    return pages.reshape(*pages.shape[:2], -1, row_size(pages.shape[3]))
 
 
 class WithAndWithoutJit(chex.TestCase):
@@ -85,7 +85,7 @@ class WithAndWithoutJit(chex.TestCase):
         for d, s in ((64, 16), (64, 8), (16, 16), (128, 8)):
             case = Case(d=d, s=s, dtype="float32")
             k_pages, v_pages, *new = case.arrays()
-            assert_written(call(in_rows(k_pages), in_rows(v_pages), *map(jnp.asarray, new)), case)
+            assert_written(call(*map(jnp.asarray, (in_rows(k_pages), in_rows(v_pages), *new))), case)
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_8_bits_saturate_and_keep_nan(self):
@@ -123,18 +123,18 @@ class WithAndWithoutJit(chex.TestCase):
 def test_wrong_shapes_raise_with_the_shapes(change, message):
     good = {"k_pages": (5, 2, 8, 16), "v_pages": (5, 2, 8, 16), "k": (8, 2, 16), "v": (8, 2, 16), "slots": (8,)}
     arguments = [
-        jnp.zeros(shape, jnp.int32 if name == "slots" else "float32") for name, shape in (good | change).items()
+        np.zeros(shape, np.int32 if name == "slots" else np.float32) for name, shape in (good | change).items()
     ]
     with pytest.raises(ValueError, match=message):
         kv_write.write(*arguments, rows=1, impl="xla")
 
 
 def test_unknown_implementations_and_slots_of_another_type_raise():
-    arguments = [jnp.asarray(a) for a in Case().arrays()]
+    arguments = Case().arrays()
     with pytest.raises(ValueError, match="impl is 'triton'; it must be one of 'xla', 'pallas_tpu'"):
         kv_write.write(*arguments, rows=6, impl="triton")
     with pytest.raises(ValueError, match="slots is int16; it must be int32"):
-        kv_write.write(*arguments[:4], arguments[4].astype(jnp.int16), rows=6, impl="xla")
+        kv_write.write(*arguments[:4], arguments[4].astype(np.int16), rows=6, impl="xla")
 
 
 # --- the TPU kernel ---------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def test_unknown_implementations_and_slots_of_another_type_raise():
 
 def check(case: Case, mode: str) -> None:
     k_pages, v_pages, *new = case.arrays()
-    pages, new = [in_rows(k_pages), in_rows(v_pages)], list(map(jnp.asarray, new))
+    pages = in_rows(k_pages), in_rows(v_pages)
 
-    def compute(interpret):
+    def compute(interpret):  # in one program: each operation around the kernel would be one
         write = partial(kv_write.IMPLS["pallas_tpu"], tiles=SMALL, interpret=interpret)
-        return kv_write.write(*pages, *new, rows=len(case.rows) + 1, impl=write)
+        return jax.jit(partial(kv_write.write, rows=len(case.rows) + 1, impl=write))(*pages, *new)
 
     assert_written(without_races(compute, mode), case)
 

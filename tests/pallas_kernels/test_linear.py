@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -32,6 +33,10 @@ ACTIVATIONS = {
 
 def numbers(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def zeros(shape: int | tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
 
 
 def case(
@@ -92,8 +97,8 @@ def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
     packed = IMPLS[impl].pack(weight, matrix)
     if own["low"] is not None:
         low = own["low"]._replace(b=IMPLS[impl].pack_low(own["low"].b, matrix))
-        own["low"] = LowRank(*map(jnp.asarray, low[:-1]), low.parts)
-    return np.asarray(linear(jnp.asarray(x), jnp.asarray(packed), matrix, impl=impl, **own))
+        own["low"] = low
+    return np.asarray(linear(x, packed, matrix, impl=impl, **own))
 
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
@@ -184,8 +189,10 @@ COMPILED = {
 
 
 def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pytest.MarkDecorator:
-    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers. Of the others the default run has
-    the cases in `compiled`, in turn with float32 and with bfloat16 and int8."""
+    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8 has half of the
+    cases with each kind of activations, and all of low rank with bfloat16. Of the others the default run has the cases
+    in `compiled`, in turn with float32 and with bfloat16 and int8."""
+    names = list(names)
     kinds = [(impl, int8, dtype) for impl in HERE for int8 in (False, True) for dtype in ("float32", "bfloat16")]
     cases = []
     for impl, int8, dtype in kinds:
@@ -193,7 +200,8 @@ def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pyte
             often = list(compiled.get(impl, ()))
             narrow = name in often and often.index(name) % 2 == 1
             kind = (True, "bfloat16") if narrow else (False, "float32")
-            default = impl == "cpu" or (name in often and (int8, dtype) == kind)
+            of_int8 = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
+            default = (name in often and (int8, dtype) == kind) or (impl == "cpu" and (not int8 or dtype == of_int8))
             case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
             marks = () if default else pytest.mark.slow
             cases.append(pytest.param(impl, name, int8, dtype, marks=marks, id=case_id))
@@ -254,9 +262,14 @@ def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix
     chex.assert_trees_all_equal(own.unpack(packed, matrix), weight)
     if not matrix.gated and matrix.count == 1:
         ids = rng.integers(0, matrix.outputs, 11)
-        chex.assert_trees_all_equal(np.asarray(own.gather(jnp.asarray(packed), matrix, ids)), weight[ids])
+        chex.assert_trees_all_equal(np.asarray(own.gather(jax.device_put(packed), matrix, ids)), weight[ids])
 
 
+@pytest.mark.default_cases(
+    *(f"{sizes}-{dtype}-" for sizes in ("576-960", "5000-64") for dtype in ("float32", "bfloat16")),
+    "576-960-float32-int8",
+    "1536-576-bfloat16-int8",
+)
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("k", "m"), [(576, 960), (1536, 576), (5000, 64)])
@@ -367,23 +380,23 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
     ("changed", "message"),
     [
         ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu'"),
-        ({"x": jnp.zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
-        ({"bias": jnp.zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
-        ({"residual": jnp.zeros((2, 64))}, r"residual is \(2, 64\)"),
+        ({"x": zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
+        ({"bias": zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
+        ({"residual": zeros((2, 64))}, r"residual is \(2, 64\)"),
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
         ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
         ({"activation": "relu"}, "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'"),
-        ({"sizes": jnp.ones(1)}, "sizes is float32; it must be int32"),
-        ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
+        ({"sizes": zeros(1)}, "sizes is float32; it must be int32"),
+        ({"sizes": np.zeros(2, np.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
         ({"matrix": Matrix(64, 8, False, 2)}, "sizes is missing; the weight has 2 matrices"),
-        ({"low": {}, "matrix": Matrix(64, 8, False, 2), "sizes": jnp.zeros(2, jnp.int32)}, "weight has 2 matrices; it"),
+        ({"low": {}, "matrix": Matrix(64, 8, False, 2), "sizes": np.zeros(2, np.int32)}, "weight has 2 matrices; it"),
         (
-            {"low": {"a": jnp.zeros((2, 4, 8))}},
+            {"low": {"a": zeros((2, 4, 8))}},
             r"low.a is \(2, 4, 8\); x \(3, 8\) and 2 slots of rank 4 need \(2, 4, 16\)",
         ),
-        ({"low": {"slots": jnp.zeros(3)}}, "low.slots is float32; it must be int32"),
+        ({"low": {"slots": zeros(3)}}, "low.slots is float32; it must be int32"),
         (
-            {"low": {"b": jnp.zeros((2, 4, 63))}},
+            {"low": {"b": zeros((2, 4, 63))}},
             r"low.b is float32 \(2, 4, 63\); impl 'xla' needs float32 \(2, 4, 64\)",
         ),
         (
@@ -394,12 +407,10 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
-    arguments = {"x": jnp.zeros((3, 8)), "weight": jnp.zeros((64, 8)), "matrix": Matrix(64, 8), "impl": "xla"} | changed
+    arguments = {"x": zeros((3, 8)), "weight": zeros((64, 8)), "matrix": Matrix(64, 8), "impl": "xla"} | changed
     if "low" in changed:
-        tokens = dict.fromkeys(("slots", "order"), jnp.zeros(3, jnp.int32))
-        right = LowRank(
-            jnp.zeros((2, 4, 16)), jnp.zeros((2, 4, 64)), **tokens, sizes=jnp.zeros(2, jnp.int32), parts=(64,)
-        )
+        tokens = dict.fromkeys(("slots", "order"), np.zeros(3, np.int32))
+        right = LowRank(zeros((2, 4, 16)), zeros((2, 4, 64)), **tokens, sizes=np.zeros(2, np.int32), parts=(64,))
         arguments["low"] = right._replace(**changed["low"])
     with pytest.raises(ValueError, match=message):
         linear(arguments.pop("x"), arguments.pop("weight"), arguments.pop("matrix"), **arguments)
@@ -420,8 +431,9 @@ def test_wrong_arguments_are_named(changed, message):
 )
 def test_what_the_cpu_kernel_cannot_do_is_named(dtype, weight, activation, message):
     matrix = Matrix(64, 8, activation is not None)
+    kind = jnp.dtype(weight)
     with pytest.raises(ValueError, match=message):
-        linear(jnp.zeros((3, 8), dtype), jnp.zeros((2, 8, 32), weight), matrix, impl="cpu", activation=activation)
+        linear(np.zeros((3, 8), dtype), np.zeros((2, 8, 32), kind), matrix, impl="cpu", activation=activation)
 
 
 PROGRAM = """

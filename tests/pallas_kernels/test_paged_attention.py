@@ -127,7 +127,7 @@ def in_bits(case: Case) -> Case:
 
 def run(case: Case, impl: str) -> np.ndarray:
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
-    return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), impl=impl, **options))
+    return np.asarray(paged_attention(*case.arguments, impl=impl, **options))
 
 
 def dense(q, k, v, mask, scale, soft_cap) -> np.ndarray:
@@ -157,16 +157,16 @@ def oracle(case: Case) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_oracle_is_jaxs_own_attention(window):
-    case = make([(17, 40)], t=17, b=1)._replace(window=window)
-    q, k, v = (jnp.asarray(a) for a in (case.q, case.k[0, :40], case.v[0, :40]))
-    options = {"is_causal": False, "implementation": "xla", "scale": case.scale}
+def test_the_oracle_is_jaxs_own_attention():
+    options = {"is_causal": False, "implementation": "xla", "scale": 0.25}
+    attend = jax.jit(partial(jax.nn.dot_product_attention, **options))
     visible = 24 + np.arange(17)[:, None]
     place = np.arange(40)
-    mask = (place < visible) & (place >= visible - (window or 40))
-    jaxs = jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None], **options)[0]
-    chex.assert_trees_all_close(oracle(case), np.asarray(jaxs), atol=1e-5, rtol=0)
+    for window in (None, 5):
+        case = make([(17, 40)], t=17, b=1)._replace(window=window)
+        mask = (place < visible) & (place >= visible - (window or 40))
+        jaxs = attend(case.q[None], case.k[:, :40], case.v[:, :40], mask=mask[None, None])[0]
+        chex.assert_trees_all_close(oracle(case), np.asarray(jaxs), atol=1e-5, rtol=0)
 
 
 def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
@@ -212,8 +212,8 @@ def singles(values) -> list[tuple]:
 NARROW = [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float8_e4m3fn, True)]
 # without prompt chunks, and with them and decodes
 kinds = choices(
-    [(*kind, 96) for kind in NARROW[1:]],
-    of_cpu=[(*kind, 8) for kind in NARROW],
+    [(*NARROW[1], 8), (*NARROW[2], 96)],
+    of_cpu=[(*NARROW[0], 8), (*NARROW[2], 8), (*NARROW[1], 96)],
     rare=[(*NARROW[0], 96)],
 )
 
@@ -235,7 +235,7 @@ def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, bi
     chex.assert_trees_all_close(run(narrow, impl), want, atol=2e-5, rtol=1e-7)
 
 
-@pytest.mark.parametrize(("impl", "s"), choices(singles((16, 256)), of_cpu=singles((1, 8, 64, 128))))
+@pytest.mark.parametrize(("impl", "s"), choices(singles((16,)), of_cpu=singles((1, 8, 64, 128, 256))))
 def test_decodes_of_contexts_around_a_block_border(impl, s):
     skip_unless_it_reads(impl, s=s)
     lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
@@ -258,8 +258,8 @@ def test_decodes_over_many_spans(impl, t):
 
 @every_impl
 def test_chunks_over_many_spans(impl):
-    rows = [(63, 63), (64, 64), (65, 65), (40, 257), (130, 700), (2, 513)]
-    assert_contract(make(rows, t=400, b=8), impl)
+    for rows in ([(63, 63), (64, 64), (2, 513)], [(65, 65), (40, 257)], [(130, 700), (2, 513)]):
+        assert_contract(make(rows, t=MANY, **ROOM), impl)
 
 
 @every_impl
@@ -279,10 +279,11 @@ HEADS = [(k, g, t) for k, g in ((3, 3), (1, 8), (4, 1), (2, 4)) for t in (24, 80
 
 @pytest.mark.parametrize(("impl", "k", "g", "t"), choices([(3, 3, 80)], of_cpu=HEADS))
 def test_query_heads_share_key_heads(impl, k, g, t):
-    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, k=k, g=g, seed=k * g), impl)
+    d = 128 if (k, t) == (3, 80) else 16  # one more head size without one more program
+    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, k=k, g=g, d=d, seed=k * g), impl)
 
 
-@pytest.mark.parametrize(("impl", "t", "d"), choices([(80, 128)], of_cpu=[(24, 64)]))
+@pytest.mark.parametrize(("impl", "t", "d"), choices([], of_cpu=[(24, 64), (80, 128)]))
 def test_head_sizes(impl, t, d):
     assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, d=d, k=1, g=3), impl)
 
@@ -296,8 +297,9 @@ def test_error_in_bfloat16_is_within_its_rounding(impl, t):
     assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
 
 
-@every_impl
+@pytest.mark.parametrize("impl", ["cpu", *(slow(impl) for impl in (*HERE, "pallas_tpu") if impl != "cpu")])
 def test_scale_is_a_factor_of_the_scores(impl):
+    """Other scales are those of other head sizes."""
     case = make([(1, 40), (9, 21)], t=FEW, **ROOM)
     assert_contract(case._replace(scale=0.7), impl)
     assert np.abs(run(case._replace(scale=0.7), impl) - run(case, impl)).max() > 0.01
@@ -312,7 +314,7 @@ def test_extreme_scores_do_not_overflow(impl):
 @every_impl
 @pytest.mark.parametrize("t", [FEW, MANY])
 def test_random_ragged_batches(impl, t):
-    for seed in range(12):
+    for seed in range(12 if impl == "cpu" else 4):  # the others take a tenth of a second each
         rng = np.random.default_rng(seed)
         counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
         rows = [(int(n), int(n + rng.integers(0, 320 - n + 1))) for n in counts if n]
@@ -390,10 +392,11 @@ caps = choices([(2.0, 1), (2.0, 1e5)], of_cpu=[(1e-6, 1), (50.0, 10), (50.0, 1e5
 @pytest.mark.parametrize(("impl", "soft_cap", "size"), caps)
 def test_soft_caps_of_scores_of_any_size(impl, soft_cap, size):
     case = make(LONG, t=96, b=9)
-    assert_contract(case._replace(q=case.q * np.float32(size), soft_cap=soft_cap), impl)
+    window = 300 if (soft_cap, size) == (2.0, 1e5) or impl != "cpu" else None
+    assert_contract(case._replace(q=case.q * np.float32(size), soft_cap=soft_cap, window=window), impl)
 
 
-@pytest.mark.parametrize(("impl", "t"), choices([(96,)], of_cpu=[(48,)], rare=[(200,)]))
+@pytest.mark.parametrize(("impl", "t"), choices([], of_cpu=[(48,), (96,)], rare=[(200,)]))
 def test_random_ragged_batches_with_windows_and_soft_caps(impl, t):
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -526,7 +529,7 @@ def test_xla_allocates_a_tile_and_not_whole_table_rows(t):
     assert temporary < gathered / 50, f"{temporary / 2**20:.1f} MiB of {gathered / 2**20:.0f}"
 
 
-def pages_read(case, monkeypatch) -> set[int]:
+def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
     """The pages that plain XLA gathers. Tokens past a context are masked, so garbage would not show a read."""
     seen: set[int] = set()
     tile = xla._tile
@@ -537,36 +540,38 @@ def pages_read(case, monkeypatch) -> set[int]:
 
     monkeypatch.setattr(xla, "_tile", watched)
     attend = jax.jit(lambda *arrays: xla.paged_attention(*arrays, scale=0.125))
-    jax.block_until_ready(attend(*case.arguments))
-    jax.effects_barrier()
-    return seen
+    result = []
+    for case in cases:
+        jax.block_until_ready(attend(*case.arguments))
+        jax.effects_barrier()
+        result.append(set(seen))
+        seen.clear()
+    return result
 
 
 @pytest.mark.parametrize("t", [slow(8), 96])  # 96 has both loops, 8 that over decodes
 def test_xla_reads_no_page_past_the_spans_of_the_context(t, monkeypatch):
-    """The table is several times as wide as the contexts; its other entries are one page that must not be read."""
+    """The table is several times as wide as the contexts; its other entries are one page that must not be read.
+    With 32 spans of real context, which fill whole groups, one more iteration would read the padding row's page."""
     rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
-    case = make(rows, t=t, b=4, m=100)
+    case = make(rows, t=t, b=32, m=100)
     trap = len(case.k_pages) - 1
     tables = np.where(case.block_tables == trap, 0, case.block_tables)
     needed = set()
     for row, (_, context) in enumerate(rows):
         needed |= set(tables[row, : -(-context // 16)].tolist())
         tables[row, -(-context // 256) * 256 // 16 :] = trap
-    read = pages_read(case._replace(block_tables=tables), monkeypatch)
+    cases = [case._replace(block_tables=tables)]
+    if t > 32:
+        groups = make([(1, 5)] * 30 + [(1, xla.SPAN + 1)], t=t, b=32, m=100)
+        full = np.where(groups.block_tables == trap, 0, groups.block_tables)
+        full[31] = trap
+        cases.append(groups._replace(block_tables=full))
+    read, *of_groups = pages_read(cases, monkeypatch)
     assert trap not in read
     assert needed <= read
-
-
-@pytest.mark.parametrize("t", [slow(32), 96])
-def test_xla_loop_count_does_not_depend_on_the_width_of_the_table(t, monkeypatch):
-    """32 spans of real context fill whole groups; one more iteration would read the padding row's page."""
-    rows = [(1, 5)] * 30 + [(1, xla.SPAN + 1)]
-    case = make(rows, t=t, b=32, m=100)
-    trap = len(case.k_pages) - 1
-    tables = np.where(case.block_tables == trap, 0, case.block_tables)
-    tables[31] = trap
-    assert trap not in pages_read(case._replace(block_tables=tables), monkeypatch)
+    for pages in of_groups:
+        assert trap not in pages
 
 
 def test_layers_with_equal_shapes_trace_attention_once():
@@ -593,7 +598,7 @@ def products(jaxpr: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
-@pytest.mark.parametrize("kind", [np.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", [np.float32, jnp.bfloat16, slow(jnp.float16)])
 @pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
 def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
     """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are in float32."""
@@ -641,13 +646,13 @@ GOOD = {
     ],
 )
 def test_wrong_shapes_and_types_raise_with_the_shapes(impl, name, shape, dtype, message):
-    arguments = {key: jnp.zeros(*value) for key, value in (GOOD | {name: (shape, dtype)}).items()}
+    arguments = {key: np.zeros(*value) for key, value in (GOOD | {name: (shape, dtype)}).items()}
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments.values(), scale=1.0, impl=impl)
 
 
 def test_an_unknown_implementation_raises_with_the_known_names():
-    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    arguments = [np.zeros(*value) for value in GOOD.values()]
     with pytest.raises(ValueError, match=r"impl is 'triton'; it must be one of 'reference', 'xla'"):
         paged_attention(*arguments, scale=1.0, impl="triton")
 
@@ -655,14 +660,14 @@ def test_an_unknown_implementation_raises_with_the_known_names():
 @every_impl
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}])
 def test_a_window_or_a_soft_cap_that_is_not_above_0_raises(impl, wrong):
-    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    arguments = [np.zeros(*value) for value in GOOD.values()]
     message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments, scale=1.0, impl=impl, **wrong)
 
 
 def test_scale_and_implementation_have_no_default():
-    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    arguments = [np.zeros(*value) for value in GOOD.values()]
     for missing in ({"impl": "xla"}, {"scale": 1.0}):
         with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
             paged_attention(*arguments, **missing)

@@ -37,14 +37,15 @@ def run(
     case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, shorts: bool = False, **options
 ) -> np.ndarray:
     """Runs one kernel: that of decodes if all rows are, [B, N, D]; else that of chunks or of short rows, [T, N, D]."""
-    a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
-    row, itemsize = pallas_tpu.row_size(case.d), a["q"].dtype.itemsize
-    k_pages, v_pages = (a[name].reshape(*a[name].shape[:2], -1, row) for name in ("k_pages", "v_pages"))
+    arrays = case.arrays(order)
+    row, itemsize = pallas_tpu.row_size(case.d), arrays["q"].dtype.itemsize
+    for name in ("k_pages", "v_pages"):
+        arrays[name] = arrays[name].reshape(*arrays[name].shape[:2], -1, row)
     shape = pallas_tpu.Shape(case.heads, case.group, case.d, case.s, itemsize, itemsize)
     scores = pallas_tpu.Scores(case.d**-0.5, options.get("window"), options.get("soft_cap"))
 
-    def compute(interpret):
-        call = pallas_tpu.Call(k_pages, v_pages, a["tables"], shape, scores, tiles, interpret)
+    def kernel(a, interpret):
+        call = pallas_tpu.Call(a["k_pages"], a["v_pages"], a["tables"], shape, scores, tiles, interpret)
         longest = max(count for count, _ in case.rows)
         if longest <= 1:
             return pallas_tpu.decode(call, a["q"][: len(case.rows)], a["lengths"])
@@ -54,6 +55,9 @@ def run(
             results = pallas_tpu.short(call, gathered(a["q"], begin, most), a["lengths"], row, number)
             return scattered(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
+
+    def compute(interpret):  # in one program: each operation around the kernel would be one
+        return jax.jit(partial(kernel, interpret=interpret))(arrays)
 
     return np.asarray(without_races(compute, mode), np.float32)
 
@@ -197,7 +201,7 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
     """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
     count, case = row[0], Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
     a = case.arrays()
-    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = [a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     arguments[0] = arguments[0][:count]  # without padding tokens
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
     chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0)
@@ -213,7 +217,8 @@ def test_short_rows_of_long_contexts(contexts, interpreted):
     chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0)
 
 
-def test_exactly_the_pages_of_the_visible_context_are_read():
+@pytest.mark.parametrize(("window", "owned"), [slow(None, {*range(7)}), (20, {5, 6})])
+def test_exactly_the_pages_of_the_visible_context_are_read(window, owned):
     case = Case([(1, 100), (1, 33), (1, 1)], s=16)
     read, right = set(), tpu_kernel.page_of
 
@@ -222,20 +227,23 @@ def test_exactly_the_pages_of_the_visible_context_are_read():
         jax.debug.callback(lambda page: read.add(int(page)), page)
         return page
 
-    a = {name: jnp.asarray(value) for name, value in case.arrays().items()}
+    a = case.arrays()
     pages = [a[name].reshape(*a[name].shape[:2], -1, 128) for name in ("k_pages", "v_pages")]
-    tables = jnp.pad(a["tables"], ((0, 0), (0, 200)))
+    tables = np.pad(a["tables"], ((0, 0), (0, 200)))
     shape = pallas_tpu.Shape(1, 4, 64, 16, 2, 2)
-    for window, owned in ((None, {*range(7)}), (20, {5, 6})):
-        read.clear()
-        call = pallas_tpu.Call(*pages, tables, shape, pallas_tpu.Scores(0.125, window, None), SMALL, True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tpu_kernel, "page_of", watched)
-            jax.block_until_ready(pallas_tpu.decode(call, a["q"][:3], a["lengths"]))
-            jax.effects_barrier()
-        second = {*range(3)} if window is None else {0, 1, 2} if 33 - 20 < 16 else {1, 2}
-        expected = {int(a["tables"][0, i]) for i in owned} | {int(a["tables"][1, i]) for i in second}
-        assert read == expected | {int(a["tables"][2, 0])}
+    scores = pallas_tpu.Scores(0.125, window, None)
+
+    def kernel(k_pages, v_pages, tables, q, lengths):
+        call = pallas_tpu.Call(k_pages, v_pages, tables, shape, scores, SMALL, True)
+        return pallas_tpu.decode(call, q, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu_kernel, "page_of", watched)
+        jax.block_until_ready(jax.jit(kernel)(*pages, tables, a["q"][:3], a["lengths"]))
+        jax.effects_barrier()
+    second = {*range(3)} if window is None else {0, 1, 2} if 33 - 20 < 16 else {1, 2}
+    expected = {int(a["tables"][0, i]) for i in owned} | {int(a["tables"][1, i]) for i in second}
+    assert read == expected | {int(a["tables"][2, 0])}
 
 
 # --- the checks detect mistakes ---------------------------------------------------------------------------------------
@@ -273,6 +281,7 @@ def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     caught(Case(rows), "eager")
 
 
+@pytest.mark.slow  # by default: a wrong page, above
 @pytest.mark.parametrize("rows", TWO)
 def test_the_checks_detect_a_missing_page(rows, monkeypatch):
     def short(r, step, seen, right=tpu_kernel.page_range):
@@ -299,7 +308,7 @@ def test_unsupported_shapes_raise_with_the_reason(change, message):
     a = Case([(1, 5)])._replace(**change).arrays()
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
     with pytest.raises(ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"):
-        paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_tpu")
+        paged_attention(*(a[name] for name in names), scale=1.0, impl="pallas_tpu")
 
 
 def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):

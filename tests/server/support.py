@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 from typing import IO
 
 import httpx
+import pytest
 import uvicorn
 
-from pagedjax import LLM
+from pagedjax import LLM, cli
+from pagedjax.server import serve
 from pagedjax.server.app import Options, create_app
 
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
@@ -29,8 +32,8 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
     options = Options(**{"name": "tiny"} | options)
     app = create_app(llm, options)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10)
-    server, socket = uvicorn.Server(config), config.bind_socket()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
+    server, listener = uvicorn.Server(config), config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         for _ in range(1000):
@@ -38,7 +41,7 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
                 break
             thread.join(0.01)
         assert server.started
-        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         yield SimpleNamespace(url=url, app=app, worker=app.state.worker, server=server, thread=thread)
     finally:
         server.should_exit = True
@@ -78,6 +81,31 @@ def started(
     line = process.stdout.readline()
     assert line.startswith("serving "), line
     return process, line.split(" at ")[1].strip().removesuffix("/v1")
+
+
+@contextmanager
+def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
+    """`pagedjax serve` in a thread of this process, which starts without imports -> uvicorn's server and the url."""
+    servers: list[uvicorn.Server] = []
+
+    class Noted(serve._Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            servers.append(self)
+
+    arguments = ["serve", *words, "--port", "0", "--log-level", "warning"]
+    thread = threading.Thread(target=cli.main, args=[arguments], daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "_Server", Noted)
+        thread.start()
+        wait_until(lambda: servers or not thread.is_alive())
+    (server,) = servers
+    try:
+        yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def completed(client: httpx.Client, **options) -> dict:

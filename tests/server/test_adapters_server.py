@@ -22,12 +22,12 @@ from pagedjax.server import adapters
 from pagedjax.server.worker import EngineStopped
 from tests.server.support import (
     ENGINE,
+    command,
     completed,
     error_of,
     idle,
     served_to,
     serving,
-    started,
     wait_until,
 )
 from tests.weights.tiny_adapters import tiny_adapter
@@ -377,16 +377,12 @@ def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if name != "token_buckets"]
     pairs = [f"{name}={folders[name]}" for name in ("one", "two")]
     words = [*sizes, "--served-model-name", "tiny", "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
-    process, url = started(str(tiny_folder), *words, "--lora-modules", *pairs, "--token-buckets", "8,64")
-    try:
-        with httpx.Client(base_url=url, timeout=60) as http:
-            for name in ("one", "two", None):
-                found = completed(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
-                assert found["choices"][0]["text"] == texts(library, folders, name)
-            assert load(http, "three", folders["three"]).status_code == 404
-    finally:
-        process.kill()
-        process.wait()
+    words += ["--lora-modules", *pairs, "--token-buckets", "8,64"]
+    with command(str(tiny_folder), *words) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+        for name in ("one", "two", None):
+            found = completed(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
+            assert found["choices"][0]["text"] == texts(library, folders, name)
+        assert load(http, "three", folders["three"]).status_code == 404
 
 
 @pytest.mark.parametrize(

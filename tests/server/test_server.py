@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,6 +23,7 @@ from tests import mappings
 from tests.server.support import (
     ENGINE,
     GREEDY,
+    command,
     completed,
     error_of,
     gauge,
@@ -275,42 +277,58 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
         process.wait()
 
 
-@pytest.mark.parametrize(
+DRAINS = pytest.mark.parametrize(
     ("drain", "signals"), [(1, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)], ids=["drain time", "two SIGINTs"]
 )
-def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logged(
-    tiny_folder, tmp_path, drain, signals
-):
-    options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 8}
+
+
+@DRAINS
+def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logged(tiny_folder, capfd, drain, signals):
+    """A signal is a call of the handler that the process would have."""
+    with command(str(tiny_folder), *SIZES, "--drain-seconds", str(drain)) as (server, url):
+        end_with_503(url, signals, lambda number: server.handle_exit(number, None))
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors, errors
+    assert "ERROR" not in errors, errors
+
+
+@pytest.mark.slow
+@DRAINS
+def test_a_process_answers_unfinished_requests_with_503_and_ends(tiny_folder, tmp_path, drain, signals):
     with (tmp_path / "errors").open("w") as errors:
         process, url = started(str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors)
-        half = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         try:
-            with ThreadPoolExecutor(24) as pool, httpx.Client(base_url=url, timeout=60) as client:
-                post = partial(client.post, "/v1/completions", json=options)
-                answers = [pool.submit(post) for _ in range(23)]
-                stream = pool.submit(partial(client.post, "/v1/completions", json=options | {"stream": True}))
-                # all have come, but the one that runs: a server resets connections that it has not accepted
-                wait_until(lambda: gauge(client.get("/metrics").text, "num_requests_waiting") >= 23)
-                for one in signals:
-                    process.send_signal(one)
-                    wait_until(lambda: refuses(url))  # two signals at once count as one
-                codes = [answer.result().status_code for answer in answers]
-                assert set(codes) <= {200, 503}
-                assert codes.count(503) > 5
-                messages = [error_of(answer.result()) for answer in answers if answer.result().status_code == 503]
-                assert {error["message"] for error in messages} == {"the server is stopping"}
-                assert stream.result().text.rstrip().endswith("data: [DONE]") or stream.result().status_code == 503
+            end_with_503(url, signals, process.send_signal)
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
             assert process.wait(15) in ((0,) if signal.SIGTERM in signals else (0, 130))
         finally:
-            half.close()
             process.kill()
             process.wait()
     log = (tmp_path / "errors").read_text()
     assert "Traceback" not in log, log
     assert "ERROR" not in log, log
+
+
+def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], None]) -> None:
+    """Send signals to a server with many requests, of which one runs. The server ends after this."""
+    options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 8}
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        with ThreadPoolExecutor(24) as pool, httpx.Client(base_url=url, timeout=60) as client:
+            post = partial(client.post, "/v1/completions", json=options)
+            answers = [pool.submit(post) for _ in range(23)]
+            stream = pool.submit(partial(client.post, "/v1/completions", json=options | {"stream": True}))
+            # all have come, but the one that runs: a server resets connections that it has not accepted
+            wait_until(lambda: gauge(client.get("/metrics").text, "num_requests_waiting") >= 23)
+            for number in signals:
+                send(number)
+                wait_until(lambda: refuses(url))  # two signals at once count as one
+            codes = [answer.result().status_code for answer in answers]
+            assert set(codes) <= {200, 503}
+            assert codes.count(503) > 5
+            messages = [error_of(answer.result()) for answer in answers if answer.result().status_code == 503]
+            assert {error["message"] for error in messages} == {"the server is stopping"}
+            assert stream.result().text.rstrip().endswith("data: [DONE]") or stream.result().status_code == 503
 
 
 def refuses(url: str) -> bool:

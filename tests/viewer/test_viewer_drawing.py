@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax.host import blocks, scheduler
@@ -16,11 +15,11 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Request
 from pagedjax.viewer import drawing
+from tests import drawn
 from tests.host.scheduler_steps import crowded, request, start, step
 from tests.viewer.runs import any_run
 
 SVG = "{http://www.w3.org/2000/svg}"
-many = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def groups(shown: drawing.Drawing, kind: str) -> list[dict[str, str]]:
@@ -53,11 +52,13 @@ def check(state: SchedulerState) -> None:
         assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
 
 
-@many
-@given(seed=st.integers(0, 2**32 - 1), num_blocks=st.integers(8, 40))
-def test_a_drawing_shows_every_state_of_a_run(tmp_path: Path, seed: int, num_blocks: int):
-    for transition in any_run(tmp_path / "run.jsonl", seed, num_blocks)[::7]:
-        check(transition.state)
+@drawn.examples(15, 60)
+def test_a_drawing_shows_every_state_of_a_run(tmp_path: Path, number: int):
+    def holds(seed: int, num_blocks: int) -> None:
+        for transition in any_run(tmp_path / "run.jsonl", seed, num_blocks)[::7]:
+            check(transition.state)
+
+    drawn.check(number, holds, seed=st.integers(0, 2**32 - 1), num_blocks=st.integers(8, 40))
 
 
 def test_a_chunk_is_pale_until_its_step_is_committed():

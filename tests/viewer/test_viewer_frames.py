@@ -60,7 +60,7 @@ def check(made: list, transitions: list) -> None:
     assert made[-1].get("rest", False) == (last == "commit")  # else the run ends within a step
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int, way: dict) -> None:
         config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
@@ -70,7 +70,7 @@ def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, number: 
     drawn.check(number, holds, **runs, way=st.sampled_from(WAYS))
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_every_frame_of_a_run_with_drafts_shows_its_state(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int, budget: int) -> None:
         config = {"num_blocks": blocks_ + 4, "host_blocks": host, "max_num_batched_tokens": budget}
@@ -80,7 +80,7 @@ def test_every_frame_of_a_run_with_drafts_shows_its_state(tmp_path: Path, number
     drawn.check(number, holds, **runs, budget=st.integers(4, 20))
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_frames_count_the_drafts_of_every_row(tmp_path: Path, number: int):
     def holds(seed: int) -> None:
         check_counts(tmp_path, seed)
@@ -141,7 +141,7 @@ def test_a_recording_without_drafts_gives_the_same_frames_as_before():
     assert json.loads(json.dumps(run.frames)) == json.loads((GOLDENS / "frames.json").read_text())
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
     """The whole picture for a late page equals the sum of all frames."""
 
@@ -158,7 +158,7 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
     drawn.check(number, holds, **runs, at=st.integers(0, 60))
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int) -> None:
         made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
@@ -180,7 +180,7 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
     drawn.check(number, holds, **runs)
 
 
-@drawn.examples(20, 60)
+@drawn.examples(12, 60)
 def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
     """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
 

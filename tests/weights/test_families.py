@@ -33,7 +33,7 @@ CONFIG = {
     "vocab_size": 320,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -161,11 +161,11 @@ def test_taps_and_scores_of_the_family(folder, name, llm):
     tokens = PROMPTS[1]
     rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
     chex.assert_trees_all_close(np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4)
-    params = replace(GREEDY, taps=Taps(hidden_states=(0, 3)))
+    params = replace(GREEDY, taps=Taps(hidden_states=(0, 2)))
     (tapped,) = llm.generate([tokens], params, use_tqdm=False)
     assert tapped.outputs[0].token_ids == answers(llm)[1]
     assert tapped.outputs[0].taps is not None
-    chex.assert_shape(tapped.outputs[0].taps.hidden_states[3], (len(tokens) + 7, 48))
+    chex.assert_shape(tapped.outputs[0].taps.hidden_states[2], (len(tokens) + 7, 48))
 
 
 def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp_path, capsys):

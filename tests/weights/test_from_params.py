@@ -146,7 +146,7 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
 
 
 def test_a_tied_model_has_no_head(tmp_path):
-    folder = tiny_llama(tmp_path, qkv_bias=True)
+    folder = tiny_llama(tmp_path, qkv_bias=True, layers=1)
     loaded = load_model(folder)
     config = json.loads((folder / "config.json").read_text())
     assert ids(LLM(params=loaded.model.params, config=config, **SMALL)) == ids(LLM(loaded, **SMALL))

@@ -80,10 +80,11 @@ ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwe
 def test_logits_are_those_of_the_rounded_weights_in_floats(name):
     """With every kind of matrix: fused, with bias, tied, of experts."""
     kind, settings_ = CASES[name]
-    config = FAMILIES[kind].from_hf(normalised({**settings_, "model_type": kind}, "config"))
+    fewer = {"n_layer": 1} if name == "GPT-2" else {}  # of the default run
+    config = FAMILIES[kind].from_hf(normalised({**settings_, "model_type": kind, **fewer}, "config"))
     params = random_params(config)
     model = from_params(nested(params), config, weight_dtype="int8").model
-    kept = named(model.params)
+    kept = {n: np.asarray(x) for n, x in named(model.params).items()}
     inside = {n: kept[n] * kept[n + SCALES][:, None] if n + SCALES in kept else x for n, x in params.items()}
     changed = [n for n, x in params.items() if not np.array_equal(inside[n], x)]
     assert set(changed) == {n for n, x in params.items() if has_scales(n.split("."), x.shape)}

@@ -1,6 +1,6 @@
 """Loading needs memory for the model and about two of its largest parameters, in every format.
 
-A separate process loads the model: `python -m tests.weights.test_load_memory FOLDER` prints its measurements.
+A separate process loads the model: `python -m tests.weights.test_load_memory FOLDER DTYPES` prints its measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.weights.tiny import tiny_gguf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FORMATS = ("safetensors", "gguf", "orbax")
+FORMATS = {"safetensors": ("float32", "bfloat16"), "gguf": ("bfloat16", "float32"), "orbax": ("float32", "bfloat16")}
 # 217 MiB in float32; the fused gate and up, the embedding and the head are the largest with 32 MiB each
 LARGE = {"layers": 3, "heads": 8, "kv_heads": 4, "head_dim": 64, "hidden": 512, "intermediate": 8192, "vocab": 16384}
 # Largest extra memory, in units of the largest parameter in float32: two, one for each reader, which packs it into the
@@ -39,8 +39,9 @@ def measurable() -> bool:
     return all(field in fields for field in ("VmHWM", "RssAnon", "RssFile")) and os.access(RESET, os.W_OK)
 
 
+@pytest.mark.parametrize("dtypes", [1, pytest.param(2, marks=pytest.mark.slow)])  # of each format
 @pytest.mark.skipif(not measurable(), reason="no /proc with a peak of memory that can be reset")
-def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp_path):
+def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp_path, dtypes):
     for name, sizes in {"small": {}, "large": LARGE}.items():
         source = tiny_llama(tmp_path / name / "safetensors", tied=False, **sizes)
         tiny_gguf(tmp_path / name / "gguf.gguf", source, matrices="Q8_0")
@@ -48,22 +49,22 @@ def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp
     # glibc keeps freed blocks of up to 32 MiB; how many depends on thread timing. With this threshold, larger blocks
     # are mapped and returned to the system when freed, so the peak is the memory in use.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path), str(dtypes)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("everything first") > MODEL  # a loader that reads all tensors first
     wrong = {name: beside for name, beside in found.items() if not -0.2 < beside < MOST[name.split()[0]]}
     assert not wrong, found
-    assert len(found) == 2 * len(FORMATS)
+    assert len(found) == dtypes * len(FORMATS)
 
 
-def measure(folder: Path) -> dict[str, float]:
+def measure(folder: Path, dtypes: int) -> dict[str, float]:
     """Peak memory of loading besides the model, in largest parameters, by format and dtype."""
     found = {}
     for kind in FORMATS:
         small, large = (folder / size / (f"{kind}.gguf" if kind == "gguf" else kind) for size in ("small", "large"))
-        for dtype in ("float32", "bfloat16"):
+        for dtype in FORMATS[kind][:dtypes]:
             load(small, dtype)  # so that imports and set-up at first use are not measured
             found[f"{kind} {dtype}"] = beside(lambda large=large, dtype=dtype: load(large, dtype))
     found["everything first"] = beside(lambda: everything_first(folder / "large" / "safetensors"))
@@ -104,4 +105,4 @@ def status() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]))))
+    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -51,7 +51,7 @@ def items(count, seed=0, gap=0.0):
     )
 
 
-@pytest.mark.default_cases("{}", "{'num_blocks': 20}", "{'reservation': 'pow2', 'enable_prefix_caching': False}")
+@pytest.mark.default_cases("{'num_blocks': 20}", "{'reservation': 'pow2', 'enable_prefix_caching': False}")
 @pytest.mark.parametrize(
     "options",
     [
