@@ -118,13 +118,16 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm):
         tokens = tiny_llm.generate([[5, 6]] * 2, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in tokens]
 
+    def stream_for_ever() -> None:
+        while True:
+            for _ in tiny_llm.stream([9, 10], params):
+                running.set()
+
     with ThreadPoolExecutor(2) as pool:
         others = pool.submit(other)
         pool.submit(press)
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                for _ in tiny_llm.stream([9, 10], params):
-                    running.set()
+            stream_for_ever()
         assert others.result(LIMIT) == [expected] * 2
     assert not tiny_llm.session.branches
     state = tiny_llm.engine.scheduler_state
