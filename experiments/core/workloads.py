@@ -11,19 +11,17 @@ same for every n >= k.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from experiments.core.distributions import AT_ONCE, Arrivals, ClosedLoop, Lengths, clip, draw_arrivals, draw_lengths
+from pagedjax.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = 17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 AZURE = (
@@ -276,8 +274,7 @@ def drawn_later(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
     """The texts of a prompts file; blank lines are skipped."""
-    pieces = content.split("\n\n") if spec.split == "paragraph" else content.splitlines()
-    texts = [piece.strip() for piece in pieces if piece.strip()]
+    texts = paragraphs(content) if spec.split == "paragraph" else lines(content)
     if not texts:
         raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
     count = len(texts) if spec.count is None else spec.count
@@ -290,25 +287,9 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
 
 def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
     """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace, by arrival."""
-    reader = csv.DictReader(io.StringIO(content))
-    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{spec.file} has no column {', '.join(missing)}. {AZURE}")
-    kept: list[tuple[datetime, int, int]] = []
-    stop = None if spec.limit is None else spec.offset + spec.limit
-    for index, row in enumerate(reader):
-        if index < spec.offset:
-            continue
-        if stop is not None and index >= stop:
-            break
-        try:
-            kept.append((datetime.fromisoformat(row[columns[0]]), int(row[columns[1]]), int(row[columns[2]])))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{spec.file}, line {reader.line_num}: {error}") from None
+    kept = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
     if not kept:
         raise ValueError(f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})")
-    kept.sort(key=lambda row: row[0])
     times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
     period = times[-1] * len(times) / max(1, len(times) - 1)  # the time until the first request of the next round
     if spec.rounds > 1 and spec.time_scale and not period:

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.core.records import RequestRecord
 from experiments.simulation.measured import BLOOM, at
+from pagedjax.load_client.text_files import trace_rows
 
 QUANTILES = (0.5, 0.9, 0.99)
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}  # Table VI, by QUANTILES
@@ -56,10 +57,10 @@ def write(trace: Path, place: Path, count: int, seed: int) -> Path:
 
     Both lengths are drawn independently, with replacement, as in generate_trace.py there.
     """
-    rows = list(csv.DictReader(trace.read_text(encoding="utf-8").splitlines()))
+    rows = trace_rows(str(trace), trace.read_text(encoding="utf-8"))
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0, count))
-    lengths = [rng.choice([int(row[column]) for row in rows], count) for column in ("ContextTokens", "GeneratedTokens")]
+    lengths = [rng.choice(column, count) for column in list(zip(*rows, strict=True))[1:]]
     file = place / f"{trace.stem}-{count}-{seed}.csv"
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)

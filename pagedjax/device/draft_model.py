@@ -79,7 +79,7 @@ def features_before(
 
 
 def of_decoder(model: Model) -> DraftModel:
-    """A model of the same vocabulary as the one that it drafts for.
+    """A model with the tokenizer of the one that it drafts for. Their vocabularies may be padded to different sizes.
 
     Raises:
         ValueError: it is on a mesh; a drafter has a copy on each device.
@@ -90,6 +90,8 @@ def of_decoder(model: Model) -> DraftModel:
 
 
 def _run(draft: Decoder, pages: DraftPages, batch: Batch, attend: Attend) -> tuple[DraftPages, jax.Array]:
+    # the model may have sampled an id that pads its vocabulary, for which the drafter has no row
+    batch = batch._replace(tokens=jnp.minimum(batch.tokens, draft.config.vocab_size - 1))
     cache, hidden, _ = draft.hidden(KVCache(pages.k, pages.v, jnp.zeros(())), batch, attend)
     return pages._replace(k=cache.k, v=cache.v), hidden
 
@@ -100,7 +102,13 @@ def _observe(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, ou
 
 def _next_logits(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, before: None, attend: Attend):
     pages, hidden = _run(draft, pages, batch, attend)
-    return pages, None, draft.logits(hidden)
+    return pages, None, _fitted(draft.logits(hidden), model.config.vocab_size)
+
+
+def _fitted(logits: jax.Array, size: int) -> jax.Array:
+    """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a vocabulary are no drafts."""
+    kept = logits[:, :size]
+    return jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])), constant_values=-jnp.inf)
 
 
 # --- a head -----------------------------------------------------------------------------------------------------------

@@ -164,12 +164,7 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
     if not wanted:
         method = options.method if options else None
         raise ValueError(f"there is a draft model, but speculative.method is {method!r}; it must be one of {ON_DEVICE}")
-    d, m = draft.layers, model.config
-    if d.vocab_size != m.vocab_size:
-        raise ValueError(
-            f"the draft model has a vocabulary of {d.vocab_size} tokens, and the model one of {m.vocab_size}; use a "
-            "draft model with the model's own tokenizer, padded to the same size"
-        )
+    d = draft.layers
     if d.max_len < length:
         raise ValueError(
             f"the draft model was made for {d.max_len} tokens and max_model_len is {length}; lower it, or use another "

@@ -7,20 +7,18 @@ finds all of them in a second run, so use another seed for it.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from pagedjax.load_client.text_files import lines, trace_rows
+
 Endpoint = Literal["completions", "chat"]
 Process = Literal["poisson", "gamma", "uniform", "at-once"]
 FIRST_TOKEN = 17  # ids below are special in many vocabularies (padding, beginning, chat marks)
-COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _ENGLISH = (
     "a about after again air all also and animal answer any around as ask at away back be because been before began "
     "between big book boy but by call came can change city close cold come could country cut day did different do "
@@ -226,30 +224,11 @@ def read_trace(file: str, content: str, limit: int | None, scale: float) -> tupl
     Raises:
         ValueError: a column is missing, there are no rows, or one cannot be read.
     """
-    reader = csv.DictReader(io.StringIO(content))
-    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-        raise ValueError(
-            f"{file} has no column {', '.join(missing)}; a trace is CSV with the columns {','.join(COLUMNS)}"
-        )
-    rows: list[tuple[datetime, int, int]] = []
-    for row in reader:
-        if limit is not None and len(rows) >= limit:
-            break
-        try:
-            at, context, generated = (row[name] for name in COLUMNS)
-            rows.append((datetime.fromisoformat(at), int(context), int(generated)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
-        if min(rows[-1][1:]) < 0:
-            raise ValueError(f"{file}, line {reader.line_num}: a length is below 0")
+    rows = trace_rows(file, content, limit=limit)
     if not rows:
         raise ValueError(f"{file} has no requests; a trace has a row for each")
-    try:
-        rows.sort(key=lambda row: row[0])
-        times = [(row[0] - rows[0][0]).total_seconds() * scale for row in rows]
-    except TypeError:
-        raise ValueError(f"{file}: some times have a time zone and some have none; write them alike") from None
-    return times, [row[1] for row in rows], [row[2] for row in rows]
+    times = [(row.at - rows[0].at).total_seconds() * scale for row in rows]
+    return times, [row.prompt_tokens for row in rows], [row.output_tokens for row in rows]
 
 
 def read_prompts(file: str, content: str, count: int | None) -> list[str]:
@@ -258,7 +237,7 @@ def read_prompts(file: str, content: str, count: int | None) -> list[str]:
     Raises:
         ValueError: there are none.
     """
-    texts = [line.strip() for line in content.splitlines() if line.strip()]
+    texts = lines(content)
     if not texts:
         raise ValueError(f"{file} holds no prompts; write one a line")
     return [texts[i % len(texts)] for i in range(len(texts) if count is None else count)]

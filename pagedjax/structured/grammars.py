@@ -11,6 +11,7 @@ from typing import Any
 from pagedjax.params import StructuredOutputsParams
 from pagedjax.structured import keywords, vocabulary
 from pagedjax.structured.matcher import Grammar, first_line
+from pagedjax.structured.regular import beyond
 from pagedjax.text.imports import imported
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -18,6 +19,7 @@ KEPT = 64  # compiled grammars, those that were used last
 # Characters of a form at most, so that compiling takes less than a second. A grammar may be translated in Python.
 MAX_TEXT = {"json": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**14}
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # between JSON's tokens: a model could write white space for ever
+JSON_SPACE = r"[\x20\x0A\x0D\x09]*"
 LOCATED = 500  # schemas in a schema up to which the place of an error is looked for
 # Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it was complete.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "max_grammar_size": 200_000}
@@ -119,10 +121,24 @@ def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None 
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.grammar cannot be read: {first_line(str(error))}") from error
     schema, ignored = ({"type": "object"}, ()) if name == "json_object" else schema_of(form)
+    if form.whitespace_pattern is not None:
+        _check_white_space(form.whitespace_pattern)
     options = {"whitespace_pattern": form.whitespace_pattern or WHITE_SPACE, "lenient": False}
     if form.disable_any_whitespace:
         options = {"whitespace_flexible": False, "lenient": False}
     return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options), ignored
+
+
+def _check_white_space(pattern: str) -> None:
+    """Raises ValueError for a pattern of more than JSON's white space: answers would be no JSON."""
+    what = f"structured_outputs.whitespace_pattern is {pattern!r:.80}"
+    try:
+        other = beyond(pattern, JSON_SPACE)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if other is not None:
+        example = f"texts that begin with {other!r}"
+        raise ValueError(f"{what}, which allows {example} and are no white space of JSON; use [ \\t\\n\\r] alone")
 
 
 def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:

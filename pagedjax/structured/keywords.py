@@ -7,9 +7,12 @@ name is allowed. It is refused if it is nearly a keyword: then it is a mistake t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
+
+from pagedjax.structured.regular import beyond
 
 
 def _names(text: str) -> frozenset[str]:
@@ -89,6 +92,8 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
             if name in SUPPORTED or name in DESCRIBING:
                 if name == "minProperties" and _counts_repeated_keys(one):
                     yield at, "above 1 and above the number of required properties: additional keys may repeat"
+                if name == "patternProperties" and _names_all_keys(one):
+                    yield at, "not supported where its patterns match keys of properties alone: the keys would repeat"
             elif name == "x-guidance":
                 yield at, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
@@ -134,6 +139,33 @@ def _counts_repeated_keys(schema: Mapping[str, Any]) -> bool:
     """Whether `minProperties` may count one key twice: the parser does not know which additional keys there were."""
     least, required = schema["minProperties"], schema.get("required")
     return isinstance(least, (int, float)) and least > max(1, len(required) if isinstance(required, list) else 0)
+
+
+def _names_all_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether all keys that patterns allow are keys of `properties`, and there are no other keys.
+
+    llguidance 1.9 allows such a key after `properties` again, and finds then that there is none:
+    the answer cannot end. tests/structured/test_grammars.py says when it does not any more.
+    """
+    keys, patterns = schema.get("properties"), schema.get("patternProperties")
+    if schema.get("additionalProperties") is not False:
+        return False
+    if not isinstance(keys, Mapping) or not isinstance(patterns, Mapping) or not keys or not patterns:
+        return False
+    if any("|" in pattern and ("^" in pattern or "$" in pattern) for pattern in patterns):
+        return False  # anchors of alternatives are not read here
+    allowed = "|".join(f"({_of_whole_keys(pattern)})" for pattern in patterns)
+    try:
+        return beyond(allowed, "|".join(map(re.escape, keys))) is None
+    except ValueError:  # the compiler of grammars says what is wrong
+        return False
+
+
+def _of_whole_keys(pattern: str) -> str:
+    """A pattern is searched for in a key; `^` and `$` bind it to its ends."""
+    begins = "" if pattern.startswith("^") else "(?s:.*)"
+    ends = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else "(?s:.*)"
+    return f"{begins}{pattern.removeprefix('^').removesuffix('' if ends else '$')}{ends}"
 
 
 def without(schema: Any, places: frozenset[str]) -> Any:

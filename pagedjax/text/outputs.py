@@ -135,6 +135,8 @@ class OutputBuilder:
         if by_token and (token_id not in self.eos or self.params.ignore_eos):
             self.stop_reason = token_id
         shown = not by_token or self.params.include_stop_str_in_output
+        if reason == "abort" and self.params.structured_outputs:
+            shown = False  # the form failed, and did not allow this token
         piece = self._detokenizer.push(token_id) if shown and self.params.detokenize else ""
         new, matched = self._stop.push(piece)
         if reason is not None and not matched:

@@ -18,6 +18,7 @@ from pagedjax.config import ON_DEVICE, Speculative
 from pagedjax.device.draft_model import DraftModel, of_decoder, of_eagle
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.eagle import WINDOW, assemble_eagle, blank_eagle, eagle_config
+from pagedjax.text.tokenizer import NoTokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder
 from pagedjax.weights.huggingface import read_json
@@ -57,9 +58,18 @@ def load_draft_model(options: Speculative | None, target: LoadedModel, *, progre
 
 
 def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> None:
-    """One id must mean one text. Models without tokenizers are compared by the sizes of their vocabularies only."""
-    mine, theirs = (getattr(one.tokenizer, "backend", None) for one in (draft, target))
-    if mine is None or theirs is None or mine is theirs:
+    """One id must mean one text. Models without tokenizers are compared by the sizes of their vocabularies only.
+
+    With one tokenizer the sizes may differ: a model's vocabulary is padded to a size of its own.
+    """
+    if isinstance(draft.tokenizer, NoTokenizer) or isinstance(target.tokenizer, NoTokenizer):
+        ours, wanted = draft.model.config.vocab_size, target.model.config.vocab_size
+        if ours != wanted:
+            what = f"speculative.model {name!r} has a vocabulary of {ours} tokens and the model one of {wanted}"
+            raise ValueError(f"{what}, and without tokenizers these must be equal; load both with their tokenizers")
+        return
+    mine, theirs = draft.tokenizer.backend, target.tokenizer.backend
+    if mine is theirs:
         return
     ours, wanted = mine.get_vocab(with_added_tokens=True), theirs.get_vocab(with_added_tokens=True)
     if ours != wanted:

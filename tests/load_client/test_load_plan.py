@@ -136,10 +136,10 @@ def test_any_written_trace_can_be_read(rows):
         ("", "a.csv has no column TIMESTAMP, ContextTokens, GeneratedTokens"),
         ("TIMESTAMP,ContextTokens\n", "has no column GeneratedTokens; a trace is CSV with the columns"),
         (HEADER, "a.csv has no requests"),
-        (HEADER + "2023-11-16,5,6\nnever,5,6\n", "a.csv, line 3: Invalid isoformat string"),
+        (HEADER + "2023-11-16,5,6\nnever,5,6\n", "a.csv, line 3: TIMESTAMP is 'never'; write a time of ISO 8601"),
         (HEADER + "2023-11-16,5\n", "a.csv, line 2"),
-        (HEADER + "2023-11-16,5,many\n", "a.csv, line 2: invalid literal"),
-        (HEADER + "2023-11-16,-5,6\n", "a.csv, line 2: a length is below 0"),
+        (HEADER + "2023-11-16,5,many\n", "a.csv, line 2: GeneratedTokens is 'many'; it must be a number of tokens"),
+        (HEADER + "2023-11-16,-5,6\n", "a.csv, line 2: ContextTokens is '-5'; it must be a number of tokens"),
         (HEADER + "2023-11-16,5,6\n2023-11-16T00:00:00Z,5,6\n", "some times have a time zone"),
     ],
 )

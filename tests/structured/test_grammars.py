@@ -9,7 +9,9 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.params import BeamSearchParams, StructuredOutputsParams
 from pagedjax.structured import grammars as module
+from pagedjax.structured import keywords
 from pagedjax.structured.grammars import Grammars
+from pagedjax.structured.matcher import MaskRow, masks
 from pagedjax.text.tokenizer import NoTokenizer
 
 
@@ -185,3 +187,71 @@ def test_a_refused_form_queues_nothing(tiny_llm: LLM):
     with pytest.raises(ValueError, match="unclosed group"):
         tiny_llm.generate(["a", "b"], [good, bad], use_tqdm=False)
     assert not tiny_llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [
+        (
+            r"\s{0,3}",
+            r"whitespace_pattern is '.*s\{0,3\}', which allows texts that begin with .* no white space of JSON",
+        ),
+        (".{0,2}", "which allows texts that begin with"),
+        ("a", "which allows texts that begin with 'a'"),
+        ("( |a)?", "which allows texts that begin with 'a'"),
+        ("/", "which allows texts that begin with '/'"),
+        ("(", r"whitespace_pattern is '\(': .*cannot be read"),
+    ],
+)
+def test_white_space_is_that_of_json(grammars, pattern, error):
+    with pytest.raises(ValueError, match=error):
+        grammars.compiled(StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=pattern))
+    for allowed in (r"[ ]?", r"\n?", "(\n|\t){0,2}", r"[\x20\x0A\x0D\x09]{0,3}", ""):
+        grammars.compiled(StructuredOutputsParams(json={"type": "integer"}, whitespace_pattern=allowed or None))
+
+
+def objects(patterns: dict, more: dict | None = None, **properties) -> dict:
+    closed = {"additionalProperties": False} if more is None else more
+    return {"type": "object", "properties": properties, "patternProperties": patterns, **closed}
+
+
+NUMBER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        objects({"^n$": NUMBER}, n=NUMBER),
+        objects({"^[nm]$": NUMBER}, n=NUMBER, m=NUMBER, o={}),
+        objects({"^n$": NUMBER, "^m$": NUMBER}, n=NUMBER, m=NUMBER),
+        {"type": "array", "items": objects({r"^a\.b$": NUMBER}, **{"a.b": NUMBER})},
+    ],
+)
+def test_patterns_of_known_keys_alone_are_refused(grammars, schema):
+    with pytest.raises(ValueError, match="'patternProperties' at .* match keys of properties alone: the keys would"):
+        grammars.compiled(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        objects({"^n": NUMBER}, n=NUMBER),
+        objects({"n": NUMBER}, n=NUMBER),
+        objects({"^n$": NUMBER}, {}, n=NUMBER),
+        objects({"^n$": NUMBER}, m=NUMBER),
+        objects({"^[a-n]$": NUMBER}, n=NUMBER),
+    ],
+)
+def test_patterns_of_other_keys_too_are_compiled(grammars, schema):
+    grammars.compiled(StructuredOutputsParams(json=schema))
+
+
+def test_the_library_still_needs_the_guard_for_patterns_of_known_keys(grammars, monkeypatch):
+    """If this fails, llguidance refuses the comma, and `_names_all_keys` is not needed any more."""
+    monkeypatch.setattr(keywords, "_names_all_keys", lambda schema: False)
+    form = StructuredOutputsParams(json=objects({"^n$": NUMBER}, n=NUMBER), disable_any_whitespace=True)
+    matcher = grammars.compiled(form).matcher()
+    output = grammars.tokenizer.encode('{"n":5,')
+    assert matcher.allowed([], output) == len(output)
+    masks([MaskRow(matcher, output, [], 0, grammars.eos_token_ids)], 1)
+    assert matcher.error is not None

@@ -1,0 +1,100 @@
+"""The files of recorded loads: traces in CSV, and prompts one a line. Programs of many systems write them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import NamedTuple
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class TraceRow(NamedTuple):
+    at: datetime
+    prompt_tokens: int
+    output_tokens: int
+
+
+def trace_rows(file: str, content: str, offset: int = 0, limit: int | None = None, hint: str = "") -> list[TraceRow]:
+    """Rows of a recorded service, by time: `limit` of them from row `offset` of the file on.
+
+    Args:
+        file: its name in errors.
+        hint: where traces are, for the error of a file that is none.
+
+    Raises:
+        ValueError: a column is missing or there twice, or a row cannot be read; names the line. Lengths
+            are decimal and at least 0; times are of ISO 8601, all with a time zone or none.
+    """
+    rows: list[TraceRow] = []
+    for index, (line, fields) in enumerate(_records(file, content, hint)):
+        if limit is not None and index >= offset + limit:
+            break
+        if index < offset:
+            continue
+        row = _row(f"{file}, line {line}", fields)
+        if rows and (row.at.tzinfo is None) != (rows[0].at.tzinfo is None):
+            has = "no time zone" if row.at.tzinfo is None else "a time zone"
+            what = f"{file}, line {line}: TIMESTAMP {fields[0]!r} has {has}"
+            raise ValueError(f"{what}, unlike those before it; write all times alike")
+        rows.append(row)
+    return sorted(rows, key=lambda row: row.at)
+
+
+def _records(file: str, content: str, hint: str) -> Iterator[tuple[int, list[str]]]:
+    """(line, the fields of COLUMNS) of each record."""
+    reader = csv.reader(io.StringIO(content.removeprefix(BYTE_ORDER_MARK), newline=""))
+    try:
+        names = next(reader, [])
+        form = f"a trace is CSV with the columns {','.join(COLUMNS)}{hint and f'. {hint}'}"
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise ValueError(f"{file} has no column {', '.join(missing)}; {form}")
+        if twice := [name for name in COLUMNS if names.count(name) > 1]:
+            raise ValueError(f"{file} has more than one column {', '.join(twice)}; {form}")
+        places = [names.index(name) for name in COLUMNS]
+        for record in reader:
+            if not record:  # a blank line
+                continue
+            if len(record) != len(names):
+                what = f"{file}, line {reader.line_num}: {len(record)} fields"
+                raise ValueError(f"{what}, and the file has {len(names)} columns")
+            yield reader.line_num, [record[place] for place in places]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
+
+
+def _row(where: str, fields: list[str]) -> TraceRow:
+    time, *lengths = fields
+    try:
+        at = datetime.fromisoformat(time)
+    except ValueError:
+        what = f"{where}: TIMESTAMP is {time!r:.80}"
+        raise ValueError(f"{what}; write a time of ISO 8601, such as 2023-11-16 18:17:03.9799600") from None
+    for name, text in zip(COLUMNS[1:], lengths, strict=True):
+        if not re.fullmatch(r"[0-9]{1,12}", text.strip(" ")):
+            raise ValueError(f"{where}: {name} is {text!r:.80}; it must be a number of tokens, such as 374")
+    prompt, output = (int(text) for text in lengths)
+    return TraceRow(at, prompt, output)
+
+
+def lines(content: str) -> list[str]:
+    """The lines of a text, without white space around them and without blank ones.
+
+    Only line feeds and carriage returns end a line: a prompt may have U+2028 or a form feed in it.
+    """
+    normal = unified(content)
+    return [line.strip() for line in normal.split("\n") if line.strip()]
+
+
+def paragraphs(content: str) -> list[str]:
+    """Texts with blank lines between them."""
+    return [part.strip() for part in unified(content).split("\n\n") if part.strip()]
+
+
+def unified(content: str) -> str:
+    """The text without a byte order mark, with line feeds at the ends of lines."""
+    return content.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n").replace("\r", "\n")

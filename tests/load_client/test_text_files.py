@@ -1,0 +1,137 @@
+"""Odd traces and prompt files of both programs that read them: read rightly, or refused with the line."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from experiments.core import workloads
+from pagedjax.load_client import plan
+from pagedjax.load_client.text_files import BYTE_ORDER_MARK, COLUMNS, trace_rows
+from tests import drawn
+
+HEADER = ",".join(COLUMNS) + "\n"
+FIRST = "2023-11-16 18:17:03,5,6\n"
+
+
+def of_the_load_client(content: str) -> Any:
+    return plan.read_trace("t.csv", content, None, 1.0)
+
+
+def of_experiments(content: str) -> Any:
+    return workloads.read_trace(workloads.Trace("trace", "t.csv"), content)
+
+
+READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
+        BYTE_ORDER_MARK + HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
+        HEADER.replace("\n", "\r\n") + (FIRST + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
+        HEADER + "\n" + "2023-11-16T18:17:05.500000,0,1\n" + FIRST,  # a blank line; not in the order of time
+        HEADER + '"2023-11-16 18:17:03",5,006\n"2023-11-16 18:17:05.5", 0,1',
+        "note," + HEADER + '"two\nlines",' + FIRST + ",2023-11-16 18:17:05.5,0,1\n",
+        HEADER + "2023-11-16 18:17:03+01:00,5,6\n2023-11-16T17:17:05.5Z,0,1\n",
+    ],
+)
+def test_traces_are_read(read, content):
+    times, prompts, outputs = read(content)
+    assert (times, prompts, outputs) == ([0.0, 2.5], [5, 0], [6, 1])
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("", "t.csv has no column TIMESTAMP, ContextTokens, GeneratedTokens; a trace is CSV"),
+        (HEADER.replace("GeneratedTokens", "ContextTokens"), "t.csv has no column GeneratedTokens"),
+        (HEADER.replace("\n", ",ContextTokens\n") + FIRST, "t.csv has more than one column ContextTokens"),
+        (HEADER + FIRST + "2023-11-16,-3,6\n", "line 3: ContextTokens is '-3'; it must be a number of tokens"),
+        (HEADER + FIRST + "2023-11-16,3,-1\n", "line 3: GeneratedTokens is '-1'; it must be a number"),
+        (HEADER + FIRST + "2023-11-16,1_000,1\n", "line 3: ContextTokens is '1_000'; it must be a number"),
+        (HEADER + FIRST + "2023-11-16,1.5,1\n", "line 3: ContextTokens is '1.5'"),
+        (HEADER + FIRST + "2023-11-16,1e3,1\n", "line 3: ContextTokens is '1e3'"),
+        (HEADER + FIRST + "2023-11-16,٣,1\n", "line 3: ContextTokens is '٣'"),
+        (HEADER + FIRST + "2023-11-16,,1\n", "line 3: ContextTokens is ''"),
+        (HEADER + FIRST + f"2023-11-16,{'9' * 5000},1\n", "line 3: ContextTokens is '999"),
+        (HEADER + FIRST + "1700158623.5,3,1\n", "line 3: TIMESTAMP is '1700158623.5'; write a time of ISO 8601"),
+        (HEADER + FIRST + "45246.76,3,1\n", "line 3: TIMESTAMP is '45246.76'; write a time"),
+        (HEADER + FIRST + "2023-11-16T17:17:05Z,3,1\n", "line 3: TIMESTAMP .* has a time zone, unlike those before"),
+        (HEADER + FIRST + "2023-11-16,3\n", "line 3: 2 fields, and the file has 3 columns"),
+        (HEADER + FIRST + "2023-11-16,3,1,1\n", "line 3: 4 fields, and the file has 3 columns"),
+        (HEADER + FIRST + '"' + "x" * 200_000 + '",3,1\n', "line 3: field larger than field limit"),
+        (HEADER, "t.csv has no requests"),
+    ],
+)
+def test_odd_rows_are_refused_with_their_line(read, content, error):
+    with pytest.raises(ValueError, match=error):
+        read(content)
+
+
+def prompts_of_the_load_client(content: str) -> list[str]:
+    return plan.read_prompts("p.txt", content, None)
+
+
+def prompts_of_experiments(content: str) -> list[str]:
+    return workloads.read_prompts(workloads.Prompts("prompts", "p.txt"), content)
+
+
+@pytest.mark.parametrize("read", [prompts_of_the_load_client, prompts_of_experiments])
+def test_a_prompt_is_a_line_whatever_is_in_it(read):
+    texts = ["one\u2028two", "three\x0cfour", "five\x85six", "seven\x0b\x1ceight\u2029"]
+    for end in ("\n", "\r\n", "\r"):
+        content = BYTE_ORDER_MARK + end.join(["", texts[0], "  ", *texts[1:], ""])
+        assert read(content) == [*texts[:3], "seven\x0b\x1ceight"]
+    with pytest.raises(ValueError, match=r"p\.txt holds no prompts; write one a line"):
+        read(BYTE_ORDER_MARK + " \r\n")
+
+
+def test_paragraphs_of_any_system_are_prompts():
+    spec = workloads.Prompts("prompts", "p.txt", split="paragraph")
+    for end in ("\n", "\r\n", "\r"):
+        assert workloads.read_prompts(spec, f"a{end}b{end}{end}c\u2028d{end}") == ["a\nb", "c\u2028d"]
+
+
+@drawn.given(
+    100,
+    100_000,
+    st.lists(
+        st.tuples(
+            st.one_of(st.datetimes(timezones=st.none()).map(str), st.text(max_size=12)),
+            st.one_of(st.integers(-5, 10**6).map(str), st.text(max_size=6)),
+            st.one_of(st.integers(-5, 10**6).map(str), st.text(max_size=6)),
+        ),
+        max_size=4,
+    ),
+)
+def test_any_trace_is_read_as_by_a_slow_reader_or_refused_with_its_line(rows):
+    out = io.StringIO()
+    csv.writer(out).writerows([COLUMNS, *rows])
+    try:
+        found = trace_rows("t.csv", out.getvalue())
+    except ValueError as error:
+        assert str(error).startswith("t.csv, line "), error
+        assert not all(is_plain(*row) for row in rows)
+        return
+    assert all(is_plain(*row) for row in rows)
+    expected = [(datetime.fromisoformat(at), int(prompt), int(output)) for at, prompt, output in rows]
+    assert [tuple(row) for row in found] == sorted(expected, key=lambda row: row[0])
+
+
+def is_plain(at: str, prompt: str, output: str) -> bool:
+    try:
+        datetime.fromisoformat(at)
+    except ValueError:
+        return False
+    digits = set("0123456789")
+    return all(text.strip(" ") and set(text.strip(" ")) <= digits for text in (prompt, output))
