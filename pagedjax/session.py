@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,7 +60,58 @@ class SessionStep(NamedTuple):
     tokens: int  # of all sequences, and of beam searches that ended
 
 
-class Session:
+class Calls:
+    """Calls that wait for sequences, in any number of threads. A session is one; so are two that go together.
+
+    Attributes:
+        turns: one thread at a time queues, steps and abandons.
+    """
+
+    turns: interrupts.Turns
+    add: Callable[[Sequence[GenerationRequest]], list[Branches]]
+    step: Callable[[], Any]
+    abandon: Callable[[Branches], Any]
+
+    def __init__(self) -> None:
+        self._calls: list[set[str]] = []  # the sequences that each call waits for
+
+    def end(self, names: Iterable[str]) -> None:
+        """No call waits for these any more."""
+        for unfinished in self._calls:
+            unfinished.difference_update(names)
+
+    @contextmanager
+    def awaited(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[list[Branches], set[str]]]:
+        """Queue requests; what is unfinished at the end of the block is abandoned.
+
+        Yields:
+            The branches of each request, and the names of the unfinished ones: steps remove names from
+            it, in whatever thread they run.
+
+        Raises:
+            ValueError: as `add`.
+        """
+        outputs: list[Branches] = []
+        unfinished: set[str] = set()
+        try:
+            with interrupts.deferred(), self.turns:  # no request without an owner
+                outputs = self.add(requests)
+                unfinished.update(name for branches in outputs for name in branches)
+                self._calls.append(unfinished)
+            yield outputs, unfinished
+        finally:
+            with interrupts.deferred(), self.turns:
+                self._calls = [call for call in self._calls if call is not unfinished]
+                for branches in outputs:
+                    self.abandon(branches)
+
+    def step_for(self, unfinished: set[str]) -> Any:
+        """A step for a call that waits; None if a step of another thread has ended all that it waits for."""
+        with self.turns:
+            return self.step() if unfinished else None
+
+
+class Session(Calls):
     """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own requests.
 
     Any thread may call it; a step serves the requests of all threads.
@@ -71,12 +122,12 @@ class Session:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        super().__init__()
+        self.engine, self.tokenizer, self.turns = engine, tokenizer, engine.turns
         self.branches: Branches = {}
         self._eos = frozenset(eos_token_ids)
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, tuple(self._eos))
         self._results: deque[StepResult] = deque()  # of steps that other sessions ran
-        self._calls: list[set[str]] = []  # the sequences that each call waits for
         engine.sessions.add(self)
 
     def another(self) -> Session:
@@ -155,39 +206,8 @@ class Session:
                 for session in self.engine.sessions:
                     session.receive(result)
             done = self._folded(self._results.popleft())
-            for unfinished in self._calls:
-                unfinished.difference_update(done.ended)
+            self.end(done.ended)
             return done
-
-    @contextmanager
-    def awaited(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[list[Branches], set[str]]]:
-        """Queue requests; what is unfinished at the end of the block is abandoned.
-
-        Yields:
-            The branches of each request, and the names of the unfinished ones: steps remove names from
-            it, in whatever thread they run.
-
-        Raises:
-            ValueError: as `add`.
-        """
-        outputs: list[Branches] = []
-        unfinished: set[str] = set()
-        try:
-            with interrupts.deferred(), self.engine.turns:  # no request without an owner
-                outputs = self.add(requests)
-                unfinished.update(name for branches in outputs for name in branches)
-                self._calls.append(unfinished)
-            yield outputs, unfinished
-        finally:
-            with interrupts.deferred(), self.engine.turns:
-                self._calls = [call for call in self._calls if call is not unfinished]
-                for branches in outputs:
-                    self.abandon(branches)
-
-    def step_for(self, unfinished: set[str]) -> SessionStep | None:
-        """A step for a call that waits; None if a step of another thread has ended all that it waits for."""
-        with self.engine.turns:
-            return self.step() if unfinished else None
 
     def receive(self, result: StepResult) -> None:
         """Keep the result of a step for the next call of `step`, if a request of this session is unfinished."""

@@ -13,7 +13,7 @@ from pagedjax.host import request_limits, scheduler
 from pagedjax.host.types import Event
 from pagedjax.llm import LLM
 from pagedjax.params import SamplingParams
-from pagedjax.session import Branches, GenerationRequest, Session
+from pagedjax.session import Branches, Calls, GenerationRequest, Session
 
 log = logging.getLogger("pagedjax.disaggregated")
 
@@ -62,12 +62,14 @@ class PairStep(NamedTuple):
     again: tuple[str, ...]
 
 
-class PairSession:
+class PairSession(Calls):
     """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of `prefill`."""
 
     def __init__(self, prefill: Session, decode: Session) -> None:
         if prefill.engine is decode.engine:
             raise ValueError("prefill and decode are one engine; give two, e.g. LLM(...) twice with devices=")
+        super().__init__()
+        self.turns = interrupts.Turns()
         self.prefill, self.decode = prefill.another(), decode.another()  # calls of either engine alone are not mixed in
         self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
@@ -122,6 +124,7 @@ class PairSession:
                 del self._ids[name]
             ended = (*ended, *here)
         tokens = sum(one.tokens for one in (prefilled, decoded) if one)
+        self.end(ended)
         return PairStep(ended, tokens, moved, again)
 
     @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which

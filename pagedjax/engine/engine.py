@@ -31,7 +31,6 @@ from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
-from pagedjax.engine.turns import Turns, in_turn
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
@@ -69,7 +68,7 @@ class Engine:
         built = runtime.build(model, config, eos_token_ids, **options)
         self.runtime, cache = runtime.warmed_up(built, built.new_cache())
         self.sessions: WeakSet[Any] = WeakSet()
-        self.turns = Turns()
+        self.turns = interrupts.Turns()
         self._state = state.init(self.runtime, cache)
         self._recorder: Recorder | None = None
         self._tap_writer: TapWriter | None = None
@@ -124,7 +123,7 @@ class Engine:
         """Ids that this engine has not given before. Use them, or ids of another form, for all requests."""
         return tuple(str(next(self._ids)) for _ in range(count))
 
-    @in_turn
+    @interrupts.in_turn
     def add(
         self,
         request_id: str,
@@ -164,7 +163,7 @@ class Engine:
         if adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
 
-    @in_turn
+    @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         """End a request at any time; its blocks are free at once. An unknown id does nothing.
 
@@ -181,7 +180,7 @@ class Engine:
         """What must be equal in two engines that hand requests over."""
         return handovers.facts(self.runtime, self._state)
 
-    @in_turn
+    @interrupts.in_turn
     def handover(self, request_id: str) -> Handover:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here (`handover`)."""
         return handovers.handover(self.runtime, self._state, request_id)
@@ -190,7 +189,7 @@ class Engine:
         """Whether a sequence of another engine would run here in the next step."""
         return handovers.has_room(self.runtime, self._state, handover)
 
-    @in_turn
+    @interrupts.in_turn
     def pages(self, blocks: Sequence[int]) -> KVCache:
         """Copies of the pages of n blocks, on the device, in the order of their ids; block 0 is the trash block.
 
@@ -203,7 +202,7 @@ class Engine:
         """
         return handovers.take(self._cache(), blocks)
 
-    @in_turn
+    @interrupts.in_turn
     def padded_pages(self, blocks: Sequence[int]) -> KVCache:
         """`pages` with padding rows behind them, up to a power of two: what `adopt` fetches, with few programs.
 
@@ -219,7 +218,7 @@ class Engine:
         return self._state.cache
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def adopt(self, request_id: str, handover: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
         """Go on with a sequence of another engine -> whether its content is here; else it is computed again.
 
@@ -232,12 +231,12 @@ class Engine:
         self._set(after)
         return bool(adopted.blocks)
 
-    @in_turn
+    @interrupts.in_turn
     def release(self, request_id: str) -> None:
         """Forget a sequence that another engine has adopted. Its full blocks stay in the prefix cache."""
         self._set(handovers.release(self._state, request_id))
 
-    @in_turn
+    @interrupts.in_turn
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Unfinished requests continue."""
         self._set(state.forget(self._state))
@@ -249,7 +248,7 @@ class Engine:
         """The adapters that requests may use, by name."""
         return self.runtime.adapters.names if self.runtime.adapters else {}
 
-    @in_turn
+    @interrupts.in_turn
     def load_adapter(self, adapter: Adapter, *, keep: bool = True, needed: Iterable[str] = ()) -> None:
         """Load an adapter, or replace the one of its name. Unfinished requests keep theirs. Nothing is compiled.
 
@@ -265,7 +264,7 @@ class Engine:
         after = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
         self.runtime = replace(self.runtime, adapters=after)
 
-    @in_turn
+    @interrupts.in_turn
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Unfinished requests continue with it.
 
@@ -287,7 +286,7 @@ class Engine:
         return self._state.params_version
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the parameters by copies of others, of the same shapes and dtypes, and forget the prefix cache.
 
@@ -310,7 +309,7 @@ class Engine:
         self._set(state.update(self._state, pending or "restart"))
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the devices: the cache, and the parameters, which move to the host (1) or are dropped (2).
 
@@ -328,7 +327,7 @@ class Engine:
         self._set(state.roll_back(self._state))
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Undo `sleep`. After level 2 the model's parameters come from `update_params`, before or after this.
 
@@ -373,7 +372,7 @@ class Engine:
 
     # steps ----------------------------------------------------------------------------------------------------------
 
-    @in_turn
+    @interrupts.in_turn
     def step(self) -> StepResult | None:
         """Run one step. Returns None if no request is unfinished.
 
@@ -412,7 +411,7 @@ class Engine:
                 self._tap_writer.note(after.log)
         self._state = after._replace(log=())
 
-    @in_turn
+    @interrupts.in_turn
     def reset(self) -> None:
         """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay.
 
@@ -429,7 +428,7 @@ class Engine:
             new = new._replace(drafting=new.drafting._replace(**times))
         self._state = new
 
-    @in_turn
+    @interrupts.in_turn
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.
 

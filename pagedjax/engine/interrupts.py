@@ -1,12 +1,17 @@
-"""Ctrl-C that waits for the end of a short block of code, or that another process handles."""
+"""What may not come between: Ctrl-C in a short block of code, and other threads in one turn of an engine."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -47,3 +52,54 @@ def ignored() -> Iterator[None]:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
+
+
+class Turns:
+    """A lock that a thread may enter again, and that threads get in turn.
+
+    A thread that leaves the lock and enters it again, as one that runs step after step does, lets a
+    thread in that waits: it has to pass the door, which the waiting thread holds. With a plain lock
+    the others could wait for the whole of its call.
+
+    Ctrl-C waits until the lock is entered, and leaves it again. Both locks may be entered again,
+    because Python may close an abandoned stream at any time in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._door = threading.RLock()
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            self._depth += 1
+            return
+        try:
+            with deferred():
+                with self._door:
+                    self._lock.acquire()
+                self._owner = threading.get_ident()
+                self._depth = 1
+        except BaseException:
+            if self._owner == threading.get_ident():
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()
+
+
+def in_turn(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of an object with `turns` that is one turn."""
+
+    @wraps(method)
+    def turn(*args: P.args, **options: P.kwargs) -> R:
+        engine: Any = args[0]
+        with engine.turns:
+            return method(*args, **options)
+
+    return turn

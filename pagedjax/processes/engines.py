@@ -30,7 +30,6 @@ from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
-from pagedjax.engine.turns import in_turn
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.processes.connection import Message, text_of
@@ -109,7 +108,7 @@ class LeaderEngine(Engine):
         group.enter("waiting")
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def add(
         self,
         request_id: str,
@@ -139,20 +138,20 @@ class LeaderEngine(Engine):
         self._send("add", text)
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         events = super().cancel(request_id, reason)
         self._order("cancel", request_id=request_id, reason=reason)
         return events
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def reset_prefix_cache(self) -> None:
         super().reset_prefix_cache()
         self._order("forget")
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the parameters in all processes; each has them from itself (`FollowerEngine.follow`)."""
         super().update_params(tree, pending)
@@ -160,19 +159,19 @@ class LeaderEngine(Engine):
         self.group.flush()
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def reset(self) -> None:
         super().reset()
         self._order("reset")
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def record(self, path: Any, *, times: bool = False, prompts: bool = False) -> None:
         super().record(path, times=times, prompts=prompts)
         self._order("record", on=path is not None)
 
     @interrupts.deferred()
-    @in_turn
+    @interrupts.in_turn
     def step(self) -> StepResult | None:
         """Run one step in all processes.
 
@@ -202,7 +201,7 @@ class LeaderEngine(Engine):
         """
         raise ValueError("an engine of several processes does not sleep; end the processes to free their devices")
 
-    @in_turn
+    @interrupts.in_turn
     def release_followers(self) -> None:
         """Let the other processes return from `FollowerEngine.follow`."""
         self.group.order("release")

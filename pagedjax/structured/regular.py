@@ -13,7 +13,6 @@ from pagedjax.text.imports import imported
 from pagedjax.text.tokenizer import byte_alphabet
 
 END = 256  # the end of a text; the tokens before it are bytes
-EMPTY = "NoExtensionBias"  # llguidance's error for a text of which there is none
 
 
 def beyond(pattern: str, others: str) -> str | None:
@@ -31,10 +30,9 @@ def beyond(pattern: str, others: str) -> str | None:
     text = library.LLMatcher.grammar_from_lark(grammar)
     matcher = library.LLMatcher(_bytes(), text, log_level=0)
     if matcher.is_error():
-        if EMPTY in matcher.get_error():
-            return None
         raise ValueError(f"{pattern!r:.80} cannot be read: {matcher.get_error():.200}")
-    matcher.consume_token(ord("="))
+    if not matcher.consume_token(ord("=")):
+        return None
     allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     tokens = np.flatnonzero(allowed[: END + 1]).tolist()
     if not tokens:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from pagedjax.engine.turns import Turns
+from pagedjax.engine.interrupts import Turns
 from tests.weights.tiny_adapters import tiny_adapter
 
 LIMIT = 300  # seconds for what takes some: machines may be slow

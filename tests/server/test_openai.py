@@ -10,6 +10,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from tests.server.support import serving
+from tests.server.test_text_offsets import decoded
 
 GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
@@ -121,9 +122,8 @@ def test_log_probabilities_match_the_library(client, reference):
         ranked = sorted((entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank)
         best = {entry.decoded_token: entry.logprob for entry in ranked}  # of one text, the best comes last
         assert top == pytest.approx(best, abs=1e-5)
-    tokenizer, ids = reference.tokenizer, one.token_ids
-    before = [tokenizer.decode(ids[:i]) for i in range(len(ids))]
-    assert found.logprobs.text_offset == [len(text.rstrip("\ufffd")) for text in before]
+    before = [decoded(reference.tokenizer, list(one.token_ids[:i]), True) for i in range(len(one.token_ids))]
+    assert found.logprobs.text_offset == [len(text) for text in before]
 
 
 def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):

@@ -194,7 +194,7 @@ def test_a_refused_form_queues_nothing(tiny_llm: LLM):
     [
         (
             r"\s{0,3}",
-            r"whitespace_pattern is '.*s\{0,3\}', which allows texts that begin with .* no white space of JSON",
+            r"whitespace_pattern is '.*s\{0,3\}', which allows texts .* no white space of JSON",
         ),
         (".{0,2}", "which allows texts that begin with"),
         ("a", "which allows texts that begin with 'a'"),
@@ -228,7 +228,7 @@ NUMBER = {"type": "integer"}
     ],
 )
 def test_patterns_of_known_keys_alone_are_refused(grammars, schema):
-    with pytest.raises(ValueError, match="'patternProperties' at .* match keys of properties alone: the keys would"):
+    with pytest.raises(ValueError, match=r"'patternProperties' at .* match keys of properties alone: the keys"):
         grammars.compiled(StructuredOutputsParams(json=schema))
 
 
