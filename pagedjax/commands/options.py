@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from pagedjax.text import yaml_words
 
+Number = TypeVar("Number", int, float)
 MESH = "tensor=4, or tensor=2,expert=2"
 EXAMPLES = {  # of options that take NAME=VALUE,...
     "mesh": MESH,
@@ -225,16 +226,14 @@ def name_or_mapping(example: str) -> Callable[[str], str | dict[str, Any]]:
     return read
 
 
-def decimal(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+def decimal(kind: type[Number]) -> Callable[[str], Number]:
     """How a number of the command line is read: in decimal, and not as Python writes 1_0."""
 
-    def read(text: str) -> int | float:
+    def read(text: str) -> Number:
         value = yaml_words.word(text)
-        if kind is int and type(value) is int:
-            return value
-        if kind is float and type(value) in (int, float):
-            return float(value)
-        raise ValueError(text)
+        if type(value) not in ((int,) if kind is int else (int, float)):
+            raise ValueError(text)
+        return kind(value)
 
     read.__name__ = kind.__name__  # argparse names it in its error
     return read

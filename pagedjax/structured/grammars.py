@@ -116,6 +116,7 @@ def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None 
     if name == "choice":
         return library.grammar_from("choice", json.dumps(value)), ()
     if name == "grammar":
+        assert isinstance(value, str)
         try:
             return library.grammar_from("grammar", vocabulary.by_id(value, marks or {})), ()
         except (ValueError, RecursionError) as error:

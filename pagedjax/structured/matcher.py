@@ -137,7 +137,7 @@ def _allow_an_end(allowed: np.ndarray, ends: Sequence[int]) -> np.ndarray:
     """allowed [count, words] uint32 -> [count] bool: some end token is allowed."""
     words = [token // 32 for token in ends]
     bits = np.array([1 << token % 32 for token in ends], np.uint32)
-    return (allowed[:, words] & bits).any(axis=1)
+    return np.asarray((allowed[:, words] & bits).any(axis=1))
 
 
 @cache
