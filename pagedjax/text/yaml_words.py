@@ -52,6 +52,13 @@ class Dumper(yaml.SafeDumper):
     """Texts that would be another value in YAML 1.1 or here are quoted."""
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """PyYAML folds these ends of lines into spaces, unless they are escaped between double quotes."""
+    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+Dumper.add_representer(str, _text)
 for _kind, _pattern, _first in _WORDS:
     _matches = re.compile(rf"^(?:{_pattern})$")
     Loader.add_implicit_resolver(_TAG + _kind, _matches, list(_first))
