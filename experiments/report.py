@@ -208,7 +208,17 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
         f", {len(runs) - good} failed" if good < len(runs) else ""
     )
-    return [*shown, {"value": str(good), "unit": "", "title": "good runs", "note": note}]
+    shown.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
+    if clipped := max(map(clipped_lengths, runs), default=0):
+        note = "prompts and answers of a run whose length was moved to a limit of the workload"
+        shown.append({"value": str(clipped), "unit": "", "title": "clipped lengths", "note": note})
+    return shown
+
+
+def clipped_lengths(run: dict[str, Any]) -> int:
+    """How many drawn or recorded lengths of a run were moved to their limits."""
+    workload = run.get("workload") or {}
+    return workload.get("clipped_prompts", 0) + workload.get("clipped_outputs", 0)
 
 
 def table(rows: Sequence[PointRow]) -> dict[str, Any]:

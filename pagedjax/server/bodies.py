@@ -6,6 +6,7 @@ taken, and fail wherever it goes out again: in an echo, in a stream, in the view
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -19,31 +20,33 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 SPELLED = re.compile(rb"\\u[dD][89a-fA-F]")  # also whole pairs, and behind an escaped backslash
 
 
-class CheckedRequest(Request):
-    async def json(self) -> Any:
-        """The body.
-
-        Raises:
-            ApiError: 400, a text in it has half of a surrogate pair; `param` is its place.
-        """
-        value = await super().json()
-        if SPELLED.search(await self.body()):
-            for place in halves(value):
-                what = f"{place or 'the body'} has half of a surrogate pair"
-                raise ApiError(400, f"{what}; remove it, or send the whole character", place or None)
-        return value
-
-
 class CheckedRoute(APIRoute):
-    """A route that reads its body so."""
+    """A route whose body is checked before it is read.
+
+    Raises:
+        ApiError: 400, a text of the body has half of a surrogate pair; `param` is its place.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_checked(request: Request) -> Response:
-            return await handle(CheckedRequest(request.scope, request.receive))
+            body = await request.body()  # the request keeps it
+            if SPELLED.search(body):
+                _check(body)
+            return await handle(request)
 
         return handle_checked
+
+
+def _check(body: bytes) -> None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return  # the route says that it is no JSON
+    for place in halves(value):
+        what = f"{place or 'the body'} has half of a surrogate pair"
+        raise ApiError(400, f"{what}; remove it, or send the whole character", place or None)
 
 
 def halves(value: Any) -> Iterator[str]:

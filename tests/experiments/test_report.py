@@ -275,6 +275,14 @@ def test_timeline_shows_drafts(tmp_path: Path) -> None:
     assert "accepted" not in report.page(ABOUT, GRID[-3:], [{}] * 3, [{**step, "started": 0.0, "seconds": 1.0}] * 3)
 
 
+def test_clipped_lengths_are_shown() -> None:
+    swept = {"engine.block_size": 8}
+    workload = {"clipped_prompts": 3, "clipped_outputs": 4}
+    for runs, shown in (([run(0, 0, swept, 1.0)], []), ([run(0, 0, swept, 1.0, workload=workload)], ["7"])):
+        tiles = report.tiles(runs, sweep_points.points(runs))
+        assert [tile["value"] for tile in tiles if tile["title"] == "clipped lengths"] == shown
+
+
 def test_terminal_table() -> None:
     text = sweep_points.text_table(sweep_points.points(GRID)).splitlines()
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]

@@ -32,6 +32,7 @@ def test_ctrl_c_while_a_package_is_imported_harms_no_later_call(tmp_path):
     (package / "slow.py").write_text("import time\ntime.sleep(1)\nanswer = 42\n")
     code = """
         import os, signal, sys, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         sys.path.insert(0, sys.argv[1])
         from pagedjax.text.imports import imported
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -51,6 +52,7 @@ def test_ctrl_c_while_a_package_is_imported_harms_no_later_call(tmp_path):
 def test_ctrl_c_during_the_first_conversation(tiny_folder, after):
     code = """
         import os, signal, sys, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         from pagedjax.weights.tokenizer_files import load_tokenizer
         from pagedjax.weights.locate import open_checkpoint
         tokenizer = load_tokenizer(open_checkpoint(sys.argv[1]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from pagedjax import LLM
 from pagedjax.text.messages import content_text
 from pagedjax.text.tokenizer import Tokenizer
+from tests import drawn
 
 PRINTS = "{% for m in messages %}{{ m.role }}={{ m.content }}|{{ m.tool_calls is defined }};{% endfor %}"
 TRIMS = "{% for m in messages %}{{ m.role }}={{ m.content | trim }}|{{ m.tool_calls is defined }};{% endfor %}"
@@ -72,3 +75,33 @@ def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm: LLM)
 def test_parts_of_other_apis_are_text_too():
     parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     assert content_text("input.0", tuple(parts)) == "ab"
+
+
+@drawn.examples(60, 100_000)
+def test_any_conversation_is_rendered_as_by_transformers(tiny, number):
+    """transformers gets the text of each content; here the contents may be parts, or nothing."""
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}\n{{ m['content'] | trim }}"
+        "{% if m.name is defined %}({{ m.name }}){% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    backend = tiny.tokenizer.backend
+    ours = Tokenizer(backend, (2,), {}, template)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+    text = st.text(max_size=8)
+    parts = st.lists(text, max_size=3)
+    messages = st.tuples(st.sampled_from(["user", "assistant", "system"]), st.none() | text | parts, st.none() | text)
+
+    def holds(conversation: list[Any], generating: bool) -> None:
+        given, plain = [], []
+        for role, content, name in conversation:
+            said = "".join(content or ()) if isinstance(content, list) else content or ""
+            sent = [{"type": "text", "text": part} for part in content] if isinstance(content, list) else content
+            given.append({"role": role, "content": sent, "name": name})
+            plain.append({"role": role, "content": said} | ({} if name is None else {"name": name}))
+        found = ours.apply_chat_template(given, generating)
+        rendered = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=generating)
+        assert found == ours.encode(rendered, add_special_tokens=False)
+
+    drawn.check(number, holds, st.lists(messages, min_size=1, max_size=4), st.booleans())

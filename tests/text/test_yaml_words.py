@@ -119,7 +119,8 @@ def test_a_swept_key_is_a_text(form):
     assert overrides.combinations(strict_yaml.load_text(yaml_words.dump({form: part}), "x")) == [{"on": 1}]
 
 
-def test_what_is_written_is_read_as_it_was():
+@drawn.examples(100, 100_000)
+def test_what_is_written_is_read_as_it_was(number):
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)
     words = scalars | st.sampled_from([*MEANINGS])
     values = st.recursive(words, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3))
@@ -128,7 +129,7 @@ def test_what_is_written_is_read_as_it_was():
         text = yaml_words.dump(value, allow_unicode=True)
         assert yaml_words.load(text) == value
 
-    drawn.check(100, holds, values)
+    drawn.check(number, holds, values)
 
 
 def test_a_written_text_is_no_number_of_yaml_1_1():
