@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from pagedjax.server.errors import ApiError
 
@@ -31,9 +33,10 @@ class CheckedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_checked(request: Request) -> Response:
-            body = await request.body()  # the request keeps it
-            if SPELLED.search(body):
-                _check(body)
+            with suppress(ClientDisconnect):  # in the middle of a body; the route sees it too
+                body = await request.body()  # the request keeps it
+                if SPELLED.search(body):
+                    _check(body)
             return await handle(request)
 
         return handle_checked
