@@ -21,7 +21,7 @@ from pagedjax.config import Compilation, EngineConfig, from_dict
 from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import compilations, programs
+from pagedjax.engine import compilations, interrupts, programs
 from pagedjax.engine.adapters import no_adapters
 from pagedjax.host.types import Pending
 from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
@@ -410,7 +410,7 @@ class LLM:
         ids = self._truncated(self._tokens(prompt), params)
         sent = 0
         with ExitStack() as stack:
-            with self._turn(lora_request):
+            with interrupts.deferred(), self._turn(lora_request):
                 (adapter,) = self._adapters(lora_request, 1)
                 request = GenerationRequest(ids, params, adapter=adapter)
                 outputs, unfinished = stack.enter_context(self.session.awaited([request]))
@@ -534,7 +534,7 @@ class LLM:
         priorities = _one_each("priority", priority, int, len(ids))
         users = _one_each("user", user, str, len(ids))
         with ExitStack() as stack:
-            with self._turn(lora_request):
+            with interrupts.deferred(), self._turn(lora_request):
                 adapters = self._adapters(lora_request, len(ids))
                 columns = zip(ids, texts, params, priorities, users, adapters, strict=True)
                 requests = [
@@ -554,7 +554,7 @@ class LLM:
 
     def _turn(self, lora_request: Any) -> AbstractContextManager[None]:
         """One turn from the loading of adapters to the requests for them, which no other thread may come between."""
-        return nullcontext() if lora_request is None else self.engine.turns
+        return nullcontext() if lora_request is None else self.session.turns
 
 
 def default_compilation(engine: Mapping[str, Any]) -> Compilation:

@@ -69,6 +69,7 @@ class Calls:
 
     turns: interrupts.Turns
     add: Callable[[Sequence[GenerationRequest]], list[Branches]]
+    grammar_of: Callable[[GenerationRequest], Grammar | None]
     step: Callable[[], Any]
     abandon: Callable[[Branches], Any]
 
@@ -93,6 +94,8 @@ class Calls:
         """
         outputs: list[Branches] = []
         unfinished: set[str] = set()
+        # before the turn, because compiling takes long
+        requests = [replace(request, grammar=self.grammar_of(request)) for request in requests]
         try:
             with interrupts.deferred(), self.turns:  # no request without an owner
                 outputs = self.add(requests)
@@ -107,7 +110,7 @@ class Calls:
 
     def step_for(self, unfinished: set[str]) -> Any:
         """A step for a call that waits; None if a step of another thread has ended all that it waits for."""
-        with self.turns:
+        with interrupts.deferred(), self.turns:
             return self.step() if unfinished else None
 
 
@@ -128,7 +131,8 @@ class Session(Calls):
         self._eos = frozenset(eos_token_ids)
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, tuple(self._eos))
         self._results: deque[StepResult] = deque()  # of steps that other sessions ran
-        engine.sessions.add(self)
+        with self.turns:
+            engine.sessions.add(self)
 
     def another(self) -> Session:
         """A session of the same engine, without requests."""

@@ -157,7 +157,7 @@ def integers(example: str, what: str = "integers") -> Callable[[str], tuple[int,
 
     def read(text: str) -> tuple[int, ...]:
         try:
-            return tuple(decimal(int)(part) for part in text.split(","))
+            return tuple(decimal(int)(part.strip()) for part in text.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(f"is {text!r}; write {what}, such as {example}") from None
 
@@ -206,7 +206,7 @@ def mapping(example: str) -> Callable[[str], dict[str, Any]]:
     def read(text: str) -> dict[str, Any]:
         pairs = [part.partition("=") for part in text.split(",")]
         if not text.startswith("{") and all(name and value for name, _, value in pairs):
-            return {name: yaml_words.word(value) for name, _, value in pairs}
+            return {name: _word(value) for name, _, value in pairs}
         try:
             value = json.loads(text)
         except ValueError:
@@ -224,6 +224,12 @@ def name_or_mapping(example: str) -> Callable[[str], str | dict[str, Any]]:
         return mapping(example)(text) if "=" in text or text.startswith("{") else text
 
     return read
+
+
+def _word(text: str) -> Any:
+    """A word as a value; NAME=VALUE has no word for nothing."""
+    value = yaml_words.word(text)
+    return text if value is None else value
 
 
 def decimal(kind: type[Number]) -> Callable[[str], Number]:

@@ -96,17 +96,18 @@ class PairSession(Calls):
             if request.adapter is not None:
                 needed = self.prefill.engine.adapters[request.adapter]
                 handovers.adapter_of(self.decode.engine.runtime, needed.content_hash)
-        added = self.prefill.add(requests)
-        names = {name for branches in added for name in branches}
-        try:
-            for seq in self.prefill.engine.scheduler_state.waiting:
-                if seq.request_id in names:
-                    own = seq.request._replace(request_id=f"p{seq.request_id}", forks=())
-                    request_limits.check(self.decode.engine.scheduler_state, own)
-        except BaseException:
-            for branches in added:
-                self.prefill.abandon(branches)
-            raise
+        with self.prefill.engine.turns:
+            added = self.prefill.add(requests)
+            names = {name for branches in added for name in branches}
+            try:
+                for seq in self.prefill.engine.scheduler_state.waiting:
+                    if seq.request_id in names:
+                        own = seq.request._replace(request_id=f"p{seq.request_id}", forks=())
+                        request_limits.check(self.decode.engine.scheduler_state, own)
+            except BaseException:
+                for branches in added:
+                    self.prefill.abandon(branches)
+                raise
         self._mine |= names
         return added
 
@@ -115,7 +116,8 @@ class PairSession(Calls):
         prefilled = self.prefill.step() if self._mine else None
         ended = prefilled.ended if prefilled else ()
         self._mine.difference_update(ended)
-        moved, again = self._move()
+        with interrupts.of_both(self.prefill.engine.turns, self.decode.engine.turns):
+            moved, again = self._move()
         decoded = self.decode.step() if self._ids else None
         if decoded:
             gone = {mine: name for name, mine in self._ids.items()}

@@ -21,7 +21,8 @@ def deferred() -> Iterator[None]:
     Python interrupts only the main thread; in other threads this does nothing.
     """
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if before is None:  # or a handler that was not set from Python, which cannot be restored
+    # None: not the main thread, or a handler that was not set from Python, which cannot be restored
+    if before is None or getattr(before, "defers", False):  # a block around this one waits
         yield
         return
     pressed = []
@@ -32,6 +33,7 @@ def deferred() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
             signal.raise_signal(signal.SIGINT)
 
+    press.defers = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, press)
     try:
         yield
@@ -67,30 +69,31 @@ class Turns:
 
     def __init__(self) -> None:
         self._door = threading.RLock()
-        self._lock = threading.RLock()
-        self._owner: int | None = None
-        self._depth = 0
+        self._lock: Any = threading.RLock()
 
     def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
-            self._depth += 1
+        if self._lock._is_owned():
+            self._lock.acquire()
             return
+        acquired = False
         try:
-            with deferred():
-                with self._door:
-                    self._lock.acquire()
-                self._owner = threading.get_ident()
-                self._depth = 1
+            with deferred(), self._door:
+                acquired = self._lock.acquire()
         except BaseException:
-            if self._owner == threading.get_ident():
-                self.__exit__()
+            if acquired:
+                self._lock.release()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._owner = None
-            self._lock.release()
+        self._lock.release()
+
+
+@contextmanager
+def of_both(one: Turns, other: Turns) -> Iterator[None]:
+    """A turn of two engines. All threads take the two in one order, so that none waits for another for ever."""
+    first, second = sorted((one, other), key=id)
+    with first, second:
+        yield
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:

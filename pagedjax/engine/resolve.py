@@ -164,7 +164,10 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
     if not wanted:
         method = options.method if options else None
         raise ValueError(f"there is a draft model, but speculative.method is {method!r}; it must be one of {ON_DEVICE}")
-    d = draft.layers
+    d, m = draft.layers, model.config
+    if options is not None and options.method != "draft" and d.vocab_size != m.vocab_size:
+        what = f"the draft head has a vocabulary of {d.vocab_size} tokens, and the model one of {m.vocab_size}"
+        raise ValueError(f"{what}; use a head that was trained for this model")
     if d.max_len < length:
         raise ValueError(
             f"the draft model was made for {d.max_len} tokens and max_model_len is {length}; lower it, or use another "

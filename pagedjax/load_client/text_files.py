@@ -70,6 +70,8 @@ def _records(file: str, content: str, hint: str) -> Iterator[tuple[int, list[str
 def _row(where: str, fields: list[str]) -> TraceRow:
     time, *lengths = fields
     try:
+        if not re.match(r"\d{4}-\d\d-\d\d", time, re.ASCII):  # 20231116 may be any number
+            raise ValueError(time)
         at = datetime.fromisoformat(time)
     except ValueError:
         what = f"{where}: TIMESTAMP is {time!r:.80}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +17,10 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from pagedjax.server.errors import ApiError
+from pagedjax.text.surrogates import halves
 
-SURROGATE = re.compile("[\ud800-\udfff]")
-SPELLED = re.compile(rb"\\u[dD][89a-fA-F]")  # also whole pairs, and behind an escaped backslash
+# Half of a pair, spelled or as bytes; also whole pairs, and behind an escaped backslash.
+SPELLED = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 class CheckedRoute(APIRoute):
@@ -35,7 +36,7 @@ class CheckedRoute(APIRoute):
         async def handle_checked(request: Request) -> Response:
             with suppress(ClientDisconnect):  # in the middle of a body; the route sees it too
                 body = await request.body()  # the request keeps it
-                if SPELLED.search(body):
+                if SPELLED.search(body) or json.detect_encoding(body) != "utf-8":
                     _check(body)
             return await handle(request)
 
@@ -50,23 +51,3 @@ def _check(body: bytes) -> None:
     for place in halves(value):
         what = f"{place or 'the body'} has half of a surrogate pair"
         raise ApiError(400, f"{what}; remove it, or send the whole character", place or None)
-
-
-def halves(value: Any) -> Iterator[str]:
-    """The places of texts with half of a surrogate pair, as `messages.0.content`; keys are texts too."""
-    waiting: list[tuple[str, Any]] = [("", value)]
-    while waiting:  # no recursion: a body may be deep
-        place, inner = waiting.pop()
-        if isinstance(inner, str) and SURROGATE.search(inner):
-            yield place
-        elif isinstance(inner, list):
-            waiting += [(_below(place, i), each) for i, each in enumerate(inner)]
-        elif isinstance(inner, dict):
-            if any(SURROGATE.search(key) for key in inner):
-                yield place
-            waiting += [(_below(place, key), each) for key, each in inner.items()]
-
-
-def _below(place: str, name: str | int) -> str:
-    safe = SURROGATE.sub("\ufffd", str(name))
-    return f"{place}.{safe}" if place else safe

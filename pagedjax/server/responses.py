@@ -192,7 +192,7 @@ class OutputOffsets:
         ids = prompt.prompt_token_ids
         skips = style.skips_special_tokens
         self._pieces = Detokenizer(style.tokenizer, ids, skip_special_tokens=skips)
-        self.at = len(echoed(style, prompt)) if style.echo else 0
+        self.start = self.at = len(echoed(style, prompt)) if style.echo else 0
 
     def next(self, token: int) -> int:
         offset = self.at
@@ -201,14 +201,21 @@ class OutputOffsets:
 
 
 def prompt_offsets(style: Style, output: RequestOutput) -> list[int]:
-    """Where each token of a prompt begins in its text, in which a BOS token that was added has no place."""
-    text, at, offsets = echoed(style, output), 0, []
-    pieces = Detokenizer(style.tokenizer, skip_special_tokens=False)
-    for token in output.prompt_token_ids:
-        offsets.append(at)
-        piece = pieces.push(token)
-        if text.startswith(piece, at):
-            at += len(piece)
+    """Where each token of a prompt begins in its text, in which special tokens that were added before it have no place.
+
+    If the tokenizer writes a character otherwise, offsets behind it are near and not exact.
+    """
+    text, tokenizer, ids = echoed(style, output), style.tokenizer, output.prompt_token_ids
+    added = 0
+    while added < len(ids) and ids[added] in tokenizer.special_ids:
+        if text.startswith(tokenizer.decode_token(ids[added])):
+            break
+        added += 1
+    pieces, at = Detokenizer(tokenizer, skip_special_tokens=False), 0
+    offsets = [0] * added
+    for token in ids[added:]:
+        offsets.append(min(at, len(text)))
+        at += len(pieces.push(token))
     return offsets
 
 

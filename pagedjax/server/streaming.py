@@ -67,6 +67,7 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
     counts = style.logprobs is not None and not style.chat
     each = [request for request in requests for _ in range(width)] if counts else []
     offsets = [responses.OutputOffsets(style, request) for request in each]
+    sent: Counter[int] = Counter()  # characters of each branch
     generated: Counter[int] = Counter()  # tokens of each branch
     readers = [CallReader(style.calls) for _ in range(len(requests) * width)] if style.calls else []
 
@@ -88,7 +89,12 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
             reason: str | None = delta.finish_reason
             if style.calls is not None:
                 said, reason = tool_answers.delta(readers[index], delta.text, reason)
-            offset = offsets[index].next(delta.token_id) if counts else 0
+            offset = 0
+            if counts:
+                offset = offsets[index].next(delta.token_id)
+                sent[index] += len(delta.text)
+                if reason is not None:  # tokens of a stop string may come behind the text
+                    offset = min(offset, offsets[index].start + sent[index])
             shown = style.logprobs is not None or style.token_ids or reason is not None or always
             if shown or any(said.values()):
                 choice = responses.delta_choice(style, delta, index, offset, said, reason)

@@ -13,6 +13,7 @@ from pagedjax.structured import keywords, vocabulary
 from pagedjax.structured.matcher import Grammar, first_line
 from pagedjax.structured.regular import beyond
 from pagedjax.text.imports import imported
+from pagedjax.text.surrogates import check_whole
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 KEPT = 64  # compiled grammars, those that were used last
@@ -149,6 +150,7 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
         schema = json.loads(form.json)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+    check_whole("structured_outputs.json", schema)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false")
     if schema is False:

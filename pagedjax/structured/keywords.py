@@ -152,13 +152,24 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(keys, Mapping) or not isinstance(patterns, Mapping) or not keys or not patterns:
         return False
-    if any("|" in pattern and ("^" in pattern or "$" in pattern) for pattern in patterns):
-        return False  # anchors of alternatives are not read here
-    allowed = "|".join(f"({_of_whole_keys(pattern)})" for pattern in patterns)
+    parts = [part for pattern in patterns for part in _alternatives(pattern)]
+    allowed = "|".join(f"({_of_whole_keys(part)})" for part in parts)
     try:
         return beyond(allowed, "|".join(map(re.escape, keys))) is None
     except ValueError:  # the compiler of grammars says what is wrong
         return False
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The parts of a pattern between the bars that are in no group and in no class."""
+    parts, depth = [""], 0
+    for piece in re.findall(r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
 
 
 def _of_whole_keys(pattern: str) -> str:

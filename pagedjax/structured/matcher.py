@@ -60,24 +60,23 @@ class Matcher:
             self.error = first_line(self._parser.get_error()) or "the parser failed"
         return None if self.error is not None else self._parser
 
-    def check_end(self, drafts: Sequence[int]) -> None:
+    def check_ends(self, drafts: Sequence[int], ending: Sequence[int]) -> None:
         """Fail if the form is not complete where a mask allows its end. It would be an error of the library's.
 
         Args:
-            drafts: tokens behind the output that `after` was last asked about; the mask is of the token after them.
+            drafts: tokens behind the output that `after` was last asked about.
+            ending: numbers of drafts, ascending, behind which the mask allows an end token. Behind a
+                draft that is not allowed no sample counts.
         """
-        if self.checked() is not None and not self._is_complete(drafts):
-            self.error = "an end token is allowed before the form is complete"
-
-    def _is_complete(self, drafts: Sequence[int]) -> bool:
-        """Whether the form may end behind the drafts. Behind one that is not allowed no sample counts."""
-        if not drafts:
-            return self._parser.is_accepting()
-        parser = self._parser.deep_copy()
-        if parser.validate_tokens(list(drafts)) < len(drafts):
-            return True
-        parser.consume_tokens(list(drafts))
-        return parser.is_accepting()
+        parser = self._parser if ending[-1] == 0 else self._parser.deep_copy()
+        for behind in range(ending[-1] + 1):
+            if behind and not parser.validate_tokens(drafts[behind - 1 : behind]):
+                return
+            if behind:
+                parser.consume_token(drafts[behind - 1])
+            if behind in ending and not parser.is_accepting():
+                self.error = "an end token is allowed before the form is complete"
+                return
 
     def forced(self, output: Tokens, most: int) -> list[int]:
         """The next tokens, if the grammar leaves no choice; at most `most`."""
@@ -123,8 +122,9 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     ending = _allow_an_end(found, rows[0].matcher.grammar.ends)
     for row, (_, _, drafts) in zip(rows, parsers, strict=True):
         samples = slice(row.first, row.first + 1 + len(row.drafts))
-        for behind in np.flatnonzero(ending[samples]).tolist():
-            row.matcher.check_end(drafts[:behind])
+        ends = np.flatnonzero(ending[samples]).tolist()
+        if ends and row.matcher.checked() is not None:
+            row.matcher.check_ends(drafts, ends)
         if row.matcher.checked() is None:
             mine = found[samples]
             mine[:] = 0xFFFFFFFF

@@ -65,17 +65,18 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
     if (unknown := model.get("unk_token")) is not None:
         model["unk_token"] = names.get(unknown, unknown)
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in names]
+        model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]
 
 
-def _merged(merge: str | Sequence[str]) -> str:
+def _pieces(merge: str | Sequence[str]) -> set[str]:
+    """Both parts of a merge, and what it makes of them."""
     parts = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return "".join(parts)
+    return {*parts, "".join(parts)}
 
 
 def by_id(grammar: str, marks: Mapping[str, int]) -> str:
     """A Lark grammar in which `<name>` of a mark is `<[id]>`. GBNF has no names of tokens."""
-    if "::=" in grammar:
+    if re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE):
         return grammar
 
     def numbered(match: re.Match[str]) -> str:

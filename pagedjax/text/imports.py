@@ -21,14 +21,19 @@ def imported(name: str) -> ModuleType:
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         return module
+    if _IMPORTS.get(threading.get_ident()):  # a module that is imported so imports another one
+        return importlib.import_module(name)
     outcome: dict[str, Any] = {}
 
     def load() -> None:
         try:
             with _ONE_AT_A_TIME:
+                _IMPORTS[threading.get_ident()] = True
                 outcome["module"] = importlib.import_module(name)
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            _IMPORTS.pop(threading.get_ident(), None)
 
     thread = threading.Thread(target=load, name=f"import of {name}")
     thread.start()
@@ -38,4 +43,5 @@ def imported(name: str) -> ModuleType:
     return outcome["module"]
 
 
-_ONE_AT_A_TIME = threading.RLock()  # a module may be imported while another one is
+_ONE_AT_A_TIME = threading.Lock()
+_IMPORTS: dict[int, bool] = {}  # threads that import

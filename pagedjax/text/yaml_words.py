@@ -60,7 +60,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 Dumper.add_representer(str, _text)
 for _kind, _pattern, _first in _WORDS:
-    _matches = re.compile(rf"^(?:{_pattern})$")
+    _matches = re.compile(rf"^(?:{_pattern})\Z")
     Loader.add_implicit_resolver(_TAG + _kind, _matches, list(_first))
     Dumper.add_implicit_resolver(_TAG + _kind, _matches, list(_first))
 Loader.add_constructor(f"{_TAG}int", _integer)

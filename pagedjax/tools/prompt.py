@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedjax.text.messages import for_template
+from pagedjax.text.surrogates import check_whole
 from pagedjax.tools.definitions import MAX_LEVELS, Tool, too_deep
 from pagedjax.tools.formats import Dialect
 
@@ -80,6 +81,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
             raise ValueError(f"{place}.function.arguments is no JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text")
+    check_whole(f"{place}.function.arguments", dict(arguments))
     if too_deep(arguments):
         raise ValueError(f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter")
     known = {"id": call["id"]} if call.get("id") is not None else {}  # other fields would appear in prompts

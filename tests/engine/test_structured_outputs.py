@@ -219,3 +219,12 @@ def test_the_engine_alone_wants_a_compiled_grammar(tiny_llm):
     with pytest.raises(ValueError, match="give both to the engine"):
         tiny_llm.engine.add("a", [5, 6], params)
     assert not tiny_llm.engine.has_work
+
+
+def test_a_token_that_a_form_did_not_allow_is_not_shown(tiny_llm):
+    """This grammar names the end token in its middle, where no answer may end: the request fails there."""
+    form = StructuredOutputsParams(grammar='start: "a" <|im_end|> "b"')
+    params = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=form)
+    (output,) = tiny_llm.generate("x", params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "abort")
+    assert list(tiny_llm.stream("x", params)) == ["a"]

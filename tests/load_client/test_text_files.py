@@ -66,6 +66,8 @@ def test_traces_are_read(read, content):
         (HEADER + FIRST + f"2023-11-16,{'9' * 5000},1\n", "line 3: ContextTokens is '999"),
         (HEADER + FIRST + "1700158623.5,3,1\n", "line 3: TIMESTAMP is '1700158623.5'; write a time of ISO 8601"),
         (HEADER + FIRST + "45246.76,3,1\n", "line 3: TIMESTAMP is '45246.76'; write a time"),
+        (HEADER + FIRST + "20231116,3,1\n", "line 3: TIMESTAMP is '20231116'; write a time"),
+        (HEADER + FIRST + "2023W01,3,1\n", "line 3: TIMESTAMP is '2023W01'; write a time"),
         (HEADER + FIRST + "2023-11-16T17:17:05Z,3,1\n", "line 3: TIMESTAMP .* has a time zone, unlike those before"),
         (HEADER + FIRST + "2023-11-16,3\n", "line 3: 2 fields, and the file has 3 columns"),
         (HEADER + FIRST + "2023-11-16,3,1,1\n", "line 3: 4 fields, and the file has 3 columns"),
@@ -128,6 +130,7 @@ def test_any_trace_is_read_as_by_a_slow_reader_or_refused_with_its_line(rows):
 
 def is_plain(at: str, prompt: str, output: str) -> bool:
     try:
+        datetime.strptime(at[:10], "%Y-%m-%d")
         datetime.fromisoformat(at)
     except ValueError:
         return False

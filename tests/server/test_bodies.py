@@ -10,8 +10,9 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax import LLM
-from pagedjax.server.bodies import halves
+from pagedjax import LLM, StructuredOutputsParams
+from pagedjax.structured.grammars import grammar_text
+from pagedjax.text.surrogates import halves
 from tests import drawn
 from tests.server.support import ENGINE, serving
 
@@ -127,6 +128,22 @@ def test_half_of_a_surrogate_pair_is_a_400_that_names_its_place(small, route, bo
     assert answer.status_code == 400
     assert error["param"] == place
     assert error["message"] == f"{place} has half of a surrogate pair; remove it, or send the whole character"
+
+
+def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
+    for raw in (b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass")):
+        answer = small.post("/tokenize", content=raw, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    arguments = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}],
+    }
+    answer = small.post("/v1/chat/completions", json={"messages": [arguments]})
+    assert answer.status_code == 400
+    assert "arguments at x has half of a surrogate pair" in answer.json()["error"]["message"]
+    schema = StructuredOutputsParams(json='{"properties": {"\\ud800": {}}}')
+    with pytest.raises(ValueError, match=r"structured_outputs\.json at properties has half of a surrogate pair"):
+        grammar_text(schema)
 
 
 def test_whole_pairs_and_spelled_backslashes_are_texts(small):

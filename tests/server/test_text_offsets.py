@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
 
 from pagedjax import SamplingParams
 from pagedjax.server.responses import OutputOffsets, Style, completion_logprobs, prompt_offsets
@@ -79,6 +81,26 @@ def test_a_bos_token_that_was_added_and_a_first_space_have_no_place():
     bos, *tokens = [1, *tokenizer.encode("a b")]
     assert prompt_offsets(style(tokenizer), prompt_of([bos, *tokens], "a b")) == [0, 0, 1, 2]
     assert prompt_offsets(style(tokenizer), prompt_of([bos, *tokens])) == [0, 3, 4, 5]
+
+
+def sentencepiece() -> Tokenizer:
+    """With pieces of whole words, as Llama 2 has."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b")]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in pieces[:3]])
+    return Tokenizer(backend, (2,), {})
+
+
+def test_the_first_space_of_sentencepiece_has_no_place():
+    tokenizer = sentencepiece()
+    tokens = tokenizer.encode("a b a b")
+    assert prompt_offsets(style(tokenizer), prompt_of([1, *tokens], "a b a b")) == [0, 0, 1, 3, 5]
+    assert offsets_of(style(tokenizer), (), tokens, "a b a b") == [0, 1, 3, 5]
 
 
 def test_offsets_do_not_pass_the_end_of_a_text_that_a_stop_string_cut(smollm):

@@ -224,6 +224,10 @@ NUMBER = {"type": "integer"}
         objects({"^n$": NUMBER}, n=NUMBER),
         objects({"^[nm]$": NUMBER}, n=NUMBER, m=NUMBER, o={}),
         objects({"^n$": NUMBER, "^m$": NUMBER}, n=NUMBER, m=NUMBER),
+        objects({"^(n|m)$": NUMBER}, n=NUMBER, m=NUMBER),
+        objects({"^(?:n|m)$": NUMBER}, n=NUMBER, m=NUMBER),
+        objects({"^n$|^m$": NUMBER}, n=NUMBER, m=NUMBER),
+        objects({"^[n|]$": NUMBER}, **{"n": NUMBER, "|": NUMBER}),
         {"type": "array", "items": objects({r"^a\.b$": NUMBER}, **{"a.b": NUMBER})},
     ],
 )
@@ -239,6 +243,8 @@ def test_patterns_of_known_keys_alone_are_refused(grammars, schema):
         objects({"n": NUMBER}, n=NUMBER),
         objects({"^n$": NUMBER}, {}, n=NUMBER),
         objects({"^n$": NUMBER}, m=NUMBER),
+        objects({"^(n|m)$": NUMBER}, n=NUMBER),
+        objects({"^n$|m": NUMBER}, n=NUMBER, m=NUMBER),
         objects({"^[a-n]$": NUMBER}, n=NUMBER),
     ],
 )

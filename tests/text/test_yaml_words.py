@@ -69,7 +69,8 @@ def swept(text: str) -> Any:
 
 
 def on_the_command_line(text: str) -> Any:
-    return options.mapping("a=1")(f"a={text}")["a"]
+    value = options.mapping("a=1")(f"a={text}")["a"]
+    return None if value in ("null", "~") else value  # NAME=VALUE has no word for nothing
 
 
 def of_serve_run(text: str) -> Any:
