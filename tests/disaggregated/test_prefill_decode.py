@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import chex
@@ -276,6 +277,20 @@ def test_calls_of_either_engine_alone_may_come_between(model, one, plain):
     assert [list(branch.token_ids) for branch in branches.values()] == [list(ids) for ids, *_ in wanted[0]]
     assert not pair.session._ids
     emptied(plain, decode)
+
+
+def test_threads_may_call_pairs_in_both_directions_and_engines_alone(model, one, plain):
+    other = LLM(model, **SIZES)
+    callers = [PrefillDecode(plain, other), PrefillDecode(other, plain), plain, other]
+
+    def tokens(caller: Any) -> list[Any]:
+        return [[ids for ids, *_ in branches] for branches in answers(caller)[: len(PROMPTS)]]
+
+    wanted = tokens(one)
+    with ThreadPoolExecutor(len(callers)) as pool:
+        calls = [pool.submit(tokens, caller) for caller in callers * 3]
+        assert [call.result(300) for call in calls] == [wanted] * len(calls)
+    emptied(plain, other)
 
 
 def test_a_sequence_that_the_other_engine_refuses_ends_where_it_is(model, one, plain, caplog):
