@@ -226,7 +226,8 @@ def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
         if table[: len(had)] == had:
             kept = len(had)
         else:
-            kept = next(i for i, (a, b) in enumerate(zip(had, (*table, 0), strict=False)) if a != b)
+            pairs = enumerate(zip(had, table, strict=False))
+            kept = next((i for i, (a, b) in pairs if a != b), len(table))
         changes.append([n, kept, list(table[kept:])])
     return changes
 

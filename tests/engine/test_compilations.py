@@ -52,7 +52,7 @@ def compile_one(size: int) -> None:
 def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, folder, monkeypatch):
     before, seen, engine = options(), [], llm.make_engine
     monkeypatch.setattr(llm, "make_engine", lambda *args, **config: seen.append(options()) or engine(*args, **config))
-    LLM(tiny, progress=False, **SIZES)
+    LLM(tiny, progress=False, **(SIZES | {"compilation": "eager"}))
     assert options() == before
     assert seen == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]
     kept = programs(folder)

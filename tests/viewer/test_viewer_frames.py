@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
+from immutables import Map
 
 from pagedjax.host import blocks, event_log, scheduler
 from pagedjax.host.kv_policies import ALL, View
@@ -281,3 +282,8 @@ def test_a_splice_contains_only_the_changes(old: tuple, new: tuple, change: list
 @drawn.given(30, 100, st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
 def test_applying_a_splice_gives_the_new_sequence(old: list, new: list):
     assert picture.spliced(tuple(old), picture.splice(tuple(old), tuple(new))) == tuple(new)
+
+
+def test_a_table_that_lost_its_hole_and_all_behind_it_has_changed():
+    changes = frames._table_changes(Map({1: (5, 0, 4), 2: (5, 6)}), {1: (5,), 2: (5, 6, 7)})
+    assert changes == [[1, 1, []], [2, 2, [7]]]
