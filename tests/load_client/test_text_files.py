@@ -106,7 +106,7 @@ def test_paragraphs_of_any_system_are_prompts():
 
 @drawn.given(
     100,
-    100_000,
+    10_000,
     st.lists(
         st.tuples(
             st.one_of(st.datetimes(timezones=st.none()).map(str), st.text(max_size=12)),
