@@ -64,7 +64,7 @@ def _parameters(key: jax.Array, shapes: tuple[tuple[tuple[int, ...], Any], ...])
         return 0.02 * jax.random.normal(key, shape, dtype)
 
     keys = jax.random.split(key, len(shapes))
-    return [fill(own, shape, dtype) for own, (shape, dtype) in zip(keys, shapes, strict=True)]
+    return [fill(leaf_key, shape, dtype) for leaf_key, (shape, dtype) in zip(keys, shapes, strict=True)]
 
 
 def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:

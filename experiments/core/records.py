@@ -119,8 +119,7 @@ class StepRecord(NamedTuple):
     prompt_tokens: int
     padded_tokens: int
     sampled: int
-    admitted: int
-    # `admitted` also counts sequences that come back
+    admitted: int  # also those that come back
     admitted_tokens: int  # of the sequences that were admitted for the first time
     hit_tokens: int  # tokens of them that were found in the cache
     preempted: int

@@ -126,10 +126,10 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
         if ends and row.matcher.checked() is not None:
             row.matcher.check_ends(drafts, ends)
         if row.matcher.checked() is None:
-            mine = found[samples]
-            mine[:] = 0xFFFFFFFF
+            allowed = found[samples]
+            allowed[:] = 0xFFFFFFFF
             for token in row.stops:
-                mine[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+                allowed[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
     return found
 
 

@@ -16,7 +16,7 @@ END = 256  # the end of a text; the tokens before it are bytes
 
 
 def beyond(pattern: str, others: str) -> str | None:
-    """The first character of a text that `pattern` matches as a whole and `others` does not.
+    """The first byte of a text that `pattern` matches as a whole and `others` does not.
 
     Returns:
         "" for the empty text; None if there is no such text.
@@ -37,7 +37,7 @@ def beyond(pattern: str, others: str) -> str | None:
     tokens = np.flatnonzero(allowed[: END + 1]).tolist()
     if not tokens:
         return None
-    return "" if END in tokens else bytes(tokens[:1]).decode("latin-1")
+    return "" if END in tokens else bytes(tokens[:1]).decode("ascii", errors="backslashreplace")
 
 
 def _literal(pattern: str) -> str:
@@ -49,7 +49,7 @@ def _literal(pattern: str) -> str:
 @cache
 def _bytes() -> Any:
     """llguidance's tokenizer of single bytes."""
-    pieces = {letter: byte for letter, byte in byte_alphabet().items()} | {"<end>": END}
+    pieces = byte_alphabet() | {"<end>": END}
     coding = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": END, "content": "<end>", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

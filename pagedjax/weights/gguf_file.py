@@ -67,6 +67,9 @@ def read_gguf(path: Path) -> GGUFFile:
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's names of parts
 
 
+MOST_PARTS = 99_999  # that such names can number
+
+
 def read_parts(path: Path) -> GGUFFile:
     """The headers of a model that is one file, or several beside each other; `path` is any of them.
 
@@ -81,6 +84,9 @@ def read_parts(path: Path) -> GGUFFile:
     if count in (0, 1):
         return file
     number = file.metadata.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number < count <= MOST_PARTS:
+        what = f"split.no is {number!r:.80} and split.count {count!r:.80}"
+        raise ValueError(f"{path} is damaged: {what}; fetch it again")
     where = f"{path} is part {number + 1} of {count}"
     name = PART.fullmatch(path.name)
     if name is None or int(name["count"]) != count:

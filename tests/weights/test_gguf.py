@@ -281,6 +281,13 @@ def test_parts_that_are_no_whole_model_are_named(parts, folder, tmp_path):
         open_checkpoint(renamed)
 
 
+def test_a_part_with_a_damaged_number_is_named(folder, tmp_path):
+    for damage in ({"split.count": "4"}, {"split.count": 4, "split.no": 9}, {"split.count": 4, "split.no": "x"}):
+        file = tiny_gguf(tmp_path / "tiny-00001-of-00004.gguf", folder, extra=damage)
+        with pytest.raises(ValueError, match=r"is damaged: split\.no is .* and split\.count .*; fetch it again"):
+            open_checkpoint(file)
+
+
 def test_tensors_of_parts_are_counted(parts):
     raw = bytearray(parts[0].read_bytes())
     key = b"split.tensors.count"
