@@ -1,11 +1,13 @@
-"""A model for tests of what is around the model: its programs are compiled faster than those of `tiny`.
+"""What tests of engines share: a model for what is around the model, and Ctrl-C as at a terminal.
 
-It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
+The model of one layer is compiled faster than `tiny`. It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
 alone, so a block of another context would do as well.
 """
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,11 @@ def one_layer_folder(tmp_path_factory) -> Path:
 def one_layer(one_layer_folder) -> LoadedModel:
     """Its parameters are as they are stored, as those of `tiny`."""
     return load_model(one_layer_folder, linear_impl="xla")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As at a terminal: what a shell runs in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -325,14 +325,6 @@ def test_the_viewer_shows_requests_that_return_to_the_queue(tiny, monkeypatch, t
     assert not any(swapped for *_, swapped in stopped)
 
 
-@pytest.fixture
-def interruptible():
-    """As at a terminal: what a shell runs in the background ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_a_deferred_interrupt_waits_for_the_end_of_the_block(interruptible):
     steps = []
 

@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -106,15 +105,7 @@ def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_
         assert [each.result(LIMIT) for each in cleared] == [None] * 5
 
 
-@pytest.fixture
-def terminal() -> Iterator[None]:
-    """As at a terminal: what a shell runs in the background ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, terminal):
+def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     expected = tiny_llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids
     running, interrupted = threading.Event(), threading.Event()
@@ -171,7 +162,7 @@ def test_turns_are_taken_in_turn_and_may_be_nested():
     assert len(order) == 1001
 
 
-def test_a_turn_that_ctrl_c_interrupts_is_given_back(terminal):
+def test_a_turn_that_ctrl_c_interrupts_is_given_back(interruptible):
     turns, held = Turns(), threading.Event()
 
     def hold() -> None:
