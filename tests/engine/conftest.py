@@ -1,7 +1,7 @@
 """What tests of engines share: a model for what is around the model, and Ctrl-C as at a terminal.
 
-The model of one layer is compiled faster than `tiny`. It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
-alone, so a block of another context would do as well.
+The model of one layer is compiled faster than `tiny`. It is not for tests of what the cache holds: keys and values of
+the first layer depend on their token and its place alone, so a block of another context would do as well.
 """
 
 from __future__ import annotations
