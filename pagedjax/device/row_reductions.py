@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 TERMS = 16  # of one reduction that is written out
 
 
 def row_sums(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [...], exact float32: no product, which a TPU would round to bfloat16 and a GPU to TF32."""
-    return jax.lax.platform_dependent(x, cpu=lambda x: _written_out(x, jnp.add, 0), default=lambda x: x.sum(-1))
+    return lax.platform_dependent(x, cpu=lambda x: _written_out(x, lax.add, 0), default=lambda x: x.sum(-1))
 
 
 def row_means(x: jax.Array) -> jax.Array:
@@ -28,19 +29,19 @@ def row_means(x: jax.Array) -> jax.Array:
 
 def row_maxima(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., 1]. A maximum is exact in any order; it matters to what follows it."""
-    cpu = lambda x: _written_out(x, jnp.maximum, -jnp.inf)  # noqa: E731
-    return jax.lax.platform_dependent(x, cpu=cpu, default=lambda x: x.max(-1))[..., None]
+    cpu = lambda x: _written_out(x, lax.max, -jnp.inf)  # noqa: E731
+    return lax.platform_dependent(x, cpu=cpu, default=lambda x: x.max(-1))[..., None]
 
 
 def softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    shares = jnp.exp(x - jax.lax.stop_gradient(row_maxima(x)))
+    shares = jnp.exp(x - lax.stop_gradient(row_maxima(x)))
     return shares / row_sums(shares)[..., None]
 
 
 def log_softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    below = x - jax.lax.stop_gradient(row_maxima(x))
+    below = x - lax.stop_gradient(row_maxima(x))
     return below - jnp.log(row_sums(jnp.exp(below)))[..., None]
 
 
@@ -61,9 +62,10 @@ def _written_out(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Arr
     while (n := x.shape[-1]) > 1:
         terms = min(TERMS, n)
         width = -(-n // terms)
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width * terms - n)], constant_values=neutral)
-        total = x[..., :width]
+        padded = [(0, 0, 0)] * (x.ndim - 1) + [(0, width * terms - n, 0)]
+        x = lax.pad(x, jnp.asarray(neutral, x.dtype), padded)
+        total = lax.slice_in_dim(x, 0, width, axis=-1)
         for i in range(1, terms):
-            total = combine(total, x[..., i * width : (i + 1) * width])
-        x = jax.lax.optimization_barrier(total) if width > 1 else total
+            total = combine(total, lax.slice_in_dim(x, i * width, (i + 1) * width, axis=-1))
+        x = lax.optimization_barrier(total) if width > 1 else total
     return x[..., 0]
