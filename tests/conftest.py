@@ -31,19 +31,22 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an engine."""
+    """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an engine. If the mark
+    `slow_cases` names some, all others are exhaustive."""
     unknown: dict[str, set[str]] = {}
     for item in items:
-        if not (mark := item.get_closest_marker("default_cases")):
+        default = item.get_closest_marker("default_cases")
+        if default is None:
             continue
         case = item.callspec.id  # type: ignore[attr-defined]
-        name = item.nodeid.removesuffix(f"[{case}]")
-        unknown.setdefault(name, set(mark.args)).discard(case)
-        if case not in mark.args:
-            item.add_marker("slow")
+        slow = item.get_closest_marker("slow_cases")
+        named = {*default.args, *(slow.args if slow else ())}
+        unknown.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
+        if case not in default.args:
+            item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
     selected = any("[" in item.nodeid and "::" in argument for item in items[:1] for argument in item.config.args)
     if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
-        raise pytest.UsageError(f"default_cases names cases that do not exist: {wrong}")
+        raise pytest.UsageError(f"default_cases or slow_cases names cases that do not exist: {wrong}")
 
 
 @pytest.hookimpl(wrapper=True)
