@@ -80,10 +80,11 @@ def _replace(module: str, name: str, function: Callable[..., Any]) -> None:
 def _options(platform: str) -> dict[str, Any]:
     if not _quick or platform != "cpu":
         return of_users("compiler_options")(platform)
-    return _quick_options()
+    return quick_options()
 
 
-def _quick_options() -> dict[str, Any]:
+def quick_options() -> dict[str, Any]:
+    """Options of this version of JAX."""
     return QUICK if sys.modules["jax"].__version_info__ < NEWER_JAX else NEWER_QUICK
 
 
@@ -113,9 +114,9 @@ def _set_optimisations(few: bool) -> None:
 
 
 def _options_of_any_program(*arguments: Any, **options: Any) -> Any:
-    """JAX has a setting for the level of optimisation and none for the emitters, which take three quarters of the
-    time."""
+    """With the emitters of tests, which save three quarters of the time: JAX has no setting of them."""
     backend = options.get("backend")
     if _few and backend is not None and backend.platform == "cpu":
-        options["env_options_overrides"] = _quick_options() | (options.get("env_options_overrides") or {})
+        given = options.get("env_options_overrides") or {}
+        options["env_options_overrides"] = quick_options() | given
     return of_users("get_compile_options")(*arguments, **options)

@@ -23,9 +23,10 @@ from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, sample
 from tests.device.test_sampling import Row, batch, distribution
-from tests.quick_compiler import QUICK, all_quickly
+from tests.quick_compiler import all_quickly, quick_options
 
-LESS = QUICK | {"xla_backend_optimization_level": 1}  # compiles sooner; 0 draws several times as slowly
+# Compiles sooner; level 0 draws several times as slowly.
+LESS = quick_options() | {"xla_backend_optimization_level": 1}
 V, ROWS = 10, 1024
 POSITIONS = 16  # of each row in one call: 16,384 draws
 MANY, MILLION = 8, 64  # calls for 131,072 and for 1,048,576 draws

@@ -38,9 +38,8 @@ HERE = sorted(set(IMPLS) - {"pallas_gpu", "pallas_tpu"})
 every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
 # The reference has one program for decodes and chunks, so MANY tokens show nothing new of it.
 sizes = [(impl, t) for impl in HERE for t in (FEW, MANY) if (impl, t) != ("reference", MANY)]
-every_impl_and_size = pytest.mark.parametrize(
-    ("impl", "t"), [*sizes, slow("reference", MANY), slow("pallas_tpu", FEW), slow("pallas_tpu", MANY)]
-)
+slow_sizes = [("reference", MANY), ("pallas_tpu", FEW), ("pallas_tpu", MANY)]
+every_impl_and_size = pytest.mark.parametrize(("impl", "t"), [*sizes, *(slow(*size) for size in slow_sizes)])
 
 
 @pytest.fixture(autouse=True)
