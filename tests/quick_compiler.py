@@ -6,6 +6,7 @@
 - A newer JAX (that of Python 3.12) chooses emitters for a whole process. Tests that are `optimised` have those of users
   there if XLA_FLAGS is set to nothing: `XLA_FLAGS= python -m pytest -m "optimised and not slow"`.
 - The mark `few_optimisations` is for modules that compile much themselves and do not compare bits of what XLA compiles.
+  All that JAX compiles there has the options of tests' engines.
 - An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
 - An engine gets the program of an earlier one of the process, if all that the program depends on is equal
   (`engine/kept_programs.py`), or of an earlier run (.cache/). So a new test takes sizes that others have, such as those
@@ -35,6 +36,7 @@ EARLIER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitt
 KEPT = 100  # programs for later engines of the process, at most
 
 _quick = False
+_few = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
 _latest: deque[Any] = deque(maxlen=KEPT)
 
@@ -78,6 +80,11 @@ def _replace(module: str, name: str, function: Callable[..., Any]) -> None:
 def _options(platform: str) -> dict[str, Any]:
     if not _quick or platform != "cpu":
         return of_users("compiler_options")(platform)
+    return quick_options()
+
+
+def quick_options() -> dict[str, Any]:
+    """Options of this version of JAX."""
     return QUICK if sys.modules["jax"].__version_info__ < NEWER_JAX else NEWER_QUICK
 
 
@@ -98,6 +105,18 @@ def all_quickly() -> Iterator[None]:
 
 
 def _set_optimisations(few: bool) -> None:
+    global _few
+    _few = few
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(few).lower()  # of processes that tests start
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", few)
+        _replace("jax._src.compiler", "get_compile_options", _options_of_any_program)
+
+
+def _options_of_any_program(*arguments: Any, **options: Any) -> Any:
+    """With the emitters of tests, which save three quarters of the time: JAX has no setting of them."""
+    backend = options.get("backend")
+    if _few and backend is not None and backend.platform == "cpu":
+        given = options.get("env_options_overrides") or {}
+        options["env_options_overrides"] = quick_options() | given
+    return of_users("get_compile_options")(*arguments, **options)

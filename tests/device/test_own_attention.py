@@ -16,6 +16,8 @@ from pagedjax.weights import open_checkpoint
 from pallas_kernels.paged_attention import paged_attention
 from tests.device.test_llama import plain_run, softmax
 
+pytestmark = pytest.mark.few_optimisations
+
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 TAPS = Taps(hidden_states=(1, 2), attention={0: (0, 3), 1: 2})
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64}

@@ -21,6 +21,8 @@ from pagedjax.device.placement import fingerprint, fingerprint_of, make_placemen
 from pagedjax.weights.tree import named
 from tests.weights.tiny import tiny_llama
 
+pytestmark = pytest.mark.few_optimisations
+
 CONFIG = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4, "num_blocks": 50}
 V, R = 320, 24  # no tile of sampling has so many rows
 

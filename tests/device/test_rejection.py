@@ -23,12 +23,13 @@ from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, sample
 from tests.device.test_sampling import Row, batch, distribution
-from tests.quick_compiler import all_quickly
+from tests.quick_compiler import all_quickly, quick_options
 
-LESS = {"xla_backend_optimization_level": 1}  # compiles sooner; 0 draws several times as slowly
+# Compiles sooner; level 0 draws several times as slowly.
+LESS = quick_options() | {"xla_backend_optimization_level": 1}
 V, ROWS = 10, 1024
-POSITIONS = 32  # of each row in one call: 32,768 draws
-MANY, MILLION = 8, 32  # calls for 262,144 and for 1,048,576 draws
+POSITIONS = 16  # of each row in one call: 16,384 draws
+MANY, MILLION = 8, 64  # calls for 131,072 and for 1,048,576 draws
 SEED = np.uint32(11)
 KEPT, FAULTY = 1e-4, 1e-12  # p-values: above for a distribution that is kept, below for a fault
 MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)

@@ -21,6 +21,8 @@ from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_t
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 
+pytestmark = pytest.mark.few_optimisations
+
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
 needs_compiler = pytest.mark.skipif(
     bool(aot.what_is_missing()),
