@@ -104,6 +104,26 @@ def tiny(tiny_folder):
 
 
 @pytest.fixture(scope="session")
+def one_layer_folder(tmp_path_factory) -> Path:
+    """The model of `tiny_folder` with one layer, which is compiled faster.
+
+    It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
+    alone, so a block of another context would do as well.
+    """
+    from tests.weights.tiny import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("one_layer") / "llama", layers=1, tied=False)
+
+
+@pytest.fixture(scope="session")
+def one_layer(one_layer_folder):
+    """Its parameters are as they are stored, as those of `tiny`."""
+    from pagedjax import load_model
+
+    return load_model(one_layer_folder, linear_impl="xla")
+
+
+@pytest.fixture(scope="session")
 def tiny_llm(tiny):
     """For tests that leave no request behind."""
     from pagedjax import LLM

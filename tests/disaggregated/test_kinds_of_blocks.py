@@ -17,11 +17,10 @@ from tests.engine.test_quest import QUEST
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import tiny_adapter
 
-TWO_KINDS = GEMMA | {"num_hidden_layers": 2}  # a layer with a window, and one without
 LLAMA = BODY | {"model_type": "llama"}
 # model, options of both, options of the engine that decodes
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "windows": (TWO_KINDS, {}, {}),
+    "windows": (GEMMA, {}, {}),
     "windows, small pool": (GEMMA, {}, {"num_blocks": 13}),
     "streaming": (LLAMA, {"kv_policy": STREAMING}, {}),
     "quest": (LLAMA, {"kv_policy": QUEST}, {}),

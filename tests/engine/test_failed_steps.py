@@ -24,15 +24,16 @@ DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, 
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
 MODES = {
     "plain": {},
-    "scarce": {"num_blocks": 14},
-    "swap": {"num_blocks": 14, "preemption": "swap", "swap_space_gib": 0.001},
+    "scarce": {"block_size": 8, "num_blocks": 14},
+    "swap": {"block_size": 8, "num_blocks": 14, "preemption": "swap", "swap_space_gib": 0.001},
     "ahead": {"lookahead": 2},
 }
 
 
 def make(tiny, **config):
-    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
-    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
+    """If nothing is said, with the programs of `tiny_llm`."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    return LLM(tiny, progress=False, **(sizes | config))
 
 
 class Breaks(Exception):

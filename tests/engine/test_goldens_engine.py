@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, RequestOutput, SamplingParams
 from pagedjax.host.types import Preempted
 from tests.engine.poison import poisoned
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "greedy.json").read_text())["prompts"]
 SHORT = [g for g in GOLDENS if len(g["prompt_token_ids"]) <= 100]
+SLOW = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
 # The sampled request of the issue, among and apart from others.
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
@@ -53,39 +54,42 @@ def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
     return count, tokens
 
 
-@pytest.fixture(scope="module")
-def narrow(smollm2) -> LLM:
-    """One program for all: chunks of at most 32 tokens cut the longer prompts into several."""
-    return engine(smollm2, block_size=8, max_num_batched_tokens=32, max_num_seqs=32, token_buckets=(32,))
+def prompt_log_probabilities(output: RequestOutput) -> list[float]:
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert output.prompt_token_ids is not None
+    places = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [place[token].logprob for token, place in places if place is not None]
 
 
-@pytest.mark.parametrize("tokens", [12, pytest.param(64, marks=pytest.mark.slow)])
-def test_greedy_tokens_and_log_probabilities_equal_transformers(smollm2, narrow, tokens):
-    wide = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
-    llm, goldens = (narrow, SHORT) if tokens == 12 else (engine(smollm2, **wide), GOLDENS)
-    params = replace(GREEDY, max_tokens=tokens)
-    outputs = llm.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
-    for out, golden in zip(outputs, goldens, strict=True):
+# By default one program for all: chunks of at most 32 tokens cut the longest prompt into several.
+NARROW = {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 32, "token_buckets": (32,)}
+WIDE = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
+WITH_PROMPTS = [golden for golden in GOLDENS if "prompt_logprobs" in golden]
+SOME = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "goldens", "tokens"),
+    [(NARROW, SOME, 8), pytest.param(NARROW, SHORT, 12, marks=SLOW), pytest.param(WIDE, GOLDENS, 64, marks=SLOW)],
+    ids=["some", "short", "all"],
+)
+def test_tokens_and_log_probabilities_equal_transformers(smollm2, options, goldens, tokens):
+    llm = engine(smollm2, **options)
+    params = [
+        replace(GREEDY, max_tokens=tokens, prompt_logprobs=0 if golden in WITH_PROMPTS else None) for golden in goldens
+    ]
+    outputs = llm.generate([golden["prompt_token_ids"] for golden in goldens], params, use_tqdm=False)
+    for output, golden in zip(outputs, goldens, strict=True):
         wanted = golden["token_ids"][:tokens]
-        assert list(out.outputs[0].token_ids) == wanted, golden["name"]
-        assert out.outputs[0].text == llm.tokenizer.decode(wanted), golden["name"]
-        found = [entry[token].logprob for token, entry in zip(wanted, out.outputs[0].logprobs, strict=True)]
-        assert found == pytest.approx(golden["logprobs"][:tokens], abs=1e-3), golden["name"]
-
-
-def test_prompt_log_probabilities_of_chunks_equal_transformers(narrow):
-    goldens = [g for g in GOLDENS if "prompt_logprobs" in g]
-    assert max(len(g["prompt_token_ids"]) for g in goldens) > 64
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    narrow.reset_prefix_cache()
-    outputs = narrow.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
-    for out, golden in zip(outputs, goldens, strict=True):
-        assert out.prompt_logprobs is not None
-        assert out.prompt_logprobs[0] is None
-        pairs = zip(golden["prompt_token_ids"][1:], out.prompt_logprobs[1:], strict=True)
-        found = [entry[token].logprob for token, entry in pairs if entry is not None]
-        expected = [p for p in golden["prompt_logprobs"] if p is not None]
-        assert found == pytest.approx(expected, abs=1e-3), golden["name"]
+        (completion,) = output.outputs
+        assert list(completion.token_ids) == wanted, golden["name"]
+        assert completion.text == llm.tokenizer.decode(wanted), golden["name"]
+        values = [place[token].logprob for token, place in zip(wanted, completion.logprobs, strict=True)]
+        assert values == pytest.approx(golden["logprobs"][:tokens], abs=1e-3), golden["name"]
+        if golden in WITH_PROMPTS:
+            expected = [value for value in golden["prompt_logprobs"] if value is not None]
+            assert prompt_log_probabilities(output) == pytest.approx(expected, abs=1e-3), golden["name"]
 
 
 @pytest.mark.slow

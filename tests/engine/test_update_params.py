@@ -40,14 +40,14 @@ Tokens = dict[str, list[tuple[int, float, int]]]  # of each request: token, log-
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return model_of("Qwen3")
+    return model_of("Qwen3", layers=2)  # as tests/disaggregated, for the same programs
 
 
 @pytest.fixture(scope="module")
 def new(model) -> Any:
     """Weights that say other things: the old ones with noise."""
     rng = np.random.default_rng(5)
-    plain = model_of("Qwen3", linear_impl="xla").model.params
+    plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
     return jax.tree.map(lambda x: np.asarray(x) * (1 + 0.3 * rng.standard_normal(x.shape)).astype(np.float32), plain)
 
 
@@ -177,7 +177,7 @@ def test_keep_with_the_same_weights_changes_no_token(model):
     answers = []
     for pending in (None, "keep", "restart"):
         llm = LLM(model, **SIZES)
-        plain = model_of("Qwen3", linear_impl="xla").model.params
+        plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
         for request, prompt in PROMPTS.items():
             llm.engine.add(request, prompt, GREEDY, forks=[f"{request}/1", f"{request}/2"])
         found: Tokens = {}

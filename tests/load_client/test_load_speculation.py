@@ -11,7 +11,7 @@ import pytest
 from pagedjax import LLM, cli
 from pagedjax.load_client import speculation
 from pagedjax.load_client.speculation import Drafts
-from tests.server.support import served_to
+from tests.server.support import ENGINE, served_to
 
 PAGE = """# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
@@ -39,7 +39,7 @@ def test_a_server_that_does_not_answer_has_no_counts():
 @pytest.mark.default_cases("speculative1")
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}])
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 64}
+    sizes = ENGINE | {"token_buckets": (64,)}  # as in tests/server/test_server.py, for the same programs
     with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
         words = ["--url", found.url, "--requests", "4", "--arrivals", "at-once", "--prompt-tokens", "12"]
         words += ["--output-tokens", "30", "--ignore-eos", "--vocab", "300", "--json", str(tmp_path / "out.json")]

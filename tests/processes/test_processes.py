@@ -108,8 +108,9 @@ def without_host_blocks(log: Path) -> str:
     return f"{json.dumps(record)}\n{rest}"
 
 
-def test_recordings_of_two_processes_are_those_of_one_device(folder, tmp_path):
-    compared(folder, tmp_path, 2, 2, [{"weight_dtype": "int8", **SWAPPED}], as_users=False)
+def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, tmp_path):
+    """One device's program is that of test_replicated_engines."""
+    compared(one_layer_folder, tmp_path, 2, 2, [SWAPPED], as_users=False)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from schemathesis.checks import not_a_server_error
 from pagedjax import LLM
 from tests.server.support import ENGINE, serving
 
-EXAMPLES = 6  # of each operation
+EXAMPLES = 4  # of each operation
 
 
 @pytest.fixture(scope="module")

@@ -76,16 +76,16 @@ def test_options_of_the_hub_and_of_progress_are_of_loading():
     assert engine_arguments({"hf_token": "t", "use_tqdm_on_load": True}) == ({}, {"token": "t"}, True)
 
 
-def test_an_engine_takes_them(tiny_folder, tmp_path):
-    other = tiny_llama(tmp_path / "other", tied=False, seed=1)
+def test_an_engine_takes_them(one_layer_folder, tmp_path):
+    other = tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1)
     names = {"tensor_parallel_size": 2, "swap_space": 0.01, "gpu_memory_utilization": 0.25, "dtype": "auto"}
     names |= {"num_gpu_blocks_override": 16, "enable_chunked_prefill": True, "trust_remote_code": True, "seed": 7}
     sizes = {name: value for name, value in SIZES.items() if name != "num_blocks"}
-    llm = LLM(model=str(tiny_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names)
+    llm = LLM(model=str(one_layer_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names)
     config = llm.engine.config
     assert (config.mesh, config.preemption, config.swap_space_gib) == (MeshConfig(tensor=2), "swap", 0.01)
     assert (config.memory_fraction, config.num_blocks, config.seed, config.dtype) == (0.25, 16, 7, "float32")
-    own = LLM(str(tiny_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)  # of one seed: one program
+    own = LLM(str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)  # of one seed: one program
     assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate("the cat", GREEDY, use_tqdm=False)
     assert llm.get_tokenizer() is llm.tokenizer
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("the cat")) == "the cat"
