@@ -65,17 +65,13 @@ def random_params(config: Any) -> Any:
 
 
 @pytest.mark.default_cases("Gemma 2-False")
+@pytest.mark.slow_cases("Qwen3-MoE-False", "GPT-2, untied, exact GELU, a narrow MLP-False", "Qwen2-True")
 @pytest.mark.parametrize(
     ("name", "int8"),
     [
-        *((name, False) for name in ("Gemma 2", "Qwen3-MoE")),
-        ("Llama 2", True),
-        *(
-            pytest.param(name, False, marks=pytest.mark.slow)
-            for name in ("Llama 2", "GPT-2, untied, exact GELU, a narrow MLP")
-        ),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("Qwen2", False), ("Qwen3-MoE", True)]),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("Gemma 2", "Qwen2")),
+        *((name, False) for name in ("Gemma 2", "Qwen3-MoE", "Llama 2", "Qwen2")),
+        ("GPT-2, untied, exact GELU, a narrow MLP", False),
+        *((name, True) for name in ("Llama 2", "Qwen3-MoE", "Gemma 2", "Qwen2")),
     ],
 )
 def test_every_implementation_serves_every_family(name, int8):

@@ -97,22 +97,25 @@ def finished(engine) -> tuple[list[int], int, int]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-# Sizes of blocks and numbers of drafts with one drafter in the default run: each case compiles an engine.
-ONE_DRAFTER = ("k 1", "k 7", "blocks of 1", "blocks of 16")
+# Each case compiles an engine: slow runs have each drafter, and each case once.
+SLOW = (
+    "itself-k 7",
+    "itself-two buckets",
+    "itself-few blocks, swapped",
+    "small-k 1",
+    "small-no prefix cache",
+    "small-few blocks, computed again",
+    "head-blocks of 1",
+    "head-blocks of 16",
+    "head-a small budget",
+    "head-prompts and decodes in turn",
+)
 
 
 @pytest.mark.default_cases("head-k 7")
-@pytest.mark.parametrize(
-    ("drafter", "case"),
-    [
-        pytest.param(drafter, case, marks=pytest.mark.slow)
-        if drafter != "head" and case in ONE_DRAFTER
-        else (drafter, case)
-        for drafter in ("itself", "small", "head")
-        for case in CASES
-        if case != LAZY  # `run` allows no compilation
-    ],
-)
+@pytest.mark.slow_cases(*SLOW)
+@pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])  # `run` allows no compilation
+@pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
     (k, config), (outcomes, wanted) = CASES[case], plain
     engine = speculating(tiny, folders, drafter, k, **config)
@@ -389,7 +392,12 @@ def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtypes", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "float8_e4m3fn"}, {"weight_dtype": "int8"}]
+    "dtypes",
+    [
+        {"dtype": "bfloat16"},
+        pytest.param({"kv_cache_dtype": "float8_e4m3fn"}, marks=pytest.mark.exhaustive),
+        pytest.param({"weight_dtype": "int8"}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
     """In 16 bits a step of several tokens rounds in another way than a draft, so a few drafts are not accepted."""

@@ -232,13 +232,15 @@ def kept(gemma, mistral) -> Callable[[str], list[Any]]:
     return cached(lambda name: answers(make(models[name], free_window_blocks=False)))
 
 
-QUICK = [("gemma", "swapping")]
 EVERY = [(name, variant) for name in ("gemma", "mistral") for variant in (*VARIANTS, "mesh")]
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY]
+@pytest.mark.default_cases("gemma-swapping")
+@pytest.mark.slow_cases(
+    *("gemma-as it is", "gemma-another budget", "gemma-drafts", "gemma-mesh"),
+    *("mistral-preemption", "mistral-swapping", "mistral-lookahead", "mistral-no prefix cache", "mistral-xla"),
 )
+@pytest.mark.parametrize(("name", "variant"), EVERY)
 def test_giving_blocks_back_changes_no_token(request, kept, name, variant):
     config = VARIANTS.get(variant, {"mesh": {"tensor": 2}})
     config = config | ({"num_blocks": 24} if "num_blocks" in config else {})

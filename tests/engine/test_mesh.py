@@ -243,8 +243,7 @@ def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_pa
     assert other[0].engine.config.devices == (6, 3, 5, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [slow(2), pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
     """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added.
 

@@ -151,11 +151,16 @@ def check(case: Case, mode: str) -> None:
     assert_written(without_races(compute, mode), case)
 
 
-TPU_SHAPES = [(d, s, dtype) for d in (64, 128, 256) for s in (8, 16, 32, 64, 128) for dtype in ("bfloat16", "float32")]
+TPU_SHAPES = [
+    pytest.param(d, s, dtype, marks=pytest.mark.slow if s in (8, 128) else pytest.mark.exhaustive)
+    for d in (64, 128, 256)
+    for s in (8, 16, 32, 64, 128)
+    for dtype in ("bfloat16", "float32")
+]
 
 
 @both_modes
-@pytest.mark.parametrize(("d", "s", "dtype"), [(64, 16, "bfloat16"), *(slow(*shape) for shape in TPU_SHAPES)])
+@pytest.mark.parametrize(("d", "s", "dtype"), [(64, 16, "bfloat16"), *TPU_SHAPES])
 def test_tpu_kernel_writes_tokens_into_their_slots_and_nowhere_else(d, s, dtype, mode):
     check(Case(d=d, s=s, dtype=dtype), mode)
 

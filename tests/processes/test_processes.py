@@ -116,7 +116,7 @@ def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, t
 @pytest.mark.slow
 def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compared(folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}])
+    compared(folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}], as_users=False)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         {"kv_cache_dtype": "float8_e4m3fn", "compilation": "lazy"},
         {"attention_impl": "xla"},
     ]
-    compared(folder, tmp_path, 2, 2, modes)
+    compared(folder, tmp_path, 2, 2, modes, as_users=False)
 
 
 @pytest.mark.slow
