@@ -66,6 +66,14 @@ def choose(quick: bool, everything: bool = False) -> None:
     _replace("pagedjax.llm", "default_compilation", lambda engine: "lazy")
 
 
+def of_a_child() -> str:
+    """Python code with which a process that a test starts compiles as this process does now."""
+    return (
+        "import pagedjax.engine.kept_programs, pagedjax.engine.programs, pagedjax.llm\n"
+        f"from tests import quick_compiler\nquick_compiler.choose({_quick}, {_few})\n"
+    )
+
+
 def of_users(name: str) -> Callable[..., Any]:
     """The function that users have in place of one of tests: `compiler_options`, `program`, `default_compilation`."""
     return _of_users[name]

@@ -69,7 +69,7 @@ def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
         llm = make(tiny, kv_cache_dtype=kind, attention_impl="xla")
         leaves = jax.tree.leaves(llm.engine._state.cache)
         size = jnp.dtype(kind).itemsize
-        assert sum(a.nbytes for a in leaves) == 201 * llm.engine.memory.block_bytes
+        assert sum(a.nbytes for a in leaves) == (llm.engine.config.num_blocks + 1) * llm.engine.memory.block_bytes
         assert llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size + 8 * 4  # k and v, L, S, K, D; tokens
         assert llm.engine.config.kv_cache_dtype == kind
         assert llm.engine.config.dtype == "float32"

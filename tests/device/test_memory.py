@@ -238,15 +238,15 @@ def limited(monkeypatch, free: int) -> None:
 def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tiny, monkeypatch):
     from pagedjax import LLM
 
-    LLM(tiny, progress=False, **SMALL)  # compiles the copy of blocks too, which all engines share
-    engine = LLM(tiny, progress=False, **SMALL).engine
+    LLM(tiny, progress=False, **MEASURED)  # compiles the copy of blocks too, which all engines share
+    engine = LLM(tiny, progress=False, **MEASURED).engine
     compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
     assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
     (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
     batch = _blank_batch(engine.runtime.shapes, shape, blanks, False, engine.runtime.chain, {}, None)
     inputs = nbytes(blanks) + nbytes(batch)  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)
-    engine = LLM(tiny, progress=False, memory_fraction=1.0, **SMALL).engine
+    engine = LLM(tiny, progress=False, memory_fraction=1.0, **MEASURED).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4
     assert engine.memory.activations == peak  # the number of blocks does not change what a step needs
     assert engine.memory.left == 0

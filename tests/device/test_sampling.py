@@ -730,7 +730,11 @@ def test_shapes_types_and_values_are_those_of_a_step(run):
     chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
 
 
-@pytest.mark.parametrize("apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(PENALTIES.apply)])
+def penalised_without_jit(*arguments: Any) -> jax.Array:
+    return PENALTIES.apply(*jax.tree.map(jnp.asarray, arguments))
+
+
+@pytest.mark.parametrize("apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(penalised_without_jit)])
 def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
     """Of the logits themselves, for histories of any length up to a whole block table."""
     rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]

@@ -173,9 +173,9 @@ def test_drafts_change_no_bit(expected):
         ("Gemma 2, caps that bind", "float32", {}, {}),
         ("Gemma 3", "float32", {}, {"kv_cache_dtype": "float8_e4m3fn"}),
         ("GPT-2", "float32", {}, {}),
-        ("Mixtral", "float32", {}, {}),
+        pytest.param("Mixtral", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Qwen3-MoE", "float32", {"weight_dtype": "int8"}, {}),
-        ("Llama 3", "bfloat16", {}, {}),
+        pytest.param("Llama 3", "bfloat16", {}, {}, marks=pytest.mark.exhaustive),
         ("Mistral", "float32", {}, {"preemption": "swap", "lookahead": 1}),
     ],
 )

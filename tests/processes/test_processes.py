@@ -79,14 +79,12 @@ def compared(
     processes: int,
     devices: int,
     modes: list[dict[str, Any]],
-    *,
-    as_users: bool = True,
 ) -> None:
     """Recordings of processes and of one device are equal, in several modes, with those of each process."""
     mesh = {"mesh": {"tensor": processes * devices}}
     runs = [{"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode} for i, mode in enumerate(modes)]
     job = {"model": str(folder), "engine": {**CONFIG, **mesh}, "runs": runs}
-    job |= {"as_users": as_users, "timeout": LIMIT / 2}
+    job |= {"timeout": LIMIT / 2}
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
     for i, mode in enumerate(modes):
@@ -110,13 +108,13 @@ def without_host_blocks(log: Path) -> str:
 
 def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, tmp_path):
     """One device's program is that of test_replicated_engines."""
-    compared(one_layer_folder, tmp_path, 2, 2, [SWAPPED], as_users=False)
+    compared(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
 
 
 @pytest.mark.slow
 def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compared(folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}], as_users=False)
+    compared(folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}])
 
 
 @pytest.mark.slow
@@ -130,7 +128,7 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         {"kv_cache_dtype": "float8_e4m3fn", "compilation": "lazy"},
         {"attention_impl": "xla"},
     ]
-    compared(folder, tmp_path, 2, 2, modes, as_users=False)
+    compared(folder, tmp_path, 2, 2, modes)
 
 
 @pytest.mark.slow
@@ -151,7 +149,6 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
         "runs": [{"seed": 0, "log": str(log)}],
         "faults": {str(i): fault for i, fault in faults.items()},
         "timeout": timeout,
-        "as_users": True,
     }
     began = time.monotonic()
     statuses, outputs = run(job, tmp_path, processes)

@@ -1,7 +1,7 @@
 """One process of an engine, for tests: python -m tests.processes.worker N I PORT JOB
 
-A job is JSON: the model's folder, the engine's options, runs of `play` with the files of their recordings, whether
-programs are compiled as for users, and faults that this process has.
+A job is JSON: the model's folder, the engine's options, runs of `play` with the files of their recordings, and faults
+that this process has.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
     fault = job.get("faults", {}).get(str(process))
     if fault:
         break_at(job.get("step", 5), FAULTS[fault])
-    if not job["as_users"]:
-        quick_compiler.choose(True)
+    quick_compiler.choose(True)  # as the engine that its recordings are compared with
     for run in job["runs"]:
         llm = LLM(job["model"], progress=False, **job["engine"] | run.get("engine", {}))
         if llm.follows:

@@ -25,7 +25,7 @@ def test_stages_sum_to_total_and_warm_process_compiles_nothing(tiny_folder, tmp_
     assert "LLM(lazy), warm" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `serve` beside the two kinds above
 def test_a_server_is_timed_until_its_answers(tiny_folder, tmp_path, capsys):
     out = tmp_path / "startup.json"
     words = ["--model", str(tiny_folder), "--kinds", "serve", "--repeats", "1", "--json", str(out)]

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -365,11 +366,18 @@ def alive(folder: Path) -> list[str]:
     return [command for command in commands if str(folder) in command]
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Paths of Ray's sockets have at most 107 bytes, and folders of pytest's workers are deep."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's")
-def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(tmp_path_factory, model):
+def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model):
     pytest.importorskip("ray")
-    folder = tmp_path_factory.mktemp("c")
+    folder = short_folder
     many = {**MEASURED, "model": model, "repeats": 500}
     command = [sys.executable, "-m", "experiments.run", str(written(folder, many)), "--out", str(folder / "runs")]
     variables = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}

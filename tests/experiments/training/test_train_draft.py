@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +23,7 @@ from pagedjax import load_model
 from pagedjax.device.windows import packed
 from pagedjax.weights.draft_model import read_eagle
 from pagedjax.weights.tree import named
+from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -300,10 +297,7 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
 @pytest.mark.slow
 def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
     out = tmp_path / "draft"
-    child = [sys.executable, "-c", CHILD, str(out), repr(setup), str(EVERY)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed(CHILD, out, repr(setup), EVERY)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["4"]
     assert not (out / "head").exists()
     said = []
