@@ -11,7 +11,7 @@ from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
 from pagedjax.params import LoRARequest
 from tests.device.test_model_families import BODY
-from tests.engine.test_adapters import SIZES
+from tests.engine.test_adapters import LORA, SIZES
 from tests.engine.test_kv_policies import GEMMA, GREEDY, PROMPTS, STREAMING, make, random_model, tokens_of
 from tests.engine.test_quest import QUEST
 from tests.weights.tiny import tiny_llama
@@ -21,7 +21,7 @@ LLAMA = BODY | {"model_type": "llama"}
 # model, options of both, options of the engine that decodes
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows": (GEMMA, {}, {}),
-    "windows, small pool": (GEMMA, {}, {"num_blocks": 13}),
+    "windows, small pool": (GEMMA | {"num_hidden_layers": 3}, {}, {"num_blocks": 13}),
     "streaming": (LLAMA, {"kv_policy": STREAMING}, {}),
     "quest": (LLAMA, {"kv_policy": QUEST}, {}),
     "smaller cache": (LLAMA, {"kv_cache_dtype": "float8_e4m3fn"}, {}),
@@ -60,8 +60,7 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
         LoRARequest(name, i + 1, str(tiny_adapter(tmp_path / name, folder, 4, seed=i)))
         for i, name in enumerate(("one", "two"))
     ]
-    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    prefill, decode = (LLM(folder, **SIZES, **lora) for _ in range(2))
+    prefill, decode = (LLM(folder, **SIZES, **LORA) for _ in range(2))
     prompts = [{"prompt_token_ids": list(range(5, 25))}] * 2
     prefill.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
     prefill.load_adapter(adapters[1].lora_name, adapters[1].lora_path)

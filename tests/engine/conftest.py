@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """As at a terminal: what a shell runs in the background ignores SIGINT."""
