@@ -21,7 +21,7 @@ LLAMA = BODY | {"model_type": "llama"}
 # model, options of both, options of the engine that decodes
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "windows": (GEMMA, {}, {}),
-    "windows, small pool": (GEMMA, {}, {"num_blocks": 13}),
+    "windows, small pool": (GEMMA | {"num_hidden_layers": 3}, {}, {"num_blocks": 13}),
     "streaming": (LLAMA, {"kv_policy": STREAMING}, {}),
     "quest": (LLAMA, {"kv_policy": QUEST}, {}),
     "smaller cache": (LLAMA, {"kv_cache_dtype": "float8_e4m3fn"}, {}),

@@ -113,7 +113,7 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch,
 @pytest.mark.slow
 def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
     """The step evicts what was cached, runs, and fails: the state from before it would still promise that content."""
-    llm = make(tiny, num_blocks=8)
+    llm = make(tiny, block_size=8, num_blocks=8)
     prompt, tail, other = PROMPTS["r24"], [7, 8, 9], PROMPTS["r40"][:39]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     (alone,) = llm.generate([prompt + tail], greedy, use_tqdm=False)
