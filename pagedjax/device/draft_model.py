@@ -40,7 +40,7 @@ class DraftModel(NamedTuple):
         features: how many numbers it keeps of each slot beside keys and values (F), of `dtype`.
         observe: (module, model, pages, batch, outputs of the taps, attend) -> pages.
         next_logits: (module, model, pages, batch of one token a row, feature of the token before each, attend) ->
-            (pages, feature of each token, logits [B, V]).
+            (pages, feature of each token, logits [B, V] of its own vocabulary).
     """
 
     layers: DecoderConfig
@@ -102,10 +102,10 @@ def _observe(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, ou
 
 def _next_logits(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, before: None, attend: Attend):
     pages, hidden = _run(draft, pages, batch, attend)
-    return pages, None, _fitted(draft.logits(hidden), model.config.vocab_size)
+    return pages, None, draft.logits(hidden)
 
 
-def _fitted(logits: jax.Array, size: int) -> jax.Array:
+def fitted(logits: jax.Array, size: int) -> jax.Array:
     """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a vocabulary are no drafts."""
     kept = logits[:, :size]
     return jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])), constant_values=-jnp.inf)

@@ -17,7 +17,7 @@ from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, parted
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
-from pagedjax.device.draft_model import DraftModel, features_before
+from pagedjax.device.draft_model import DraftModel, features_before, fitted
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
 from pagedjax.device.placement import whole_rows
@@ -174,6 +174,7 @@ def make_draft(
         model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
     """
     modules = _modules(model, bound)
+    vocabulary = model.config.vocab_size  # of the whole model; a device of a mesh has a part
 
     def draft(leaves: Sequence[Any], cache: KVCache, batch: DraftBatch) -> tuple[KVCache, DraftOutput]:
         model, module = modules(leaves)
@@ -192,6 +193,7 @@ def make_draft(
             step = Batch(*arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling)
             known = write_tokens(known, tokens, slots)
             pages, before, logits = bound.model.next_logits(module, model, pages, step, before, bound.attend)
+            logits = fitted(logits, vocabulary)
             if probs:
                 context = RowContext(known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position)
                 found, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
@@ -204,7 +206,7 @@ def make_draft(
         assert cache.draft is not None
         before = features_before(cache.draft, batch.block_tables, jnp.arange(rows), batch.positions)
         blank = jnp.zeros((most, rows), jnp.int32)
-        kept_probs = jnp.zeros((most, rows, bound.model.layers.vocab_size)) if probs else None
+        kept_probs = jnp.zeros((most, rows, vocabulary)) if probs else None
         carry = cache.draft, cache.tokens, batch.tokens, before, blank, kept_probs
         pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
         if kept_probs is not None:

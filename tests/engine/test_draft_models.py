@@ -351,13 +351,13 @@ def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):
         LLM(tiny, progress=False, speculative={"method": "draft", "model": str(folder)}, **CONFIG)
 
 
-@pytest.mark.parametrize("vocab", [pytest.param(330, marks=pytest.mark.slow), 304])
-def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(tiny, tmp_path, vocab):
+@pytest.mark.parametrize(("vocab", "rule"), [pytest.param(330, "strict", marks=pytest.mark.slow), (304, "rejection")])
+def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(tiny, tmp_path, vocab, rule):
     """The tokenizer has 303 tokens. The random model also samples ids behind them."""
     folder = tiny_llama(tmp_path / str(vocab), layers=1, tied=False, vocab=vocab)
     asked = [[i, i + 1, i + 2] for i in range(20, 60, 10)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2}
+    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "rule": rule}
     answers = []
     for speculative in (None, drafts):
         llm = LLM(tiny, progress=False, speculative=speculative, **CONFIG)
@@ -369,9 +369,9 @@ def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(tiny, t
 
 def test_ids_that_pad_the_vocabulary_of_a_draft_model_are_no_drafts():
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
-    chex.assert_trees_all_equal(draft_model._fitted(jnp.asarray(logits), 3), jnp.asarray(logits[:, :3]))
+    chex.assert_trees_all_equal(draft_model.fitted(jnp.asarray(logits), 3), jnp.asarray(logits[:, :3]))
     padded = np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf)
-    chex.assert_trees_all_equal(draft_model._fitted(jnp.asarray(logits), 6), jnp.asarray(padded))
+    chex.assert_trees_all_equal(draft_model.fitted(jnp.asarray(logits), 6), jnp.asarray(padded))
 
 
 def test_a_draft_model_of_another_dtype_is_refused(tiny, folders, tmp_path):

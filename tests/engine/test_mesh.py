@@ -70,14 +70,8 @@ def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
-@pytest.mark.default_cases("8/2-8")
-@pytest.mark.parametrize(
-    ("name", "n"),
-    [
-        *(("8/4", 2), ("8/2", 8), ("9/3", 4)),
-        *(slow(name, n) for name, n in [("8/4", 4), ("8/4", 8), ("8/2", 2), ("8/2", 4), ("9/3", 2), ("9/3", 8)]),
-    ],
-)
+@pytest.mark.slow  # with a draft model by default, below
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)])
 def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     compared(folders[name], tmp_path, mesh={"tensor": n})
 
@@ -145,13 +139,13 @@ def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     compared(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
-@pytest.mark.slow
+@pytest.mark.default_cases("draft")
 @pytest.mark.parametrize(
     "options",
     [
-        slow({"method": "ngram", "num_tokens": 3, "adaptive": False}),
+        {"method": "ngram", "num_tokens": 3, "adaptive": False},
         {"method": "draft", "num_tokens": 2, "adaptive": False},
-        slow({"method": "draft", "num_tokens": 2, "adaptive": False, "rule": "rejection"}),
+        {"method": "draft", "num_tokens": 2, "adaptive": False, "rule": "rejection"},
     ],
     ids=["ngram", "draft", "rejection"],
 )
