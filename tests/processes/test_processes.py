@@ -187,7 +187,7 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
     assert found.replace("step 6:", "step 5:") == reason  # process 0 may have begun the next step
 
 
-@pytest.mark.default_cases("other options")  # test_group.py has the other reason
+@pytest.mark.slow  # test_group.py has both reasons
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

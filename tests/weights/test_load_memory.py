@@ -39,7 +39,8 @@ def measurable() -> bool:
     return all(field in fields for field in ("VmHWM", "RssAnon", "RssFile")) and os.access(RESET, os.W_OK)
 
 
-@pytest.mark.parametrize("dtypes", [1, pytest.param(2, marks=pytest.mark.slow)])  # of each format
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [1, 2])  # of each format
 @pytest.mark.skipif(not measurable(), reason="no /proc with a peak of memory that can be reset")
 def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp_path, dtypes):
     for name, sizes in {"small": {}, "large": LARGE}.items():

@@ -152,6 +152,7 @@ def test_only_needs_names_of_the_config(config, capsys):
     assert "--only names 'third'; the config has 'first', 'second'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpoint_is_written_as_hugging_face_directory(tmp_path):
     from pagedjax.weights.locate import open_checkpoint
 

@@ -85,6 +85,7 @@ def hang_or_not(case: Case) -> dict[str, object]:
     return {"case": str(case)[4:], "errors": dict.fromkeys(EVERY, 0.0), "right": True}
 
 
+@pytest.mark.slow  # test_job_processes.py has a job that hangs
 def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_numerics, "cases", lambda every: [SMALL._replace(window=33), SMALL])
     monkeypatch.setattr(gpu_numerics, "checked", hang_or_not)

@@ -83,7 +83,9 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
-@pytest.mark.parametrize(("then", "result"), [("hang", "stopped after 4 s"), ("end", "ok")])
+@pytest.mark.parametrize(
+    ("then", "result"), [pytest.param("hang", "stopped after 4 s", marks=pytest.mark.slow), ("end", "ok")]
+)
 def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, then, result):
     (tmp_path / "hangs.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
