@@ -371,3 +371,9 @@ def test_explicit_divisors_are_those_of_the_scaling_they_spell_out():
     assert len(set((plain / scaled).round(6))) >= 3, "kept, blended and stretched frequencies"
     spelled = rope_frequencies(16, 1e4, {"rope_type": "freqs", "factors": (plain / scaled).tolist()})
     np.testing.assert_allclose(spelled, scaled, rtol=1e-12)
+
+
+def test_experts_are_in_every_nth_layer_counted_from_one():
+    """As in transformers: `(layer_idx + 1) % decoder_sparse_step == 0`, and not in `mlp_only_layers`."""
+    config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert [kind.sparse for kind in llama._kinds(config, "qwen3_moe")] == [False, True, False, False, False, True]

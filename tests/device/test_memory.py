@@ -160,6 +160,7 @@ def test_memory_is_read_from_the_system():
     found = memory.read(jax.devices("cpu")[0])
     assert 2**26 < found.free < found.total < 2**50
     assert found.cache_limit == memory.CPU_LIMIT
+    assert memory.read(jax.devices()[0], 4).cache_limit == memory.CPU_LIMIT // 4
 
 
 def group(folder, limit, used, idle, files=("memory.max", "memory.current"), field="inactive_file"):

@@ -165,6 +165,11 @@ def test_tpu_kernel_writes_tokens_into_their_slots_and_nowhere_else(d, s, dtype,
     check(Case(d=d, s=s, dtype=dtype), mode)
 
 
+def test_tpu_kernel_writes_rows_that_each_begin_in_one_block_and_end_in_the_next():
+    """As many pieces of a block as tokens."""
+    check(Case(rows=((15, 2),) * 6, padding=0), "on_wait")
+
+
 @pytest.mark.slow
 def test_tpu_kernel_writes_one_token_a_row_one_long_row_and_no_token():
     check(Case(rows=tuple((i % 16, 1) for i in range(40)), padding=0), "on_wait")

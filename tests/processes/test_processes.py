@@ -140,7 +140,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 4.0) -> str:
+def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 12.0) -> str:
     """Let processes have a fault after their 5th step -> the sentence that all others end with."""
     log = tmp_path / "run.jsonl"
     job = {
@@ -174,10 +174,10 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
     ("faults", "reason"),
     [
         slow({1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"),
-        ({1: "stopped"}, "process 1 has not been heard of for 4 s: it is stopped, or cannot be reached"),
-        slow({1: "stalled"}, "process 1 did not begin step 6 for 4 s"),
+        ({1: "stopped"}, "process 1 has not been heard of for 12 s: it is stopped, or cannot be reached"),
+        slow({1: "stalled"}, "process 1 did not begin step 6 for 12 s"),
         slow({0: "killed"}, "process 0 ended: its connection is closed"),
-        slow({0: "stalled"}, "step 5 has not ended for 4 s in process 0"),
+        slow({0: "stalled"}, "step 5 has not ended for 12 s in process 0"),
         slow({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory"),
     ],
     ids=lambda value: " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else "",
