@@ -52,11 +52,10 @@ def in_threads(llm: LLM, calls: list[dict[str, Any]], threads: int = 4) -> list[
         return [each.result(LIMIT) for each in [pool.submit(answer, llm, call) for call in calls]]
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(120, marks=pytest.mark.slow)])
-def test_the_answers_are_those_of_calls_in_turn(tiny_llm, number):
-    calls = [a_call(i) for i in range(number)]
-    assert sum(call["streams"] for call in calls) > number // 3
-    assert sum(call["leaves"] for call in calls) > number // 12
+def test_the_answers_are_those_of_calls_in_turn(tiny_llm):
+    calls = [a_call(number) for number in range(120)]
+    assert sum(call["streams"] for call in calls) > 40
+    assert sum(call["leaves"] for call in calls) > 10
     expected = [answer(tiny_llm, call) for call in calls]
     assert in_threads(tiny_llm, calls) == expected
     state = tiny_llm.engine.scheduler_state

@@ -377,16 +377,22 @@ def short_folder() -> Iterator[Path]:
 @pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's")
 def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model):
     pytest.importorskip("ray")
-    folder = short_folder
     many = {**MEASURED, "model": model, "repeats": 500}
-    command = [sys.executable, "-m", "experiments.run", str(written(folder, many)), "--out", str(folder / "runs")]
-    variables = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.run",
+        str(written(short_folder, many)),
+        "--out",
+        str(short_folder / "runs"),
+    ]
+    variables = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(short_folder), "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
         [*command, "--backend", "ray", "--quiet"], env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     try:
         limit = time.monotonic() + 120
-        while not list((folder / "runs").rglob("summary.json")):
+        while not list((short_folder / "runs").rglob("summary.json")):
             assert child.poll() is None, child.stderr.read() if child.stderr else ""
             assert time.monotonic() < limit
             time.sleep(0.2)
@@ -397,6 +403,6 @@ def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, mode
     assert child.returncode == 130
     assert "stopped; the same command resumes the sweep" in told
     limit = time.monotonic() + 20
-    while alive(folder) and time.monotonic() < limit:
+    while alive(short_folder) and time.monotonic() < limit:
         time.sleep(0.2)
-    assert alive(folder) == []
+    assert alive(short_folder) == []
