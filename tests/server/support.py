@@ -50,13 +50,15 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
-def serving_without_leaks(llm: LLM) -> Iterator[SimpleNamespace]:
-    """A server for many tests. At its end the engine must be healthy, and all blocks free."""
-    with serving(llm) as found:
-        yield found
-        assert found.worker.healthy
-        state = llm.engine.scheduler_state
-        assert state.pool.num_free == state.config.num_blocks, "a block leaked"
+def serving_without_leaks(llm: LLM, **options) -> Iterator[SimpleNamespace]:
+    """A server for many tests. At its end the engine must be healthy, and all blocks free.
+
+    Some requests run on after their answer: those of the route /generate, and those whose client left.
+    """
+    with serving(llm, **options) as server:
+        yield server
+        assert server.worker.healthy
+        wait_until(lambda: idle(server.worker), failure="a request never ended, or a block leaked")
 
 
 @contextmanager
@@ -122,10 +124,14 @@ def error_of(answer: httpx.Response) -> dict:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(
+    condition: Callable[[], object],
+    seconds: float = 30.0,
+    failure: str = "the condition did not become true in time",
+) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "the condition did not become true in time"
+        assert time.monotonic() < end, failure
         time.sleep(0.01)
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 
 from pagedjax import LLM
-from tests.server.support import ENGINE, serving
+from tests.server.support import ENGINE, serving_without_leaks
 
 EXAMPLES = 4  # of each operation
 
@@ -18,11 +18,8 @@ EXAMPLES = 4  # of each operation
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
     llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24, "token_buckets": (64,)})
-    with serving(llm, allow_runtime_lora_updating=True) as found:
-        yield found
-        state = found.worker.llm.engine.scheduler_state
-        assert found.worker.healthy
-        assert state.pool.num_free == state.config.num_blocks
+    with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
+        yield server
 
 
 def fuzz(url: str, examples: int) -> int:
