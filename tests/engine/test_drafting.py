@@ -76,6 +76,17 @@ def test_the_average_acceptance_approaches_the_true_one():
     assert learned.seconds == {8: 1.0}
 
 
+def test_the_time_of_a_draft_is_that_of_the_program_by_its_drafts():
+    """The program of drafts runs once for each draft of the row that has most of them."""
+    plan = empty_plan()._replace(drafts=(2, 4))
+    result = StepResult(plan, (), 0.0, 3.0, 3.0, 8, 0, draft_seconds=2.0, draft_rows=4)
+    learned = drafting.learned(Drafting(Drafter("small", None)), result)
+    assert learned.draft_seconds == {4: 0.5}
+    longer = result._replace(draft_seconds=4.0)
+    assert drafting.learned(learned, longer).draft_seconds == {4: 0.5 + drafting.WEIGHT * 0.5}
+    assert drafting.learned(learned, longer._replace(compilations=1)).draft_seconds == {4: 0.5}
+
+
 def offered(learned: Drafting, running: Running, known: dict[str, SequenceData]) -> Any:
     return drafting.offer(learned, *drafting.wanted(learned, running, SHAPES.tokens), known, SHAPES.vocab_size)
 
