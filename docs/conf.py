@@ -39,9 +39,14 @@ myst_links_external_new_tab = False
 # Tutorials are notebooks in Markdown. They run when the site is built, unless neither they nor the code has changed.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(
-    ROOT / "build" / "notebooks" / sources.digest(ROOT / name for name in ("pagedjax", "pallas_kernels", "experiments"))
+    ROOT
+    / "build"
+    / "notebooks"
+    / sources.digest(ROOT / name for name in ("pagedjax", "pallas_kernels", "experiments"))
 )
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of their kernels
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+)  # of their kernels
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
@@ -87,7 +92,9 @@ def read_page(app: Any, name: str, source: list[str]) -> None:
         source[0] = links.with_toctree(source[0])
 
 
-def read_docstring(app: Any, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
+def read_docstring(
+    app: Any, what: str, name: str, item: Any, options: Any, lines: list[str]
+) -> None:
     text = docstrings.text_of(item) if what == "class" else "\n".join(lines)
     lines[:] = docstrings.to_rst(text, docstrings.field_names(item))
 

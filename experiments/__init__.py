@@ -91,5 +91,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
 
     names = short_names(run["swept"])
     swept = {names[path]: value for path, value in run["swept"].items()}
-    known = {key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")}
+    known = {
+        key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")
+    }
     return {**swept, **known, **flatten(run["metrics"] or {})}

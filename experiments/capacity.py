@@ -57,7 +57,9 @@ class Criterion:
 
     def __post_init__(self) -> None:
         if self.slo.ttft is None and self.slo.itl is None:
-            raise ValueError("slo has no target to meet; give one in seconds, such as --set slo.ttft=0.5")
+            raise ValueError(
+                "slo has no target to meet; give one in seconds, such as --set slo.ttft=0.5"
+            )
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"--share is {self.share}; it must be above 0 and at most 1")
 
@@ -66,22 +68,35 @@ class Criterion:
         wanted = ["goodput.share"]
         if self.percentile is not None:
             targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
-            wanted = [f"{name}.p{self.percentile}" for name, target in targets.items() if target is not None]
+            wanted = [
+                f"{name}.p{self.percentile}"
+                for name, target in targets.items()
+                if target is not None
+            ]
         flat = [flatten(summary["metrics"]) for summary in summaries]
         found = {name: [row[name] for row in flat if row[name] is not None] for name in wanted}
-        return {name: statistics.median(values) for name, values in found.items() if values}  # no gaps: no ITL
+        return {
+            name: statistics.median(values) for name, values in found.items() if values
+        }  # no gaps: no ITL
 
     def met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
             return values["goodput.share"] >= self.share
-        limits = {f"ttft_s.p{self.percentile}": self.slo.ttft, f"itl_s.p{self.percentile}": self.slo.itl}
+        limits = {
+            f"ttft_s.p{self.percentile}": self.slo.ttft,
+            f"itl_s.p{self.percentile}": self.slo.itl,
+        }
         return all(value <= (limits[name] or 0.0) for name, value in values.items())
 
     def __str__(self) -> str:
         targets = {"TTFT": self.slo.ttft, "ITL": self.slo.itl}
-        words = " and ".join(f"{name} within {target:g} s" for name, target in targets.items() if target is not None)
+        words = " and ".join(
+            f"{name} within {target:g} s" for name, target in targets.items() if target is not None
+        )
         return (
-            f"{100 * self.share:g}% of requests: {words}" if self.percentile is None else f"p{self.percentile}: {words}"
+            f"{100 * self.share:g}% of requests: {words}"
+            if self.percentile is None
+            else f"p{self.percentile}: {words}"
         )
 
 
@@ -106,7 +121,9 @@ class Bounds(NamedTuple):
 def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
     """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below it (or 0)."""
     unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
-    return max((probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0), unmet
+    return max(
+        (probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0
+    ), unmet
 
 
 def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
@@ -119,7 +136,11 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
             return rate
     met, unmet = bracket(probes)
     if not met:
-        ended = low is not None or len(probes) > MAX_BRACKET_PROBES or any(probe.alone for probe in probes)
+        ended = (
+            low is not None
+            or len(probes) > MAX_BRACKET_PROBES
+            or any(probe.alone for probe in probes)
+        )
         return None if ended else rounded(unmet / 2)
     if unmet == math.inf:
         return None if high is not None or len(probes) > MAX_BRACKET_PROBES else rounded(2 * met)
@@ -127,7 +148,11 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     if unmet > met * (1 + tolerance) and met < middle < unmet:
         return middle
     above = (rounded(unmet * (1 + tolerance) ** i) for i in range(1, BEYOND + 1))
-    above = [rate for rate in above if not any(abs(rate - other) < rate * tolerance / 2 for other in done)]
+    above = [
+        rate
+        for rate in above
+        if not any(abs(rate - other) < rate * tolerance / 2 for other in done)
+    ]
     return next((rate for rate in above if high is None or rate < high), None)
 
 
@@ -149,7 +174,11 @@ def alone(requests: Sequence[RequestRecord]) -> bool:
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Trace):
-        return 1 / workload.time_scale if workload.time_scale else 1.0, "times as recorded", "workload.time_scale"
+        return (
+            1 / workload.time_scale if workload.time_scale else 1.0,
+            "times as recorded",
+            "workload.time_scale",
+        )
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set one that has, such as "
@@ -165,7 +194,9 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
     points = config.expand(raw, folder=path.parent)
     if len(points) > 1:
         keys = " and ".join(points[0].swept)
-        raise ValueError(f"the config has {len(points)} points and a capacity is one point's; fix {keys} with --set")
+        raise ValueError(
+            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with --set"
+        )
     return raw, points[0]
 
 
@@ -178,29 +209,45 @@ def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[flo
 
 
 def _name(base: Point) -> str:
-    return f"{base.experiment.name}-capacity"  # not the config's own folder, which has another sweep
+    return (
+        f"{base.experiment.name}-capacity"  # not the config's own folder, which has another sweep
+    )
 
 
-def probe_of(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path) -> Probe:
+def probe_of(
+    rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path
+) -> Probe:
     """The probe of a rate. Raises RuntimeError if a repeat failed."""
     for summary in summaries:
         if summary["failed"]:
-            raise RuntimeError(f"the run at rate {rate:g}, repeat {summary['repeat']}, failed: {summary['failed']}")
+            raise RuntimeError(
+                f"the run at rate {rate:g}, repeat {summary['repeat']}, failed: {summary['failed']}"
+            )
     values = criterion.values(summaries)
     met = criterion.met(values)
     single = not met and alone(store.read_requests(folder / summaries[0]["run"]))
     return Probe(rate, met, single, values)
 
 
-def answer_sentences(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str) -> list[str]:
+def answer_sentences(
+    probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str
+) -> list[str]:
     """The answer in sentences."""
     met, unmet = bracket(probes)
     if not met and any(probe.alone for probe in probes):
-        return [f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the config's slo."]
+        return [
+            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the config's slo."
+        ]
     if not met:
-        return [f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."]
+        return [
+            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."
+        ]
     if unmet == math.inf:
-        more = "Give a higher --high" if bounds.high else "The number of requests is too small for a limit; raise it"
+        more = (
+            "Give a higher --high"
+            if bounds.high
+            else "The number of requests is too small for a limit; raise it"
+        )
         return [f"No limit found: met even at {met:g} {unit}. {more}."]
     sentences = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
     if higher := met_above_limit(probes):
@@ -239,10 +286,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rates = sorted([rate, *(probe.rate for probe in probes)])
             points = at_rates(raw, base, path.parent, rates)
             plan = plan_runs(points, 1)
-            sweep.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
+            sweep.write_sweep(
+                folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments])
+            )
             done = sweep.finished_runs(plan, folder, again)
-            summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=again)
-            probes.append(probe_of(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
+            summaries = sweep.measure_missing(
+                plan, folder, done, measure_all, quiet=True, remedy=again
+            )
+            probes.append(
+                probe_of(
+                    rate,
+                    [s for s in summaries if s["order"] == rates.index(rate)],
+                    criterion,
+                    folder,
+                )
+            )
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
     except ValueError as error:
@@ -265,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "probes": rows,
     }
     store.write_file(folder / "capacity.json", store.json_text(found))
-    print(f"{table(probes, unit)}\n{' '.join(answer_sentences(probes, bounds, criterion, unit))}\nruns: {folder}")
+    print(
+        f"{table(probes, unit)}\n{' '.join(answer_sentences(probes, bounds, criterion, unit))}\nruns: {folder}"
+    )
     return 0 if 0.0 < met < unmet < math.inf else 1
 
 
@@ -275,24 +335,44 @@ def _bounds(start: float, options: argparse.Namespace) -> Bounds:
         if rate is not None and not 0.0 < rate < math.inf:
             raise ValueError(f"{name} is {rate}; it must be a rate above 0")
     if low is not None and high is not None and low >= high:
-        raise ValueError(f"--low is {low:g} and --high {high:g}; the lower bound must be below the higher one")
+        raise ValueError(
+            f"--low is {low:g} and --high {high:g}; the lower bound must be below the higher one"
+        )
     if not 0.001 <= tolerance <= 1.0:
-        raise ValueError(f"--tolerance is {tolerance}; it is a share of the rate, at least 0.001 and at most 1")
+        raise ValueError(
+            f"--tolerance is {tolerance}; it is a share of the rate, at least 0.001 and at most 1"
+        )
     return Bounds(start, low, high, tolerance)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.capacity", description="Find the highest rate.", allow_abbrev=False
+        prog="python -m experiments.capacity",
+        description="Find the highest rate.",
+        allow_abbrev=False,
     )
-    parser.add_argument("config", help="a YAML file of one point, with arrivals that have a rate and with an slo")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
+    parser.add_argument(
+        "config", help="a YAML file of one point, with arrivals that have a rate and with an slo"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML"
+    )
     by = parser.add_mutually_exclusive_group()
-    by.add_argument("--share", type=float, default=0.9, help="of requests that must meet the slo (default: 0.9)")
-    by.add_argument("--percentile", type=int, choices=PERCENTILES, help="of TTFT and ITL instead of a share")
-    parser.add_argument("--low", type=float, help="lowest rate to probe (default: halved from the config's own)")
-    parser.add_argument("--high", type=float, help="highest rate to probe (default: doubled from the config's own)")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="of the answer, as a share (default: 0.05)")
+    by.add_argument(
+        "--share", type=float, default=0.9, help="of requests that must meet the slo (default: 0.9)"
+    )
+    by.add_argument(
+        "--percentile", type=int, choices=PERCENTILES, help="of TTFT and ITL instead of a share"
+    )
+    parser.add_argument(
+        "--low", type=float, help="lowest rate to probe (default: halved from the config's own)"
+    )
+    parser.add_argument(
+        "--high", type=float, help="highest rate to probe (default: doubled from the config's own)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="of the answer, as a share (default: 0.05)"
+    )
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
     parser.add_argument("--quiet", action="store_true", help="print nothing until the end")
     return parser

@@ -68,9 +68,15 @@ class Side(NamedTuple):
 
 def read(where: str) -> tuple[list[Side], list[str]]:
     """The points that `where` names, and notes on runs that are left out."""
-    folders = [where] if Path(where).is_dir() else sorted(path for path in glob.glob(where) if Path(path).is_dir())
+    folders = (
+        [where]
+        if Path(where).is_dir()
+        else sorted(path for path in glob.glob(where) if Path(path).is_dir())
+    )
     if not folders:
-        raise ValueError(f"there is no folder {where!r}; give a folder of a sweep, a point or a run, or a glob")
+        raise ValueError(
+            f"there is no folder {where!r}; give a folder of a sweep, a point or a run, or a glob"
+        )
     runs = list({run["run"]: run for folder in folders for run in store.read_runs(folder)}.values())
     good = [run for run in runs if not run["failed"]]
     if not good:
@@ -78,7 +84,10 @@ def read(where: str) -> tuple[list[Side], list[str]]:
     points: dict[str, list[dict[str, Any]]] = {}
     for run in good:
         points.setdefault(run["point"], []).append(run)
-    sides = [Side(found[0]["label"], tuple(sorted(found, key=lambda run: run["repeat"]))) for found in points.values()]
+    sides = [
+        Side(found[0]["label"], tuple(sorted(found, key=lambda run: run["repeat"])))
+        for found in points.values()
+    ]
     left = len(runs) - len(good)
     return sides, [f"{left} of {len(runs)} runs of {where} failed and are left out"] if left else []
 
@@ -90,8 +99,13 @@ def match(a: Sequence[Side], b: Sequence[Side]) -> tuple[list[tuple[str, Side, S
         return [(one if one == other else f"{one} (A) against {other} (B)", a[0], b[0])], []
     keys = [sorted({path for side in sides for path in side.runs[0]["swept"]}) for sides in (a, b)]
     if keys[0] != keys[1]:
-        texts = [f"{len(sides)} points over {', '.join(k) or 'nothing'}" for sides, k in zip((a, b), keys, strict=True)]
-        raise ValueError(f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of each")
+        texts = [
+            f"{len(sides)} points over {', '.join(k) or 'nothing'}"
+            for sides, k in zip((a, b), keys, strict=True)
+        ]
+        raise ValueError(
+            f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of each"
+        )
     places = [_by_swept(name, sides) for name, sides in (("A", a), ("B", b))]
     both = [swept for swept in places[0] if swept in places[1]]
     if not both:
@@ -139,7 +153,9 @@ def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
-        asked = [[_asked(request) for request in store.read_requests(Path(run["run"]))] for run in (a, b)]
+        asked = [
+            [_asked(request) for request in store.read_requests(Path(run["run"]))] for run in (a, b)
+        ]
     except ValueError as error:  # a folder of results may have the summaries only
         return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
     for i, (one, other) in enumerate(zip(*asked, strict=True)):
@@ -158,7 +174,9 @@ def _asked(request: RequestRecord) -> dict[str, Any]:
 
 def elsewhere(a: Side, b: Side) -> list[str]:
     """Notes on differences of device, code and version of JAX between the sides."""
-    found = [{key: sorted({_where(run)[key] for run in side.runs}) for key in WHERE} for side in (a, b)]
+    found = [
+        {key: sorted({_where(run)[key] for run in side.runs}) for key in WHERE} for side in (a, b)
+    ]
     return [
         f"{key} differs: A {' and '.join(found[0][key])}, B {' and '.join(found[1][key])}"
         for key in WHERE
@@ -168,8 +186,15 @@ def elsewhere(a: Side, b: Side) -> list[str]:
 
 def _where(run: dict[str, Any]) -> dict[str, str]:
     file = Path(run["run"]) / "env.json"  # summaries of earlier versions do not have it
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and not run.get("jax") else {}
-    found = {"jax": kept.get("versions", {}).get("jax"), **{key: run[key] for key in WHERE if run.get(key)}}
+    kept = (
+        json.loads(file.read_text(encoding="utf-8"))
+        if file.is_file() and not run.get("jax")
+        else {}
+    )
+    found = {
+        "jax": kept.get("versions", {}).get("jax"),
+        **{key: run[key] for key in WHERE if run.get(key)},
+    }
     return {key: str(found.get(key) or "not known") for key in WHERE}
 
 
@@ -196,7 +221,11 @@ def values_of(side: Side, metric: str) -> list[float]:
     """
     values = []
     for run in side.runs:
-        flat = {key: value for key, value in flatten(run["metrics"]).items() if not isinstance(value, str)}
+        flat = {
+            key: value
+            for key, value in flatten(run["metrics"]).items()
+            if not isinstance(value, str)
+        }
         one_of("--metric", metric, tuple(flat))
         if flat[metric] is not None:
             values.append(float(flat[metric]))
@@ -217,9 +246,13 @@ def compare(
         return *medians, rounded
     if len(ours) > 1 and len(theirs) > 1:
         whole = len(ours) == len(a.runs) and len(theirs) == len(b.runs)
-        return *medians, of_runs(ours, theirs, paired=whole and apart is None, confidence=confidence)
+        return *medians, of_runs(
+            ours, theirs, paired=whole and apart is None, confidence=confidence
+        )
     if len(ours) + len(theirs) > 2:
-        return *medians, Ratio(None, None, None, f"{'A' if len(ours) == 1 else 'B'} has one run: {NOISE}")
+        return *medians, Ratio(
+            None, None, None, f"{'A' if len(ours) == 1 else 'B'} has one run: {NOISE}"
+        )
     name, _, percentile = metric.partition(".p")
     if name in LATENCIES and percentile.isdigit() and apart is None:
         before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
@@ -235,7 +268,9 @@ def of_rounded(a: Side, b: Side, metric: str, ours: float, theirs: float) -> Rat
     name, _, percentile = metric.partition(".p")
     if name not in ROUNDED or not percentile.isdigit():
         return None
-    methods = {run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs}
+    methods = {
+        run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs
+    }
     if len(methods) > 1:
         why = "one side keeps sums, whose percentiles are of rounded numbers; compare two sides that keep the same"
         return Ratio(None, None, None, why)
@@ -257,7 +292,9 @@ def how(a: Side, b: Side, apart: str | None) -> str:
     """How the runs of two points are compared, in words."""
     if len(a.runs) == len(b.runs) == 1:
         return apart or "one run each of the same requests"
-    return f"{len(a.runs)} pairs of repeats" if apart is None else f"repeats are not paired: {apart}"
+    return (
+        f"{len(a.runs)} pairs of repeats" if apart is None else f"repeats are not paired: {apart}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,7 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if not 0.0 < options.confidence < 1.0:
-            raise ValueError(f"--confidence is {options.confidence}; it must be above 0 and below 1, such as 0.95")
+            raise ValueError(
+                f"--confidence is {options.confidence}; it must be above 0 and below 1, such as 0.95"
+            )
         (ours, left_a), (theirs, left_b) = read(options.a), read(options.b)
         pairs, alone = match(ours, theirs)
         reasons = {label: unpaired(a, b) for label, a, b in pairs}
@@ -287,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = sum(ratio.low is not None and ratio.low < (ratio.high or 0.0) for *_, ratio in rows)
     if judged > 1:
         chance = (1 - options.confidence) * judged
-        notes.append(f"of {judged} intervals at {options.confidence:g}, {chance:.2g} exclude 1 by chance alone")
+        notes.append(
+            f"of {judged} intervals at {options.confidence:g}, {chance:.2g} exclude 1 by chance alone"
+        )
     for label, a, b in pairs:
         found = [row for row in rows if row[0] == label]
         columns = {
@@ -309,7 +350,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.compare", description="Is a difference real?", allow_abbrev=False
+        prog="python -m experiments.compare",
+        description="Is a difference real?",
+        allow_abbrev=False,
     )
     parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such folders")
     parser.add_argument("b", help="the other one; ratios are B / A")
@@ -318,7 +361,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         help=f"numbers of summary.json (default: {' '.join(METRICS)}, and those of speculation if a side has them)",
     )
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: 0.95)")
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, help="of the intervals (default: 0.95)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write all results to this file")
     return parser
 

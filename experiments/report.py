@@ -43,7 +43,9 @@ def write(folder: Path) -> Path:
     except FileNotFoundError:
         about = {"name": folder.name, "question": "", "command": ""}
     path = folder / "report.html"
-    store.write_file(path, page(about, runs, [environment(run) for run in runs], fastest_steps(runs)))
+    store.write_file(
+        path, page(about, runs, [environment(run) for run in runs], fastest_steps(runs))
+    )
     return path
 
 
@@ -55,7 +57,10 @@ def environment(run: dict[str, Any]) -> dict[str, Any]:
 def fastest_steps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of steps.jsonl of the first good run of the fastest point; empty without one."""
     row = sweep_points.best(sweep_points.points(runs), THROUGHPUT)
-    run = next((run for run in runs if row is not None and run["point"] == row.key and not run["failed"]), None)
+    run = next(
+        (run for run in runs if row is not None and run["point"] == row.key and not run["failed"]),
+        None,
+    )
     path = Path(run["run"]) / "steps.jsonl" if run else None
     if path is None or not path.is_file():
         return []
@@ -72,7 +77,9 @@ def page(
     rows = sweep_points.points(runs)
     axes = sweep_points.choose_axes(rows)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     return template.get_template("report.html.jinja").render(
         name=about["name"],
         question=about["question"],
@@ -89,7 +96,9 @@ def page(
 
 def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
     """The sentence with the points' labels in bold."""
-    labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)  # the longest match first
+    labels = sorted(
+        {str(escape(row.label)) for row in rows}, key=len, reverse=True
+    )  # the longest match first
     pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
     return Markup(pattern.sub(lambda found: f"<b>{found[0]}</b>", str(escape(sentence))))
 
@@ -111,7 +120,11 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
     def figures(*metrics: sweep_points.Metric) -> list[dict[str, Any]]:
         drawn = ((metric, plots.metric_plot(rows, axes, metric)) for metric in metrics)
-        return [{"title": m.title, "unit": m.unit, "svg": Markup(svg), "better": m.better} for m, svg in drawn if svg]
+        return [
+            {"title": m.title, "unit": m.unit, "svg": Markup(svg), "better": m.better}
+            for m, svg in drawn
+            if svg
+        ]
 
     def wide(title: str, svg: str | None) -> list[dict[str, Any]]:
         return [{"title": title, "unit": "", "svg": Markup(svg), "wide": True}] if svg else []
@@ -131,7 +144,9 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
             "figures": [
                 figure
                 for latency in (TTFT_P99, ITL_P99)
-                for figure in wide(f"Throughput against {latency.short}", plots.pareto_plot(rows, axes, latency))
+                for figure in wide(
+                    f"Throughput against {latency.short}", plots.pareto_plot(rows, axes, latency)
+                )
             ],
         },
         {
@@ -167,15 +182,34 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
     edges = [steps[0]["started"], *(step["started"] + step["seconds"] for step in steps)]
     used = [100 * step["blocks_used"] / step["num_blocks"] for step in steps]
     shown: list[tuple[str, str, dict[str, list[float]]]] = [
-        ("Sequences", "", {"in the step": [s["sequences"] for s in steps], "waiting": [s["waiting"] for s in steps]}),
-        ("Tokens", "", {"padded": [s["padded_tokens"] for s in steps], "computed": [s["tokens"] for s in steps]}),
+        (
+            "Sequences",
+            "",
+            {
+                "in the step": [s["sequences"] for s in steps],
+                "waiting": [s["waiting"] for s in steps],
+            },
+        ),
+        (
+            "Tokens",
+            "",
+            {
+                "padded": [s["padded_tokens"] for s in steps],
+                "computed": [s["tokens"] for s in steps],
+            },
+        ),
         ("Cache in use", "", {"% of blocks with an owner": used}),
     ]
     if any("drafts" in step for step in steps):
         counts = {name: [step.get(name, 0) for step in steps] for name in ("drafts", "accepted")}
         shown.append(("Drafts", "", counts))
     figures = [
-        {"title": title, "unit": unit, "svg": Markup(plots.timeline_plot(edges, series, title)), "legend": list(series)}
+        {
+            "title": title,
+            "unit": unit,
+            "svg": Markup(plots.timeline_plot(edges, series, title)),
+            "legend": list(series),
+        }
         for title, unit, series in shown
     ]
     which = "Replica 0 in the first" if "replica" in steps[0] else "The first"
@@ -196,14 +230,27 @@ def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
 def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:
     """The main numbers, for the top of the page."""
     shown = []
-    for metric, title in ((THROUGHPUT, "best throughput"), (TTFT, "lowest TTFT p50"), (ITL, "lowest ITL p50")):
+    for metric, title in (
+        (THROUGHPUT, "best throughput"),
+        (TTFT, "lowest TTFT p50"),
+        (ITL, "lowest ITL p50"),
+    ):
         row = sweep_points.best(rows, metric)
         if row is not None:
-            shown.append({"value": number(row.middle(metric)), "unit": metric.unit, "title": title, "note": row.label})
+            shown.append(
+                {
+                    "value": number(row.middle(metric)),
+                    "unit": metric.unit,
+                    "title": title,
+                    "note": row.label,
+                }
+            )
     spread = sweep_points.widest_spread(rows, THROUGHPUT)
     if spread is not None:
         note = "widest range of one point, as a share of its median"
-        shown.append({"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note})
+        shown.append(
+            {"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note}
+        )
     good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
         f", {len(runs) - good} failed" if good < len(runs) else ""
@@ -228,7 +275,9 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     most = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
     body = []
     for row in rows:
-        cells = [{"text": str(row.swept.get(key, "")), "sort": row.swept.get(key, "")} for key in keys]
+        cells = [
+            {"text": str(row.swept.get(key, "")), "sort": row.swept.get(key, "")} for key in keys
+        ]
         cells = cells or [{"text": row.label, "sort": row.label}]
         for metric in metrics:
             found = row.values.get(metric.column)
@@ -241,7 +290,9 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
                 cell["bar"] = round(100 * row.middle(metric) / most, 1)
             cells.append(cell)
         body.append({"cells": cells, "best": row.middle(THROUGHPUT) == most and len(rows) > 1})
-    heads = [{"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]]
+    heads = [
+        {"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]
+    ]
     heads += [{"title": metric.short, "unit": metric.unit} for metric in metrics]
     return {"heads": heads, "body": body}
 
@@ -260,11 +311,22 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         return ", ".join(dict.fromkeys(found))
 
     versions = [f"{name} {values('versions', name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
-    flags = dict.fromkeys(f"{k}={v}" for env in environments for k, v in env.get("flags", {}).items())
+    flags = dict.fromkeys(
+        f"{k}={v}" for env in environments for k, v in env.get("flags", {}).items()
+    )
     loads = [env["load_average"] for env in environments if env.get("load_average") is not None]
-    stolen = [100 * env["stolen_share"] for env in environments if env.get("stolen_share") is not None]
+    stolen = [
+        100 * env["stolen_share"] for env in environments if env.get("stolen_share") is not None
+    ]
     pairs = [
-        ("Device", " ".join(dict.fromkeys(filter(None, (values("device", "platform"), values("device", "kind")))))),
+        (
+            "Device",
+            " ".join(
+                dict.fromkeys(
+                    filter(None, (values("device", "platform"), values("device", "kind")))
+                )
+            ),
+        ),
         ("Processor", f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores"),
         ("System", values("platform")),
         ("Python", values("python")),
@@ -272,10 +334,16 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("Attention", values("attention_impl")),
         ("Products", values("linear_impl")),
         ("Code", values("source")),
-        ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
+        (
+            "Commit",
+            values("commit") + (", with uncommitted changes" if "True" in values("dirty") else ""),
+        ),
         ("Flags", ", ".join(flags) or "none"),
         ("Load before a run", f"{min(loads):g} to {max(loads):g} processes" if loads else ""),
-        ("Processor time stolen by the host", f"{min(stolen):.0f} to {max(stolen):.0f} % a run" if stolen else ""),
+        (
+            "Processor time stolen by the host",
+            f"{min(stolen):.0f} to {max(stolen):.0f} % a run" if stolen else "",
+        ),
         *startup_facts(environments),
     ]
     return [(name, value) for name, value in pairs if value]
@@ -283,20 +351,34 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Start-up seconds by stage, over the engines of the sweep."""
-    engines = {json.dumps(env["engine"], sort_keys=True): env["startup"] for env in environments if "startup" in env}
+    engines = {
+        json.dumps(env["engine"], sort_keys=True): env["startup"]
+        for env in environments
+        if "startup" in env
+    }
     stages = dict.fromkeys(stage for startup in engines.values() for stage in startup)
     shown = []
     for stage in stages:
         seconds = [startup[stage] for startup in engines.values() if stage in startup]
         unit = "" if stage == "compilations" else " s"
-        span = f"{min(seconds):.3g}" if min(seconds) == max(seconds) else f"{min(seconds):.3g} to {max(seconds):.3g}"
+        span = (
+            f"{min(seconds):.3g}"
+            if min(seconds) == max(seconds)
+            else f"{min(seconds):.3g} to {max(seconds):.3g}"
+        )
         shown.append(f"{stage} {span}{unit}")
-    return [(f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}", ", ".join(shown))] if shown else []
+    return (
+        [(f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}", ", ".join(shown))]
+        if shown
+        else []
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.report", description="Draw a sweep's report again.", allow_abbrev=False
+        prog="python -m experiments.report",
+        description="Draw a sweep's report again.",
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="of a sweep, such as runs/quickstart")
     options = parser.parse_args(arguments)

@@ -24,7 +24,15 @@ from typing import Any
 
 from experiments.core.environment import cpu_model, git_state, usable_cores
 from experiments.core.optional_imports import require
-from experiments.studies.findings import Claim, Findings, Interval, NoTraces, markdown, rounded, times
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    NoTraces,
+    markdown,
+    rounded,
+    times,
+)
 
 STUDIES = Path(__file__).parent / "studies"
 ROOT = Path(__file__).parents[1]
@@ -92,18 +100,27 @@ def write(found: dict[str, Any], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, svg in found.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
-    (folder / FINDINGS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / FINDINGS).write_text(
+        json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     (folder / "README.md").write_text(readme(found), encoding="utf-8")
 
 
 def readme(found: dict[str, Any]) -> str:
     number, _, title = found["name"].partition("_")
-    parts = [f"# {number} {title.replace('_', ' ')}", found["question"], "## Answer", *found["answer"]]
+    parts = [
+        f"# {number} {title.replace('_', ' ')}",
+        found["question"],
+        "## Answer",
+        *found["answer"],
+    ]
     parts += [f"![{name}]({name})" for name in found["figures"]]
     parts += [table(found["claims"]), *found["tables"], "## Command"]
     options = " --traces FOLDER" * found["traces"] + " --quick" * found["quick"]
     parts += [f"```sh\npython -m experiments.reproduce {number}{options}\n```"]
-    parts += [f"{found['seconds']:.0f} s on {machine(found)}, {found['date']}, commit {found['commit']}."]
+    parts += [
+        f"{found['seconds']:.0f} s on {machine(found)}, {found['date']}, commit {found['commit']}."
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -134,11 +151,21 @@ def row(claim: Claim) -> list[str]:
     ours, unit = claim.ours, f" {claim.unit}" if claim.unit else ""
     text = rounded(ours.middle)
     if ours.low < ours.high:
-        span = f"{'range ' if ours.kind == 'range' else ''}{rounded(ours.low)} to {rounded(ours.high)}"
+        span = (
+            f"{'range ' if ours.kind == 'range' else ''}{rounded(ours.low)} to {rounded(ours.high)}"
+        )
         text += f" ({span}, n = {ours.n})" if ours.n else f" ({span})"
     verdict = "yes" if claim.agrees else f"no: {claim.why or 'not explained'}"
     within = f"{claim.factor:g} x"
-    return [claim.source, claim.what, published_text(claim), text + unit, times(claim.ratio), within, verdict]
+    return [
+        claim.source,
+        claim.what,
+        published_text(claim),
+        text + unit,
+        times(claim.ratio),
+        within,
+        verdict,
+    ]
 
 
 def published_text(claim: Claim) -> str:
@@ -163,18 +190,28 @@ def weak(claim: Claim) -> bool:
 def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiments/studies/") -> str:
     """The text of REPRODUCTION.md; `studies` is the path from it to the studies' folders."""
     claims = [claim for found in all_found for claim in claims_of(found)]
-    agreeing, easy = sum(claim.agrees for claim in claims), sum(claim.agrees and weak(claim) for claim in claims)
+    agreeing, easy = (
+        sum(claim.agrees for claim in claims),
+        sum(claim.agrees and weak(claim) for claim in claims),
+    )
     counted = f"{agreeing} of {len(claims)} published numbers agree"
     parts = [HEAD.rstrip(), f"{counted}, {easy} of them with a range that is wide or has one end."]
     for found in all_found:
         number, _, title = found["name"].partition("_")
         link = f"[{number} {title.replace('_', ' ')}]({studies}{found['name']}/README.md)"
         quick = " (--quick: too few requests and seeds to be a result)" * found["quick"]
-        parts += [f"## {link}{quick}", found["question"], " ".join(found["answer"]), table(found["claims"])]
+        parts += [
+            f"## {link}{quick}",
+            found["question"],
+            " ".join(found["answer"]),
+            table(found["claims"]),
+        ]
     total = sum(found["seconds"] for found in all_found)
     commits = sorted({found["commit"] for found in all_found})
     where = sorted({machine(found) for found in all_found})
-    parts += [f"In all {total / 60:.0f} minutes on {' and '.join(where)}; commit {', '.join(commits)}."]
+    parts += [
+        f"In all {total / 60:.0f} minutes on {' and '.join(where)}; commit {', '.join(commits)}."
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -188,22 +225,33 @@ def place_of(out: str | None, quick: bool) -> Path | None:
         return None
     place = Path(out or QUICK)
     if place.resolve() in (STUDIES.resolve(), ROOT.resolve()):
-        raise ValueError(f"--out is {place}, the folder of the kept results; give another folder, or leave it out")
+        raise ValueError(
+            f"--out is {place}, the folder of the kept results; give another folder, or leave it out"
+        )
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out is {place}, which cannot be created ({error}); give a folder") from None
+        raise ValueError(
+            f"--out is {place}, which cannot be created ({error}); give a folder"
+        ) from None
     return place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.reproduce", description="Reproduce published results.", allow_abbrev=False
+        prog="python -m experiments.reproduce",
+        description="Reproduce published results.",
+        allow_abbrev=False,
     )
     parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
-    parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="folder of the recorded files of studies 012, 015 and 020"
+        "--quick", action="store_true", help="fewer requests and seeds, as a test of the program"
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the recorded files of studies 012, 015 and 020",
     )
     parser.add_argument(
         "--out",
@@ -221,7 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = place or STUDIES
     for name in wanted:
         if hasattr(module(name), "TRACES") and options.traces is None:
-            print(f"{name}: keeps its last findings; it needs --traces FOLDER. {module(name).FETCH}", file=sys.stderr)
+            print(
+                f"{name}: keeps its last findings; it needs --traces FOLDER. {module(name).FETCH}",
+                file=sys.stderr,
+            )
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
@@ -236,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{table(found['claims'])}\n{found['seconds']:.0f} s\n", flush=True)
     kept = [folders / name / FINDINGS for name in names()]
     every = [json.loads(file.read_text(encoding="utf-8")) for file in kept if file.is_file()]
-    for found in every:  # also those that did not run, because the text around their numbers may have changed
+    for found in (
+        every
+    ):  # also those that did not run, because the text around their numbers may have changed
         (folders / found["name"] / "README.md").write_text(readme(found), encoding="utf-8")
     file = (place or ROOT) / TABLE
     file.write_text(reproduction(every, "" if place else "experiments/studies/"), encoding="utf-8")

@@ -56,9 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--backend is ray, and this is one of several processes of an engine; leave one of them out"
             )
         if group is not None and group.process:
-            processes.follow(group, plan_runs(points, options.engines), sweep.make_engines(options.engines, quiet=True))
+            processes.follow(
+                group,
+                plan_runs(points, options.engines),
+                sweep.make_engines(options.engines, quiet=True),
+            )
             return 0
-        left = prepare(points, options.out, options.engines, resume=not options.no_resume, download=not options.dry_run)
+        left = prepare(
+            points,
+            options.out,
+            options.engines,
+            resume=not options.no_resume,
+            download=not options.dry_run,
+        )
         plan, folder, done = left.plan, left.folder, left.done
         if options.dry_run:
             print(describe(plan, done, folder))
@@ -70,8 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not on_ray and (options.jobs or 1) > 1:
             measure_all = partial(parallel.results, jobs=options.jobs)
         else:
-            measure_all = partial(sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet))
-        command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
+            measure_all = partial(
+                sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet)
+            )
+        command = [
+            "python",
+            "-m",
+            "experiments.run",
+            *(sys.argv[1:] if arguments is None else arguments),
+        ]
         sweep.write_sweep(folder, points, shlex.join(command))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: cannot write to --out {options.out}: {why}", file=sys.stderr)
         return 2
     try:
-        summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray)
+        summaries = sweep.measure_missing(
+            plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray
+        )
     except KeyboardInterrupt:
         again = "the same command without --no-resume" if options.no_resume else "the same command"
         print(f"\nstopped; {again} resumes the sweep. Results so far: {folder}", file=sys.stderr)
@@ -94,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quiet:
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
-        print(f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}", file=sys.stderr)
+        print(
+            f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}",
+            file=sys.stderr,
+        )
     print(f"report: {path}")
     return 1 if failed else 0
 
@@ -112,7 +134,12 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    points: Sequence[Point], out: str | PathLike[str], engines: int, *, resume: bool = True, download: bool = True
+    points: Sequence[Point],
+    out: str | PathLike[str],
+    engines: int,
+    *,
+    resume: bool = True,
+    download: bool = True,
 ) -> Prepared:
     """Find what of a sweep is left to measure, and that all is there for it.
 
@@ -173,7 +200,13 @@ def measure(
 
 def _setting(key: str, value: Any) -> str:
     """A value of Python as `--set` has it. Raises ValueError if YAML has no such value."""
-    plain = os.fspath(value) if isinstance(value, PathLike) else value.item() if hasattr(value, "item") else value
+    plain = (
+        os.fspath(value)
+        if isinstance(value, PathLike)
+        else value.item()
+        if hasattr(value, "item")
+        else value
+    )
     try:
         text = yaml_words.dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
     except yaml.YAMLError:
@@ -187,13 +220,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m experiments.run", description="Measure an experiment.", allow_abbrev=False
     )
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
-    parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
-    parser.add_argument("--engines", type=int, default=4, help="engines kept alive at a time (default: 4)")
     parser.add_argument(
-        "--jobs", type=int, help="runs at a time (default: 1; with ray all that the cluster has room for)"
+        "--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML"
     )
-    parser.add_argument("--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)")
+    parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
+    parser.add_argument(
+        "--engines", type=int, default=4, help="engines kept alive at a time (default: 4)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="runs at a time (default: 1; with ray all that the cluster has room for)",
+    )
+    parser.add_argument(
+        "--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)"
+    )
     what = "with ray, of each worker, such as num_cpus=2,num_gpus=1 (default: a GPU, or all processors of a node)"
     parser.add_argument("--worker-resources", metavar="NAME=N,...", help=what)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
@@ -208,7 +249,9 @@ def worker_resources(options: argparse.Namespace) -> dict[str, float] | None:
     if options.worker_resources is None:
         return None
     if options.backend != "ray":
-        raise ValueError("--worker-resources is given, and --backend is not ray; add --backend ray, or leave it out")
+        raise ValueError(
+            "--worker-resources is given, and --backend is not ray; add --backend ray, or leave it out"
+        )
     return cluster.parse_resources(options.worker_resources)
 
 
@@ -243,7 +286,9 @@ def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], f
         ready = sum((point[0], repeat) in done for repeat in repeats)
         lines.append(f"  {point[0][:12]}  {ready}/{len(repeats)} done  {point[1]}")
     engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
-    return "\n".join([*lines, f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once"])
+    return "\n".join(
+        [*lines, f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once"]
+    )
 
 
 if __name__ == "__main__":

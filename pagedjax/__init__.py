@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         Taps,
     )
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
-    from pagedjax.text.pooling import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+    from pagedjax.text.pooling import (
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from pagedjax.weights.pretrained import from_params, load_model
 
 __version__ = "0.1.0"

@@ -41,7 +41,11 @@ def generate(args: argparse.Namespace) -> int:
     if llm.follows:
         return follow(llm)
     prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
-    ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if args.chat else prompt
+    ids = (
+        llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        if args.chat
+        else prompt
+    )
     if not args.chat and not args.only_new:
         print(prompt, end="", flush=True)
     for piece in llm.stream(ids, params):
@@ -80,18 +84,27 @@ def follow(llm: Any) -> int:
 def process_options(words: argparse.ArgumentParser) -> None:
     """The options that `join` reads."""
     group = words.add_argument_group(
-        "several processes", "Start the same command in each. Under Slurm, Open MPI or a JobSet none is needed."
+        "several processes",
+        "Start the same command in each. Under Slurm, Open MPI or a JobSet none is needed.",
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, that all can reach")
-    group.add_argument("--processes", type=int, metavar="N", help="how many there are; 1 ignores a launcher")
-    group.add_argument("--process", type=int, metavar="I", help="which one this is; 0 takes the requests")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0, that all can reach"
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="how many there are; 1 ignores a launcher"
+    )
+    group.add_argument(
+        "--process", type=int, metavar="I", help="which one this is; 0 takes the requests"
+    )
     what = "without progress, after which all processes end; default 120"
     group.add_argument("--process-timeout", type=float, metavar="SECONDS", help=what)
 
 
 def replica_options(words: argparse.ArgumentParser) -> None:
     """The options of `serve` for several engines."""
-    group = words.add_argument_group("replicas", "Several engines behind one address, on Ray; needs the extra ray.")
+    group = words.add_argument_group(
+        "replicas", "Several engines behind one address, on Ray; needs the extra ray."
+    )
     group.add_argument("--replicas", type=int, metavar="N", help="how many engines")
     what = "or a JSON object: Ray Serve's AutoscalingConfig, such as max_replicas=4,target_ongoing_requests=32"
     group.add_argument(
@@ -101,12 +114,21 @@ def replica_options(words: argparse.ArgumentParser) -> None:
         help=what,
     )
     what = "or a JSON object: what one replica asks Ray for, such as num_gpus=2; default: its mesh's devices, or a CPU"
-    group.add_argument("--replica-resources", type=options.mapping("num_gpus=2"), metavar="NAME=VALUE,...", help=what)
+    group.add_argument(
+        "--replica-resources",
+        type=options.mapping("num_gpus=2"),
+        metavar="NAME=VALUE,...",
+        help=what,
+    )
     what = "which replica gets a request: round_robin, least_loaded, prefix (the default), or file.py:NAME"
     group.add_argument("--router", metavar="NAME", help=what)
-    what = "hashes that the router remembers of each replica; best its number of blocks; default 65536"
+    what = (
+        "hashes that the router remembers of each replica; best its number of blocks; default 65536"
+    )
     group.add_argument("--known-blocks", type=int, metavar="N", help=what)
-    group.add_argument("--record-routing", metavar="FILE", help="record each assignment, for `pagedjax replay`")
+    group.add_argument(
+        "--record-routing", metavar="FILE", help="record each assignment, for `pagedjax replay`"
+    )
     what = "HOST:PORT of a Ray cluster, or auto; default: Ray starts on this machine"
     group.add_argument("--ray-address", metavar="ADDRESS", help=what)
 
@@ -118,7 +140,9 @@ def start_options(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine of `generate` and `chat`: for one request, whose first token comes early."""
     budget = args.max_num_batched_tokens
-    smallest = 1 if args.dtype in (None, "float32") else 2  # tokens of a step in 16 bit on a CPU (engine/resolve.py)
+    smallest = (
+        1 if args.dtype in (None, "float32") else 2
+    )  # tokens of a step in 16 bit on a CPU (engine/resolve.py)
     return {
         "dtype": args.dtype,
         "weight_dtype": args.weight_dtype,
@@ -184,7 +208,9 @@ def view(args: argparse.Namespace) -> int:
     from pagedjax import viewer
 
     run = viewer.read(args.file, _policies(args.policy))
-    return _write(args, ".html", viewer.page(run, decode=_decoder(args.model) if args.model else None))
+    return _write(
+        args, ".html", viewer.page(run, decode=_decoder(args.model) if args.model else None)
+    )
 
 
 def trace(args: argparse.Namespace) -> int:
@@ -253,7 +279,9 @@ def replicated(args: argparse.Namespace) -> bool:
     for name in ("replica_resources", "router", "known_blocks", "record_routing", "ray_address"):
         if getattr(args, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is given, and there is one engine; add --replicas N, or leave it out")
+            raise ValueError(
+                f"{flag} is given, and there is one engine; add --replicas N, or leave it out"
+            )
     return False
 
 
@@ -269,76 +297,134 @@ def needs(extra: str, *modules: str) -> None:
     """Raises ValueError if a module is not installed. `extra` is the one that installs them."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise ValueError(f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'")
+        raise ValueError(
+            f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'"
+        )
 
 
 def parser() -> options.Parser:
     from pagedjax import __version__
     from pagedjax.load_client.bench_serve import options as load_options
 
-    words = options.Parser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
+    words = options.Parser(
+        prog="pagedjax", description="LLM inference in JAX with a paged KV cache"
+    )
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
     commands = words.add_subparsers(required=True, metavar="command")
 
-    one = commands.add_parser("generate", help="complete a prompt, streaming", description=generate.__doc__)
+    one = commands.add_parser(
+        "generate", help="complete a prompt, streaming", description=generate.__doc__
+    )
     one.add_argument("prompt", help="the text to continue; - reads standard input")
-    one.add_argument("--model", default="smollm2-135m", help="directory, .gguf file, hub id or embedded model's name")
-    one.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    one.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="directory, .gguf file, hub id or embedded model's name",
+    )
+    one.add_argument(
+        "--chat", action="store_true", help="put the prompt into the model's chat template"
+    )
     one.add_argument("--only-new", action="store_true", help="do not repeat the prompt")
     one.add_argument("--max-tokens", type=int, default=128)
     one.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     one.add_argument("--top-p", type=float, default=1.0)
     one.add_argument("--top-k", type=int, default=0)
     one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--stop", action="append", default=[], help="stop before this text; may be repeated")
+    one.add_argument(
+        "--stop", action="append", default=[], help="stop before this text; may be repeated"
+    )
     _engine_arguments(one)
     one.set_defaults(run=generate)
 
     talk = commands.add_parser("chat", help="talk with a chat model", description=chat.__doc__)
-    talk.add_argument("--model", default="smollm2-135m", help="directory, .gguf file, hub id or embedded model's name")
+    talk.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="directory, .gguf file, hub id or embedded model's name",
+    )
     talk.add_argument("--system", help="the system text; replaces the one in the model's template")
     talk.add_argument("--max-tokens", type=int, default=512, help="tokens of one answer at most")
-    talk.add_argument("--temperature", type=float, default=0.7, help="0 is greedy; the default is 0.7")
+    talk.add_argument(
+        "--temperature", type=float, default=0.7, help="0 is greedy; the default is 0.7"
+    )
     talk.add_argument("--top-p", type=float, default=0.95)
     talk.add_argument("--top-k", type=int, default=0)
     talk.add_argument("--seed", type=int, default=0)
     _engine_arguments(talk)
     talk.set_defaults(run=chat)
 
-    other = commands.add_parser("convert", help="write a model to a new folder", description=convert.__doc__)
+    other = commands.add_parser(
+        "convert", help="write a model to a new folder", description=convert.__doc__
+    )
     other.add_argument("model", help="directory, .gguf file, hub id or embedded model's name")
     other.add_argument("target", help="the folder to write; it must not exist, or be empty")
     other.add_argument("--to", choices=("orbax", "safetensors"), required=True)
-    other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored")
-    other.add_argument("--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own")
-    other.add_argument("--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most")
+    other.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored"
+    )
+    other.add_argument(
+        "--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own"
+    )
+    other.add_argument(
+        "--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most"
+    )
     other.set_defaults(run=convert)
 
-    server = commands.add_parser("serve", help="serve a model to OpenAI's clients", description=serve.__doc__)
-    server.add_argument("model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on; default 127.0.0.1; 0.0.0.0 is all"
-    )
-    server.add_argument("--port", type=int, default=8000, help="default 8000; 0 chooses a free port and prints it")
-    server.add_argument("--served-model-name", help="in requests and answers; the default is the folder's name")
-    server.add_argument("--api-key-file", help="a file with the key that clients must send as a bearer token")
-    server.add_argument(
-        "--max-queue", type=int, default=256, help="requests that may wait; others are answered 429; default 256"
+    server = commands.add_parser(
+        "serve", help="serve a model to OpenAI's clients", description=serve.__doc__
     )
     server.add_argument(
-        "--max-body-mib", type=options.mebibytes, default=8.0, help="of a request; more is answered 413; default 8"
+        "model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name"
     )
     server.add_argument(
-        "--allow-origin", action="append", default=[], help="origin of web pages that may connect; * is all"
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen on; default 127.0.0.1; 0.0.0.0 is all",
     )
     server.add_argument(
-        "--drain-seconds", type=options.seconds, default=60, help="for unfinished requests at a stop; default 60"
+        "--port", type=int, default=8000, help="default 8000; 0 chooses a free port and prints it"
+    )
+    server.add_argument(
+        "--served-model-name", help="in requests and answers; the default is the folder's name"
+    )
+    server.add_argument(
+        "--api-key-file", help="a file with the key that clients must send as a bearer token"
+    )
+    server.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        help="requests that may wait; others are answered 429; default 256",
+    )
+    server.add_argument(
+        "--max-body-mib",
+        type=options.mebibytes,
+        default=8.0,
+        help="of a request; more is answered 413; default 8",
+    )
+    server.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        help="origin of web pages that may connect; * is all",
+    )
+    server.add_argument(
+        "--drain-seconds",
+        type=options.seconds,
+        default=60,
+        help="for unfinished requests at a stop; default 60",
     )
     number = {"type": int, "default": 0, "metavar": "N"}
-    server.add_argument("--min-priority", **number, help="the lowest number (most urgent) of clients; default 0")
-    server.add_argument("--max-priority", **number, help="the highest number (least urgent) of clients; default 0")
     server.add_argument(
-        "--allow-user", action="store_true", help="the policy fair shares by the field user of requests"
+        "--min-priority", **number, help="the lowest number (most urgent) of clients; default 0"
+    )
+    server.add_argument(
+        "--max-priority", **number, help="the highest number (least urgent) of clients; default 0"
+    )
+    server.add_argument(
+        "--allow-user",
+        action="store_true",
+        help="the policy fair shares by the field user of requests",
     )
     server.add_argument(
         "--tool-call-parser",
@@ -366,10 +452,17 @@ def parser() -> options.Parser:
         help="serve vllmini's /generate and /result (the default)",
     )
     server.add_argument(
-        "--result-seconds", type=float, default=300.0, help="how long /result keeps a text; default 300"
+        "--result-seconds",
+        type=float,
+        default=300.0,
+        help="how long /result keeps a text; default 300",
     )
-    server.add_argument("--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`")
-    server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    server.add_argument(
+        "--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`"
+    )
+    server.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
     _cache_argument(server)
     default = "the default is background; with drafts or in several processes it is eager"
     options.add_engine_options(server, compilation=default)
@@ -377,28 +470,53 @@ def parser() -> options.Parser:
     replica_options(server)
     server.set_defaults(run=serve)
 
-    two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
-    two.add_argument("file", help="a JSONL file of Engine.record, or of `pagedjax serve --record-routing`")
+    two = commands.add_parser(
+        "replay", help="verify a recorded run", description="Replay a recorded run."
+    )
+    two.add_argument(
+        "file", help="a JSONL file of Engine.record, or of `pagedjax serve --record-routing`"
+    )
     what = "the run's policy or router, if it is not built in: module:NAME or folder/file.py:NAME"
     two.add_argument("--policy", metavar="NAME", help=what)
     two.set_defaults(run=replay)
 
-    page = commands.add_parser("view", help="show a recorded run as a page", description=view.__doc__)
+    page = commands.add_parser(
+        "view", help="show a recorded run as a page", description=view.__doc__
+    )
     page.add_argument("file", help="a JSONL file of Engine.record")
-    page.add_argument("-o", "--output", help="the page; the default is the recording's name with .html")
-    page.add_argument("--model", help="show text, by this model's tokenizer: directory, .gguf file, hub id or name")
-    page.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
+    page.add_argument(
+        "-o", "--output", help="the page; the default is the recording's name with .html"
+    )
+    page.add_argument(
+        "--model",
+        help="show text, by this model's tokenizer: directory, .gguf file, hub id or name",
+    )
+    page.add_argument(
+        "--policy",
+        help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
+    )
     page.set_defaults(run=view)
 
-    times = commands.add_parser("trace", help="a recorded run for Perfetto", description=trace.__doc__)
-    times.add_argument("file", help="a JSONL file of Engine.record; with times=True it has real times")
-    times.add_argument("-o", "--output", help="the trace; the default is the recording's name with .trace.json")
-    times.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
+    times = commands.add_parser(
+        "trace", help="a recorded run for Perfetto", description=trace.__doc__
+    )
+    times.add_argument(
+        "file", help="a JSONL file of Engine.record; with times=True it has real times"
+    )
+    times.add_argument(
+        "-o", "--output", help="the trace; the default is the recording's name with .trace.json"
+    )
+    times.add_argument(
+        "--policy",
+        help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
+    )
     times.set_defaults(run=trace)
 
     bench = commands.add_parser("bench", help="measure", description="Measure a running server.")
     benches = bench.add_subparsers(required=True, metavar="what")
-    client = benches.add_parser("serve", help="load a running server", description=bench_serve.__doc__)
+    client = benches.add_parser(
+        "serve", help="load a running server", description=bench_serve.__doc__
+    )
     load_options(client)
     client.set_defaults(run=bench_serve)
     return words
@@ -406,19 +524,32 @@ def parser() -> options.Parser:
 
 def _cache_argument(words: argparse.ArgumentParser) -> None:
     action = argparse.BooleanOptionalAction
-    words.add_argument("--compilation-cache", action=action, default=True, help="keep compiled programs on disk")
+    words.add_argument(
+        "--compilation-cache", action=action, default=True, help="keep compiled programs on disk"
+    )
 
 
 def _engine_arguments(words: argparse.ArgumentParser) -> None:
     """The options that `start_options` and `engine_options` read."""
     _cache_argument(words)
     words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    words.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
-    words.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
-    words.add_argument("--mesh", type=options.mapping(options.MESH), metavar="AXIS=N,...", help="devices: tensor=4")
+    words.add_argument(
+        "--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row"
+    )
+    words.add_argument(
+        "--kv-cache-dtype",
+        help="of keys and values: that of --dtype (the default), or float8_e4m3fn",
+    )
+    words.add_argument(
+        "--mesh", type=options.mapping(options.MESH), metavar="AXIS=N,...", help="devices: tensor=4"
+    )
     words.add_argument("--block-size", type=int, default=16)
     words.add_argument(
-        "--max-num-batched-tokens", "--budget", type=options.at_least_1, default=512, help="tokens of a step at most"
+        "--max-num-batched-tokens",
+        "--budget",
+        type=options.at_least_1,
+        default=512,
+        help="tokens of a step at most",
     )
     words.add_argument("--max-model-len", type=int, default=2048)
     process_options(words)

@@ -71,8 +71,16 @@ class Speculative:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "ngram_max", "ngram_min"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DRAFT_TOKENS:
-                remedy = "; to switch speculation off, leave speculative out" if name == "num_tokens" else ""
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not 1 <= value <= MAX_DRAFT_TOKENS
+            ):
+                remedy = (
+                    "; to switch speculation off, leave speculative out"
+                    if name == "num_tokens"
+                    else ""
+                )
                 what = f"it must be an integer from 1 to {MAX_DRAFT_TOKENS}{remedy}"
                 raise ValueError(f"speculative.{name} is {value!r}; {what}")
         if self.ngram_min > self.ngram_max:
@@ -87,7 +95,9 @@ class Speculative:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.model is not None and not isinstance(self.model, str):
-            raise ValueError(f"speculative.model is {self.model!r}; it must be a path, a hub id or a name")
+            raise ValueError(
+                f"speculative.model is {self.model!r}; it must be a path, a hub id or a name"
+            )
         if self.rule == "rejection" and self.method == "suffix":
             raise ValueError(
                 "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns from other requests: "
@@ -101,7 +111,9 @@ class Speculative:
             )
 
 
-_KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {  # by field: its policy, its default, the least integer
+_KV_POLICY_SIZES: dict[
+    str, tuple[str, Any, int | None]
+] = {  # by field: its policy, its default, the least integer
     "sinks": ("streaming", 4, 0),
     "window": ("streaming", 1020, 1),
     "tokens": ("quest", 1024, 1),
@@ -143,8 +155,14 @@ class KVPolicyOptions:
                 raise ValueError(f"{what}, which does not take it; leave it out, or use {of!r}")
             elif value is not None and least is None and not isinstance(value, bool):
                 raise ValueError(f"kv_policy.{name} is {value!r}; it must be True or False")
-            elif value is not None and least is not None and not (type(value) is int and value >= least):
-                raise ValueError(f"kv_policy.{name} is {value!r}; it must be an integer of at least {least}")
+            elif (
+                value is not None
+                and least is not None
+                and not (type(value) is int and value >= least)
+            ):
+                raise ValueError(
+                    f"kv_policy.{name} is {value!r}; it must be an integer of at least {least}"
+                )
 
     @staticmethod
     def read(value: Any) -> KVPolicyOptions | None:
@@ -155,11 +173,15 @@ class KVPolicyOptions:
             ValueError: an unknown name or field, or a size out of range.
         """
         if isinstance(value, Mapping):
-            value = from_dict(KVPolicyOptions, {str(name): one for name, one in value.items()}, where="kv_policy.")
+            value = from_dict(
+                KVPolicyOptions, {str(name): one for name, one in value.items()}, where="kv_policy."
+            )
         elif isinstance(value, str):
             value = KVPolicyOptions(value)
         elif value is not None and not isinstance(value, KVPolicyOptions):
-            raise ValueError(f"kv_policy is {value!r}; it must be a name, or a mapping such as {{'name': 'streaming'}}")
+            raise ValueError(
+                f"kv_policy is {value!r}; it must be a name, or a mapping such as {{'name': 'streaming'}}"
+            )
         return None if value is None or value.name == "full" else value
 
 
@@ -195,13 +217,17 @@ class MeshConfig:
         if value is None or isinstance(value, MeshConfig):
             return value
         if not isinstance(value, Mapping):
-            raise ValueError(f"mesh is {value!r}; it must be None, or sizes by axis, such as {{'tensor': 4}}")
+            raise ValueError(
+                f"mesh is {value!r}; it must be None, or sizes by axis, such as {{'tensor': 4}}"
+            )
         if "data" in value:
             raise ValueError(
                 "mesh has the axis 'data', and an engine has one cache and one queue; start an engine for each slice "
                 "of the devices (devices=...), with a mesh of its own"
             )
-        return from_dict(MeshConfig, {str(name): size for name, size in value.items()}, where="mesh.")
+        return from_dict(
+            MeshConfig, {str(name): size for name, size in value.items()}, where="mesh."
+        )
 
 
 @dataclass(frozen=True)
@@ -310,25 +336,41 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-        if isinstance(self.lookahead, bool) or not isinstance(self.lookahead, int) or self.lookahead < 0:
-            raise ValueError(f"lookahead is {self.lookahead!r}; it must be an integer of at least 0")
+        if (
+            isinstance(self.lookahead, bool)
+            or not isinstance(self.lookahead, int)
+            or self.lookahead < 0
+        ):
+            raise ValueError(
+                f"lookahead is {self.lookahead!r}; it must be an integer of at least 0"
+            )
         if isinstance(self.speculative, Mapping):  # as YAML and the command line spell it
             given: Any = self.speculative
-            names: dict[str, Any] = {VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()}
+            names: dict[str, Any] = {
+                VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()
+            }
             if len(names) < len(given):
-                raise ValueError(f"speculative is {dict(given)!r}, which gives one field under two names")
+                raise ValueError(
+                    f"speculative is {dict(given)!r}, which gives one field under two names"
+                )
             if isinstance(method := names.get("method"), str):
                 names["method"] = VLLM_METHODS.get(method, method)
             options = from_dict(Speculative, names, where="speculative.")
             object.__setattr__(self, "speculative", options)
         if self.speculative is not None and not isinstance(self.speculative, Speculative):
-            raise ValueError(f"speculative is {self.speculative!r}; it must be None, or its fields by name")
+            raise ValueError(
+                f"speculative is {self.speculative!r}; it must be None, or its fields by name"
+            )
         if self.speculative is not None and self.lookahead:
             raise ValueError(
                 f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
                 "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
             )
-        if self.batch_invariant and self.speculative is not None and self.speculative.rule == "rejection":
+        if (
+            self.batch_invariant
+            and self.speculative is not None
+            and self.speculative.rule == "rejection"
+        ):
             raise ValueError(
                 "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; "
                 "set speculative.rule='strict', or batch_invariant=False"
@@ -340,11 +382,25 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
         swap = self.swap_space_gib
-        if isinstance(swap, bool) or not isinstance(swap, (int, float)) or not 0.0 <= swap < float("inf"):
+        if (
+            isinstance(swap, bool)
+            or not isinstance(swap, (int, float))
+            or not 0.0 <= swap < float("inf")
+        ):
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if (
+            isinstance(self.seed, bool)
+            or not isinstance(self.seed, int)
+            or not 0 <= self.seed < 2**32
+        ):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        switches = "enable_prefix_caching", "chunked_prefill", "mixed_steps", "free_window_blocks", "batch_invariant"
+        switches = (
+            "enable_prefix_caching",
+            "chunked_prefill",
+            "mixed_steps",
+            "free_window_blocks",
+            "batch_invariant",
+        )
         for name in (*switches, "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -375,15 +431,21 @@ class EngineConfig:
             impl = getattr(self, name)
             if impl is not None and not (isinstance(impl, str) and ":" in impl):
                 one_of(name, impl, get_args(known), own=True)
-        if self.model_family is not None and not (isinstance(self.model_family, str) and ":" in self.model_family):
+        if self.model_family is not None and not (
+            isinstance(self.model_family, str) and ":" in self.model_family
+        ):
             what = f"model_family is {self.model_family!r}"
-            raise ValueError(f"{what}; it must be module:NAME or folder/file.py:NAME of a Family, or None")
+            raise ValueError(
+                f"{what}; it must be module:NAME or folder/file.py:NAME of a Family, or None"
+            )
         if isinstance(self.row_features, list):  # as YAML spells a tuple
             object.__setattr__(self, "row_features", tuple(self.row_features))
         named = isinstance(self.row_features, tuple)
         if not named or not all(isinstance(one, str) and ":" in one for one in self.row_features):
             what = f"row_features is {self.row_features!r:.200}"
-            raise ValueError(f"{what}; it must be a list, and each item module:NAME or folder/file.py:NAME")
+            raise ValueError(
+                f"{what}; it must be a list, and each item module:NAME or folder/file.py:NAME"
+            )
         if self.token_buckets is not None:
             sizes = self.token_buckets
             if isinstance(sizes, list):  # as YAML spells a tuple
@@ -394,7 +456,9 @@ class EngineConfig:
                 or any(type(t) is not int or t < 1 for t in sizes)
                 or list(sizes) != sorted(set(sizes))
             ):
-                raise ValueError(f"token_buckets is {sizes!r}; it must be ascending integers of at least 1")
+                raise ValueError(
+                    f"token_buckets is {sizes!r}; it must be ascending integers of at least 1"
+                )
             if sizes[-1] < self.max_num_batched_tokens:
                 raise ValueError(
                     f"the largest of token_buckets is {sizes[-1]}, below max_num_batched_tokens "
@@ -475,12 +539,19 @@ def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | 
     """
     if devices is None:
         return None
-    found, size = tuple(devices) if isinstance(devices, (list, tuple)) else devices, mesh.size if mesh else 1
+    found, size = (
+        tuple(devices) if isinstance(devices, (list, tuple)) else devices,
+        mesh.size if mesh else 1,
+    )
     right = isinstance(found, tuple) and all(type(i) is int and i >= 0 for i in found)
     if not right or len(set(found)) < len(found):
-        raise ValueError(f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on")
+        raise ValueError(
+            f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on"
+        )
     if len(found) != size:
-        raise ValueError(f"devices has {len(found)} positions, and the mesh {size} devices; make them equal")
+        raise ValueError(
+            f"devices has {len(found)} positions, and the mesh {size} devices; make them equal"
+        )
     return found
 
 
@@ -512,11 +583,15 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
     if not where or not attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
     try:
-        values = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
+        values = (
+            runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
+        )
     except ImportError as error:
         if where.endswith(".py"):  # the folder of a file is not on the path
             usage = "install what it imports, or add its folder to PYTHONPATH"
-        raise ValueError(f"{field} is {name!r}, but {where} cannot be imported ({error}); {usage}") from error
+        raise ValueError(
+            f"{field} is {name!r}, but {where} cannot be imported ({error}); {usage}"
+        ) from error
     except FileNotFoundError:
         raise ValueError(f"{field} is {name!r}, but there is no file {where}; {usage}") from None
     value = values.get(attribute)
@@ -527,7 +602,9 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
     return value
 
 
-def from_dict(cls: type[Config], values: dict[str, Any], *, where: str = "", others: Iterable[str] = ()) -> Config:
+def from_dict(
+    cls: type[Config], values: dict[str, Any], *, where: str = "", others: Iterable[str] = ()
+) -> Config:
     """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the nearest known one.
 
     Args:

@@ -24,7 +24,13 @@ from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, interrupts, programs
 from pagedjax.engine.adapters import no_adapters
 from pagedjax.host.types import Pending
-from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
+from pagedjax.params import (
+    BeamSearchParams,
+    LoRARequest,
+    PoolingParams,
+    PoolingTask,
+    SamplingParams,
+)
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.processes.join import joined
 from pagedjax.session import GenerationRequest, Params, Session, output_of
@@ -44,7 +50,9 @@ from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
+Prompt = (
+    str | Sequence[int] | Mapping[str, Any]
+)  # a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
 
 
 class LLM:
@@ -81,10 +89,16 @@ class LLM:
     ) -> None:
         arguments = engine_arguments(engine)
         names, features = _features(row_features, arguments.engine.pop("row_features", ()))
-        options = {"compilation": default_compilation(arguments.engine), **arguments.engine, "row_features": names}
+        options = {
+            "compilation": default_compilation(arguments.engine),
+            **arguments.engine,
+            "row_features": names,
+        }
         engine_config = from_dict(EngineConfig, options, others=ARGUMENTS)
         with compilations.disk_cache(compilation_cache):
-            self._open(model, params, config, tokenizer, progress, engine_config, features, arguments)
+            self._open(
+                model, params, config, tokenizer, progress, engine_config, features, arguments
+            )
 
     def _open(
         self,
@@ -103,12 +117,18 @@ class LLM:
         formats = {name: getattr(engine_config, name) for name in names}
         if params is not None:
             if model is not None or config is None:
-                raise ValueError("params come with config, what the model's config.json says, and in place of model")
+                raise ValueError(
+                    "params come with config, what the model's config.json says, and in place of model"
+                )
             model = from_params(params, config, tokenizer=tokenizer, **formats)
         elif config is not None or (tokenizer is not None and not owned):
-            raise ValueError("config goes with params, and tokenizer with params or a name; a loaded model has its own")
+            raise ValueError(
+                "config goes with params, and tokenizer with params or a name; a loaded model has its own"
+            )
         if arguments.hub and isinstance(model, LoadedModel):
-            raise ValueError(f"{next(iter(arguments.hub))} is of a model from the hub, and this one is loaded")
+            raise ValueError(
+                f"{next(iter(arguments.hub))} is of a model from the hub, and this one is loaded"
+            )
         if model is None:
             model = DEFAULT_MODEL
         if not isinstance(model, LoadedModel):
@@ -122,9 +142,18 @@ class LLM:
         engine_config = replace(engine_config, model_family=model.family)
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
-        options = {"row_features": row_features, "draft_model": draft_model, "owns_params": owned, "progress": progress}
-        self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
-        self._loaded = replace(model, model=model.model._replace(params=None))  # the engine's may be replaced or sleep
+        options = {
+            "row_features": row_features,
+            "draft_model": draft_model,
+            "owns_params": owned,
+            "progress": progress,
+        }
+        self.engine = make_engine(
+            model.model, engine_config, eos_token_ids=model.eos_token_ids, **options
+        )
+        self._loaded = replace(
+            model, model=model.model._replace(params=None)
+        )  # the engine's may be replaced or sleep
         self._warned = False
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
@@ -206,7 +235,9 @@ class LLM:
             raise ValueError(f"{what}, or a mapping of arrays (A, B) by the matrix's name")
         if not isinstance(source, Mapping):
             if options is not None:
-                what = f"options is {options!r:.80}, and a folder has its own in adapter_config.json"
+                what = (
+                    f"options is {options!r:.80}, and a folder has its own in adapter_config.json"
+                )
                 raise ValueError(f"{what}; leave options out, or give arrays")
             return self._load(LoRARequest(name, lora_path=os.fspath(source)), keep=True)
         from pagedjax.weights.adapter_files import adapter_of
@@ -214,7 +245,9 @@ class LLM:
         request = LoRARequest(name)
         if not self.engine.config.enable_lora:
             raise no_adapters(name)
-        self.engine.load_adapter(adapter_of(source, options or {}, self.engine.model.config, request.lora_name))
+        self.engine.load_adapter(
+            adapter_of(source, options or {}, self.engine.model.config, request.lora_name)
+        )
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Unfinished requests continue with it.
@@ -242,14 +275,20 @@ class LLM:
             return [None] * count
         each = list(requests) if isinstance(requests, (list, tuple)) else [requests] * count
         if len(each) != count:
-            raise ValueError(f"{len(each)} lora_request for {count} prompts; give one for all, or one for each")
+            raise ValueError(
+                f"{len(each)} lora_request for {count} prompts; give one for all, or one for each"
+            )
         wanted: dict[str, LoRARequest] = {}
         for one in each:
             if one is not None and not isinstance(one, LoRARequest):
-                raise ValueError(f"lora_request is {one!r:.80}; it must be a LoRARequest, or a list of them and None")
+                raise ValueError(
+                    f"lora_request is {one!r:.80}; it must be a LoRARequest, or a list of them and None"
+                )
             if one is not None and wanted.setdefault(one.lora_name, one).lora_path != one.lora_path:
                 paths = f"{wanted[one.lora_name].lora_path!r} and {one.lora_path!r}"
-                raise ValueError(f"lora_request {one.lora_name!r} has the folders {paths}; give each its own name")
+                raise ValueError(
+                    f"lora_request {one.lora_name!r} has the folders {paths}; give each its own name"
+                )
         most = self.engine.config.max_loras
         if self.engine.config.enable_lora and len(wanted) > most:
             raise ValueError(
@@ -309,7 +348,11 @@ class LLM:
     @property
     def startup(self) -> dict[str, Any]:
         """Seconds by stage, the number of XLA programs, and how many of them came from the cache on disk."""
-        return {"import": pagedjax._import_seconds, "load": self.model.seconds, **self.engine.startup}
+        return {
+            "import": pagedjax._import_seconds,
+            "load": self.model.seconds,
+            **self.engine.startup,
+        }
 
     def generate(
         self,
@@ -338,7 +381,14 @@ class LLM:
         texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
         order = (0 if priority is None else priority), user
         ids = [self._tokens(p) for p in prompts]
-        return self._run(texts, ids, _each(sampling_params, len(ids)), use_tqdm, *order, lora_request=lora_request)
+        return self._run(
+            texts,
+            ids,
+            _each(sampling_params, len(ids)),
+            use_tqdm,
+            *order,
+            lora_request=lora_request,
+        )
 
     def beam_search(
         self,
@@ -401,7 +451,9 @@ class LLM:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
         (params,) = _each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
-            raise ValueError(f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate")
+            raise ValueError(
+                f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate"
+            )
         if reason := _several_branches(params):
             raise ValueError(f"{reason}; a stream has one branch, use generate")
         if params.taps:
@@ -483,20 +535,30 @@ class LLM:
         """
         ones, others = _several(text_1), _several(text_2)
         if len(ones) not in (1, len(others)):
-            raise ValueError(f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each")
+            raise ValueError(
+                f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each"
+            )
         found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm, lora_request)
         firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
         pairs = zip(firsts, seconds, strict=True)
         return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
 
     def _pooled(
-        self, prompts: list[Prompt], params: Any, task: PoolingTask | None, use_tqdm: bool, lora_request: Any = None
+        self,
+        prompts: list[Prompt],
+        params: Any,
+        task: PoolingTask | None,
+        use_tqdm: bool,
+        lora_request: Any = None,
     ) -> list[Any]:
         each, own = _each(params, len(prompts), PoolingParams), self._loaded.pooling
         each = [pooling.resolved(one, task or one.task or "token_embed", own) for one in each]
         limit = self.engine.config.max_model_len
         texts, plain = zip(*map(_text_and_prompt, prompts), strict=True)
-        ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(plain, each, strict=True)]
+        ids = [
+            pooling.truncated(self._tokens(p), one, limit)
+            for p, one in zip(plain, each, strict=True)
+        ]
         self.warn_if_not_made_for_embeddings()
         return self._run(texts, ids, each, use_tqdm, what="embedding", lora_request=lora_request)
 
@@ -511,7 +573,11 @@ class LLM:
     def _truncated(self, ids: list[int], params: Params) -> Sequence[int]:
         """The tokens that `truncate_prompt_tokens` keeps."""
         count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
-        return ids if count is None else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
+        return (
+            ids
+            if count is None
+            else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
+        )
 
     def _tokens(self, prompt: Any) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
@@ -538,17 +604,23 @@ class LLM:
                 adapters = self._adapters(lora_request, len(ids))
                 columns = zip(ids, texts, params, priorities, users, adapters, strict=True)
                 requests = [
-                    GenerationRequest(self._truncated(tokens, p), p, text, rank, name, adapter=adapter)
+                    GenerationRequest(
+                        self._truncated(tokens, p), p, text, rank, name, adapter=adapter
+                    )
                     for tokens, text, p, rank, name, adapter in columns
                 ]
                 outputs, unfinished = stack.enter_context(self.session.awaited(requests))
             total = len(unfinished)
-            bar = stack.enter_context(tqdm(total=total, desc=what, unit="seq", disable=not use_tqdm, leave=False))
+            bar = stack.enter_context(
+                tqdm(total=total, desc=what, unit="seq", disable=not use_tqdm, leave=False)
+            )
             tokens, started = 0, time.perf_counter()
             while step := self.session.step_for(unfinished):
                 bar.update(total - len(unfinished) - bar.n)
                 tokens += step.tokens
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(
+                    f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False
+                )
         each = enumerate(zip(requests, outputs, strict=True))
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
@@ -567,9 +639,13 @@ def _prepare_kernels(config: EngineConfig) -> None:
     """Starts what kernels need once a process, before the model is read."""
     dtype = config.dtype or "float32"
     kept = config.kv_cache_dtype or dtype
-    attention.prepare(config.attention_impl, dtype=kept, query_dtype=dtype, invariant=config.batch_invariant)
+    attention.prepare(
+        config.attention_impl, dtype=kept, query_dtype=dtype, invariant=config.batch_invariant
+    )
     weight_dtype = config.weight_dtype or dtype
-    linear.prepare(config.linear_impl, dtype=dtype, weight_dtype=weight_dtype, low_rank=config.enable_lora)
+    linear.prepare(
+        config.linear_impl, dtype=dtype, weight_dtype=weight_dtype, low_rank=config.enable_lora
+    )
 
 
 def _features(given: Any, processors: Any) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
@@ -581,13 +657,19 @@ def _features(given: Any, processors: Any) -> tuple[tuple[str, ...], tuple[RowFe
     Raises:
         ValueError: both are given, or one is neither a name nor a `RowFeature`.
     """
-    several = [(one,) if isinstance(one, (str, RowFeature)) else tuple(one) for one in (given, processors)]
+    several = [
+        (one,) if isinstance(one, (str, RowFeature)) else tuple(one) for one in (given, processors)
+    ]
     if all(several):
-        raise ValueError("logits_processors is vLLM's name of row_features, and both are given; leave one of them out")
+        raise ValueError(
+            "logits_processors is vLLM's name of row_features, and both are given; leave one of them out"
+        )
     features = several[0] or several[1]
     for one in features:
         if not isinstance(one, (str, RowFeature)):
-            raise ValueError(f"row_features has {one!r:.80}; write a RowFeature, or give folder/file.py:NAME of one")
+            raise ValueError(
+                f"row_features has {one!r:.80}; write a RowFeature, or give folder/file.py:NAME of one"
+            )
     named = tuple(one for one in features if isinstance(one, str))
     return named, tuple(one for one in features if isinstance(one, RowFeature))
 
@@ -603,10 +685,14 @@ def _several(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, a mapping, or a list of them")
+        raise ValueError(
+            f"prompts is {prompts!r:.80}; give a string, token ids, a mapping, or a list of them"
+        )
     several: list[Any] = list(prompts)
     if not several:
-        raise ValueError("there are no prompts; give a string, token ids, a mapping, or a list of them")
+        raise ValueError(
+            "there are no prompts; give a string, token ids, a mapping, or a list of them"
+        )
     return [several] if isinstance(several[0], Integral) else several
 
 
@@ -616,7 +702,9 @@ def _token_ids(prompt: Any) -> list[int]:
             raise TypeError
         return [index(token) for token in prompt]
     except TypeError:
-        raise ValueError(f"a prompt is {prompt!r:.80}; it must be a string or a list of token ids") from None
+        raise ValueError(
+            f"a prompt is {prompt!r:.80}; it must be a string or a list of token ids"
+        ) from None
 
 
 def _conversations(messages: Any) -> list[Any]:
@@ -625,7 +713,9 @@ def _conversations(messages: Any) -> list[Any]:
         several = [several]
     if not several or not all(isinstance(conversation, (list, tuple)) for conversation in several):
         form = "[{'role': 'user', 'content': ...}, ...]"
-        raise ValueError(f"messages is {messages!r:.80}; give a conversation, {form}, or a list of conversations")
+        raise ValueError(
+            f"messages is {messages!r:.80}; give a conversation, {form}, or a list of conversations"
+        )
     return several
 
 
@@ -641,7 +731,9 @@ def _several_branches(params: SamplingParams | BeamSearchParams) -> str:
 def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:
     """Parameters of a kind for each of `count` prompts; None is the default of the kind."""
     pools = kind is PoolingParams
-    default, name = (PoolingParams, "pooling_params") if pools else (SamplingParams, "sampling_params")
+    default, name = (
+        (PoolingParams, "pooling_params") if pools else (SamplingParams, "sampling_params")
+    )
     if params is None or isinstance(params, kind):
         return [params or default()] * count
     each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
@@ -650,7 +742,9 @@ def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:
             known = "PoolingParams" if pools else "SamplingParams or BeamSearchParams"
             raise ValueError(f"{name} is {one!r:.80}; it must be {known}, or a list of them")
     if len(each) != count:
-        raise ValueError(f"{len(each)} {default.__name__} for {count} prompts; give one for all, or one for each")
+        raise ValueError(
+            f"{len(each)} {default.__name__} for {count} prompts; give one for all, or one for each"
+        )
     return each
 
 
@@ -660,7 +754,11 @@ def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
     each = list(value) if isinstance(value, (list, tuple)) else [value]
     for one in each:
         if not isinstance(one, kind) or isinstance(one, bool):
-            raise ValueError(f"{name} is {one!r:.80}; it must be of type {kind.__name__}, or a list of them")
+            raise ValueError(
+                f"{name} is {one!r:.80}; it must be of type {kind.__name__}, or a list of them"
+            )
     if len(each) != count:
-        raise ValueError(f"{len(each)} values of {name} for {count} prompts; give one for all, or one for each")
+        raise ValueError(
+            f"{len(each)} values of {name} for {count} prompts; give one for all, or one for each"
+        )
     return each

@@ -39,8 +39,12 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, (list, tuple)) and one for one in value):
-        raise ValueError(f"bad_words_token_ids is {value!r:.80}; it must be lists of token ids, none of them empty")
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(one, (list, tuple)) and one for one in value
+    ):
+        raise ValueError(
+            f"bad_words_token_ids is {value!r:.80}; it must be lists of token ids, none of them empty"
+        )
     return tuple(_ids("bad_words_token_ids", one) for one in value)
 
 
@@ -70,7 +74,9 @@ def _extra_args(value: Any) -> dict[str, Any]:
             return tuple(plain(name, inner) for inner in item)
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
-        raise ValueError(f"extra_args[{name!r}] is {item!r:.80}; it must be a number, a string, True, False or a list")
+        raise ValueError(
+            f"extra_args[{name!r}] is {item!r:.80}; it must be a number, a string, True, False or a list"
+        )
 
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"extra_args is {value!r:.80}; it must map names to values")
@@ -120,20 +126,30 @@ class StructuredOutputsParams:
         given = [name for name in forms if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = " and ".join(given) if given else "nothing"
-            raise ValueError(f"structured_outputs has {what}; give exactly one of {', '.join(forms)}")
+            raise ValueError(
+                f"structured_outputs has {what}; give exactly one of {', '.join(forms)}"
+            )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"structured_outputs.{name} is {value!r:.80}; it must be a text that is not empty")
-        if self.choice is not None and not all(isinstance(text, str) and text for text in self.choice or ("",)):
+                raise ValueError(
+                    f"structured_outputs.{name} is {value!r:.80}; it must be a text that is not empty"
+                )
+        if self.choice is not None and not all(
+            isinstance(text, str) and text for text in self.choice or ("",)
+        ):
             what = f"structured_outputs.choice is {self.choice!r:.80}"
             raise ValueError(f"{what}; it must be a list of texts, none of them empty")
         names = "ignore_unsupported", "disable_any_whitespace", "disable_additional_properties"
         for name in (*names, *(("json_object",) if self.json_object is not None else ())):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"structured_outputs.{name} is {getattr(self, name)!r:.80}; it must be True or False")
+                raise ValueError(
+                    f"structured_outputs.{name} is {getattr(self, name)!r:.80}; it must be True or False"
+                )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise ValueError("structured_outputs has disable_any_whitespace and whitespace_pattern; give one of them")
+            raise ValueError(
+                "structured_outputs has disable_any_whitespace and whitespace_pattern; give one of them"
+            )
 
 
 def _schema_text(schema: Any) -> str:
@@ -144,7 +160,9 @@ def _schema_text(schema: Any) -> str:
         schema = schema.model_json_schema()
     if not isinstance(schema, Mapping):
         what = f"structured_outputs.json is {schema!r:.80}"
-        raise ValueError(f"{what}; it must be a JSON schema: a mapping, its text, or a pydantic model")
+        raise ValueError(
+            f"{what}; it must be a JSON schema: a mapping, its text, or a pydantic model"
+        )
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -156,7 +174,9 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
     items = _several(value)
     for item in items:
         if type(item) is not int or item < 0:
-            raise ValueError(f"taps.{name} holds {item!r:.80}; layers and heads are integers of at least 0")
+            raise ValueError(
+                f"taps.{name} holds {item!r:.80}; layers and heads are integers of at least 0"
+            )
     return tuple(sorted(set(items)))
 
 
@@ -186,11 +206,15 @@ class Taps:
         given: Any = () if self.attention is None else self.attention
         pairs = list(given.items()) if isinstance(given, Mapping) else list(_several(given))
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"taps.attention is {given!r:.80}; it must be heads by layer, such as {{3: (0, 1)}}")
+            raise ValueError(
+                f"taps.attention is {given!r:.80}; it must be heads by layer, such as {{3: (0, 1)}}"
+            )
         layers = _layers("attention", [layer for layer, _ in pairs])
         heads = {layer: _layers("attention", some) for layer, some in pairs}
         if len(layers) < len(pairs) or not all(heads.values()):
-            raise ValueError(f"taps.attention is {given!r:.80}; name each layer once, and at least one of its heads")
+            raise ValueError(
+                f"taps.attention is {given!r:.80}; name each layer once, and at least one of its heads"
+            )
         object.__setattr__(self, "attention", tuple((layer, heads[layer]) for layer in layers))
 
     def __bool__(self) -> bool:
@@ -236,20 +260,32 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: str | tuple[str, ...] = ()  # texts that are not generated, with and without a space before them
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids: no output has one of them in it
-    truncate_prompt_tokens: int | None = None  # so many of the prompt's last tokens are used; -1: max_model_len - 1
+    bad_words: (
+        str | tuple[str, ...]
+    ) = ()  # texts that are not generated, with and without a space before them
+    bad_words_token_ids: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the same as token ids: no output has one of them in it
+    truncate_prompt_tokens: int | None = (
+        None  # so many of the prompt's last tokens are used; -1: max_model_len - 1
+    )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
+    enable_prefix_caching: bool = (
+        True  # False: neither finds blocks in the cache nor leaves any there
+    )
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
     structured_outputs: StructuredOutputsParams | None = None
-    extra_args: Mapping[str, Any] | None = None  # for the engine's `row_features`, by the names that they declare
+    extra_args: Mapping[str, Any] | None = (
+        None  # for the engine's `row_features`, by the names that they declare
+    )
     taps: Taps | None = None  # hidden states, attention and experts that come with the output
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
+        def put(
+            name: str, value: object
+        ) -> None:  # normalising the spelling of a value, never its meaning
             object.__setattr__(self, name, value)
 
         put("stop", _several(self.stop))
@@ -273,7 +309,9 @@ class SamplingParams:
             if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{name} is {value!r}; it must be an integer")
             if kind is float and (
-                isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
             ):
                 raise ValueError(f"{name} is {value!r}; it must be a finite number")
             if kind is bool and not isinstance(value, bool):
@@ -293,42 +331,87 @@ class SamplingParams:
         check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        check(0.01 <= self.repetition_penalty <= 2.0, "repetition_penalty", "between 0.01 and 2 (1 is off)")
+        check(
+            0.01 <= self.repetition_penalty <= 2.0,
+            "repetition_penalty",
+            "between 0.01 and 2 (1 is off)",
+        )
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
-        check(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32), "seed", "None or in [0, 2**32)")
+        check(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"between 0 and max_tokens ({self.max_tokens})",
+        )
+        check(
+            self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32),
+            "seed",
+            "None or in [0, 2**32)",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             ranked = value is None or (type(value) is int and 0 <= value <= MAX_LOGPROBS)
             check(ranked, name, _logprobs_rule(value))
-        check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
-        check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
+        check(
+            all(isinstance(s, str) and s for s in self.stop),
+            "stop",
+            "a non-empty string or several of them",
+        )
+        check(
+            not (self.stop and not self.detokenize),
+            "stop",
+            "empty when detokenize is False: it matches text",
+        )
         words = all(isinstance(word, str) and word.strip() for word in self.bad_words)
         check(words, "bad_words", "a word or several of them, and no word is empty")
         cut = self.truncate_prompt_tokens
-        check(cut is None or (type(cut) is int and (cut >= 1 or cut == -1)), "truncate_prompt_tokens", CUTS)
+        check(
+            cut is None or (type(cut) is int and (cut >= 1 or cut == -1)),
+            "truncate_prompt_tokens",
+            CUTS,
+        )
         salt = self.cache_salt
-        check(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", "None or a non-empty string")
+        check(
+            salt is None or (isinstance(salt, str) and salt != ""),
+            "cache_salt",
+            "None or a non-empty string",
+        )
         check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
         form = self.structured_outputs
         rule = "None or a StructuredOutputsParams"
         check(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", rule)
         if form is not None:  # each of these could forbid every token that the form allows
-            check(self.min_tokens == 0, "min_tokens", "0 with structured_outputs, whose form says where an answer ends")
-            check(not self.ignore_eos, "ignore_eos", "False with structured_outputs, which end by the EOS token")
+            check(
+                self.min_tokens == 0,
+                "min_tokens",
+                "0 with structured_outputs, whose form says where an answer ends",
+            )
+            check(
+                not self.ignore_eos,
+                "ignore_eos",
+                "False with structured_outputs, which end by the EOS token",
+            )
             rule = "None with structured_outputs; describe the answer by the form alone"
             check(self.allowed_token_ids is None, "allowed_token_ids", rule)
             rule = "empty with structured_outputs; describe the answer by the form alone"
             for name in ("bad_words", "bad_words_token_ids"):
                 check(getattr(self, name) == (), name, rule)
         bias = self.logit_bias or {}
-        check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
+        check(
+            all(-100.0 <= v <= 100.0 for v in bias.values()),
+            "logit_bias",
+            "between -100 and 100 for every token",
+        )
 
     def drawn(self) -> SamplingParams:
         """What to run: as many branches as are drawn, with the log-probabilities that choosing among them needs."""
         if self.best_of is None or self.best_of == self.n:
             return self
-        return replace(self, n=self.best_of, best_of=None, logprobs=0 if self.logprobs is None else self.logprobs)
+        return replace(
+            self,
+            n=self.best_of,
+            best_of=None,
+            logprobs=0 if self.logprobs is None else self.logprobs,
+        )
 
     @property
     def greedy(self) -> bool:
@@ -370,14 +453,28 @@ class BeamSearchParams:
         width, penalty, n = self.beam_width, self.length_penalty, self.n
         if type(width) is not int or width < 1:
             raise ValueError(f"beam_width is {width!r}; it must be an integer of at least 1")
-        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
-            raise ValueError(f"length_penalty is {penalty!r}; it must be a finite number (0 is off)")
-        if not -10.0 <= penalty <= 10.0:  # beyond it, what a length is raised to leaves the range of floats
-            raise ValueError(f"length_penalty is {penalty!r}; it must be between -10 and 10 (0 is off)")
+        if (
+            isinstance(penalty, bool)
+            or not isinstance(penalty, (int, float))
+            or not math.isfinite(penalty)
+        ):
+            raise ValueError(
+                f"length_penalty is {penalty!r}; it must be a finite number (0 is off)"
+            )
+        if (
+            not -10.0 <= penalty <= 10.0
+        ):  # beyond it, what a length is raised to leaves the range of floats
+            raise ValueError(
+                f"length_penalty is {penalty!r}; it must be between -10 and 10 (0 is off)"
+            )
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise ValueError(f"early_stopping is {self.early_stopping!r}; it must be False, True or 'never'")
+            raise ValueError(
+                f"early_stopping is {self.early_stopping!r}; it must be False, True or 'never'"
+            )
         if n is not None and (type(n) is not int or not 1 <= n <= width):
-            raise ValueError(f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})")
+            raise ValueError(
+                f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})"
+            )
         self.row(1)  # it shares the other rules
 
     def row(self, top: int) -> SamplingParams:
@@ -432,27 +529,44 @@ class PoolingParams:
     n = 1  # no fields: what metrics and sessions ask of all parameters
     max_tokens = 0
 
-    def __post_init__(self, softmax: Any, activation: Any, step_tag_id: Any, returned_token_ids: Any) -> None:
+    def __post_init__(
+        self, softmax: Any, activation: Any, step_tag_id: Any, returned_token_ids: Any
+    ) -> None:
         heads = {"softmax": softmax, "activation": activation, "step_tag_id": step_tag_id}
         for name, value in (heads | {"returned_token_ids": returned_token_ids}).items():
             if value is not None:
                 raise ValueError(f"{name} is {value!r:.80}, but {NO_HEAD}; leave it out")
         if self.task is not None and self.task not in get_args(PoolingTask):
-            raise ValueError(f"task is {self.task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}")
+            raise ValueError(
+                f"task is {self.task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}"
+            )
         if self.pooling_type is not None and self.pooling_type not in get_args(PoolingType):
-            raise ValueError(f"pooling_type is {self.pooling_type!r:.80}; it must be 'LAST', 'MEAN' or 'CLS'")
+            raise ValueError(
+                f"pooling_type is {self.pooling_type!r:.80}; it must be 'LAST', 'MEAN' or 'CLS'"
+            )
         for name in ("normalize", "use_activation"):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
-                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; it must be None, True or False")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r:.80}; it must be None, True or False"
+                )
         if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r:.80}; it must be True or False")
-        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise ValueError("normalize and use_activation mean the same, and they differ; give one of them")
+            raise ValueError(
+                f"enable_prefix_caching is {self.enable_prefix_caching!r:.80}; it must be True or False"
+            )
+        if (
+            None not in (self.normalize, self.use_activation)
+            and self.normalize != self.use_activation
+        ):
+            raise ValueError(
+                "normalize and use_activation mean the same, and they differ; give one of them"
+            )
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least or value == 0):
                 few = ", or -1 for the model's length" if least < 0 else ""
-                raise ValueError(f"{name} is {value!r:.80}; it must be None, an integer of at least 1{few}")
+                raise ValueError(
+                    f"{name} is {value!r:.80}; it must be None, an integer of at least 1{few}"
+                )
         self.row()  # it shares the other rules
 
     @property
@@ -462,7 +576,9 @@ class PoolingParams:
 
     @property
     def normalized(self) -> bool:
-        return (True if self.use_activation is None else self.use_activation) and self.normalize is not False
+        return (
+            True if self.use_activation is None else self.use_activation
+        ) and self.normalize is not False
 
     def row(self) -> SamplingParams:
         """How its row goes through a step. A token that is found in the cache has no hidden state: only the last token,
@@ -502,10 +618,16 @@ class LoRARequest:
         if isinstance(self.lora_path, os.PathLike):
             object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ValueError(f"lora_name is {self.lora_name!r:.80}; it must be a text that is not empty")
+            raise ValueError(
+                f"lora_name is {self.lora_name!r:.80}; it must be a text that is not empty"
+            )
         if not isinstance(self.lora_path, str):
             raise ValueError(f"lora_path is {self.lora_path!r:.80}; it must be a folder")
         if self.lora_path:  # the same folder in one spelling
-            object.__setattr__(self, "lora_path", os.path.normpath(os.path.expanduser(self.lora_path)))
+            object.__setattr__(
+                self, "lora_path", os.path.normpath(os.path.expanduser(self.lora_path))
+            )
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id is {self.lora_int_id!r:.80}; it must be an integer of at least 1")
+            raise ValueError(
+                f"lora_int_id is {self.lora_int_id!r:.80}; it must be an integer of at least 1"
+            )

@@ -56,7 +56,9 @@ class SessionStep(NamedTuple):
     result: StepResult
     deltas: tuple[TextDelta, ...]
     ended: tuple[str, ...]  # sequence ids; of a beam search, the first
-    events: tuple[Event, ...]  # of the step, and of stop strings, which end a sequence after the step
+    events: tuple[
+        Event, ...
+    ]  # of the step, and of stop strings, which end a sequence after the step
     tokens: int  # of all sequences, and of beam searches that ended
 
 
@@ -82,7 +84,9 @@ class Calls:
             unfinished.difference_update(names)
 
     @contextmanager
-    def awaited(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[list[Branches], set[str]]]:
+    def awaited(
+        self, requests: Sequence[GenerationRequest]
+    ) -> Iterator[tuple[list[Branches], set[str]]]:
         """Queue requests; what is unfinished at the end of the block is abandoned.
 
         Yields:
@@ -152,7 +156,9 @@ class Session(Calls):
                     raise ValueError(f"{what}; use {name}_token_ids")
         compiled = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
-        spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # the sequences of bad words, often of all requests
+        spelled: dict[
+            Any, tuple[tuple[int, ...], ...]
+        ] = {}  # the sequences of bad words, often of all requests
         try:
             # a request is in the engine and in `added`, or in none of them
             with interrupts.deferred(), self.engine.turns:
@@ -161,11 +167,21 @@ class Session(Calls):
                     if isinstance(params, SamplingParams) and params.best_of is not None:
                         params = params.drawn()
                     if isinstance(params, SamplingParams) and (words := params.bad_words):
-                        ids = spelled[words] = spelled.get(words) or spellings(words, self.tokenizer)
-                        params = replace(params, bad_words=(), bad_words_token_ids=(*params.bad_words_token_ids, *ids))
+                        ids = spelled[words] = spelled.get(words) or spellings(
+                            words, self.tokenizer
+                        )
+                        params = replace(
+                            params,
+                            bad_words=(),
+                            bad_words_token_ids=(*params.bad_words_token_ids, *ids),
+                        )
                     width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                     first, *forks = names = self.engine.new_ids(width)
-                    order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
+                    order: dict[str, Any] = {
+                        "priority": request.priority,
+                        "user": request.user,
+                        "grammar": grammar,
+                    }
                     if request.adapter is not None:
                         order["adapter"] = request.adapter
                     self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
@@ -184,10 +200,16 @@ class Session(Calls):
         Raises:
             ValueError: they cannot be compiled.
         """
-        form = request.params.structured_outputs if isinstance(request.params, SamplingParams) else None
+        form = (
+            request.params.structured_outputs
+            if isinstance(request.params, SamplingParams)
+            else None
+        )
         return request.grammar or (self.grammars.compiled(form) if form else None)
 
-    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params | PoolingParams) -> Branches:
+    def _outputs(
+        self, names: Sequence[str], prompt: Sequence[int], params: Params | PoolingParams
+    ) -> Branches:
         if isinstance(params, PoolingParams):
             return {names[0]: PoolingBuilder()}
         parts = self.tokenizer, prompt, self._eos
@@ -195,7 +217,10 @@ class Session(Calls):
             return {names[0]: BeamOutputBuilder(params, *parts)}
         collected = collect(names, len(prompt)) if params.taps else {}
         each = enumerate(names)
-        return {name: OutputBuilder(i, params, *parts, collected=collected.get(name)) for i, name in each}
+        return {
+            name: OutputBuilder(i, params, *parts, collected=collected.get(name))
+            for i, name in each
+        }
 
     @interrupts.deferred()
     def step(self) -> SessionStep:
@@ -230,23 +255,34 @@ class Session(Calls):
             if isinstance(branch := branches.get(entry.request_id), OutputBuilder):
                 branch.take(entry)
         for part in result.taps:
-            if isinstance(branch := branches.get(part.request_id), OutputBuilder) and branch.collected:
+            if (
+                isinstance(branch := branches.get(part.request_id), OutputBuilder)
+                and branch.collected
+            ):
                 branch.collected.take(part)
-        reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
+        reasons: dict[str, FinishReason] = {
+            e.request_id: e.reason for e in result.events if isinstance(e, Finished)
+        }
         deltas, ended, searched = [], [], 0
         for event in result.events:
             if isinstance(event, Admitted) and event.request_id in branches:
                 branch = branches[event.request_id]
-                branch.num_cached = event.num_cached if branch.num_cached is None else branch.num_cached
+                branch.num_cached = (
+                    event.num_cached if branch.num_cached is None else branch.num_cached
+                )
             if not isinstance(event, Sampled):
                 continue
-            last = {name: i for i, name in enumerate(event.request_ids)}  # a row with drafts may have several
+            last = {
+                name: i for i, name in enumerate(event.request_ids)
+            }  # a row with drafts may have several
             for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
                 branch = branches.get(name)
                 if not isinstance(branch, OutputBuilder):
                     continue
                 reason = reasons.get(name) if i == last[name] else None
-                deltas.append(TextDelta(name, token, branch.push(token, reason, result.params_version)))
+                deltas.append(
+                    TextDelta(name, token, branch.push(token, reason, result.params_version))
+                )
                 if branch.finish_reason is not None:
                     del branches[name]
                     ended.append(name)
@@ -263,7 +299,9 @@ class Session(Calls):
             if isinstance(branch, PoolingBuilder):
                 branch.end(data)
                 ended.append(name)
-        return SessionStep(result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched)
+        return SessionStep(
+            result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched
+        )
 
     @interrupts.deferred()
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
@@ -290,12 +328,16 @@ def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str
     if isinstance(leader, PoolingBuilder):
         assert leader.data is not None, "it has ended"
         ids = tuple(request.prompt_token_ids)
-        return PoolingRequestOutput(request_id, PoolingOutput(leader.data), ids, leader.num_cached or 0)
+        return PoolingRequestOutput(
+            request_id, PoolingOutput(leader.data), ids, leader.num_cached or 0
+        )
     return RequestOutput(
         request_id=request_id,
         prompt=request.prompt,
         prompt_token_ids=tuple(request.prompt_token_ids),
-        outputs=leader.completions() if isinstance(leader, BeamOutputBuilder) else _best(several, request.params),
+        outputs=leader.completions()
+        if isinstance(leader, BeamOutputBuilder)
+        else _best(several, request.params),
         prompt_logprobs=leader.prompt_positions() if isinstance(leader, OutputBuilder) else None,
         num_cached_tokens=leader.num_cached or 0,
     )
@@ -308,5 +350,6 @@ def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
     outputs = (branch.completion() for branch in branches)
     shown = params.logprobs is not None
     return tuple(
-        replace(output, index=i, logprobs=output.logprobs if shown else None) for i, output in enumerate(outputs)
+        replace(output, index=i, logprobs=output.logprobs if shown else None)
+        for i, output in enumerate(outputs)
     )

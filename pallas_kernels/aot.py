@@ -73,9 +73,17 @@ class Case:
     options: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        words = [self.kernel, f"D {self.head_size}", f"S {self.block_size}", f"G {self.group}", self.dtype]
+        words = [
+            self.kernel,
+            f"D {self.head_size}",
+            f"S {self.block_size}",
+            f"G {self.group}",
+            self.dtype,
+        ]
         words += [f"Q {self.queries}"] if self.queries > 1 else []
-        return ", ".join([*words, *(["split"] if self.parts else []), *(name for name, _ in self.options)])
+        return ", ".join(
+            [*words, *(["split"] if self.parts else []), *(name for name, _ in self.options)]
+        )
 
 
 class Compiled(NamedTuple):
@@ -88,7 +96,12 @@ class Compiled(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
-    from pallas_kernels.paged_attention.pallas_gpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES, MOST_COLUMNS
+    from pallas_kernels.paged_attention.pallas_gpu.implementation import (
+        BLOCK_SIZES,
+        DTYPES,
+        HEAD_SIZES,
+        MOST_COLUMNS,
+    )
     from pallas_kernels.paged_attention.rows import SHORT
 
     for kernel in ("decode", "chunks"):
@@ -106,9 +119,14 @@ def cases() -> Iterator[Case]:
         for queries in SHORT:
             several = partial(Case, "decode", d, queries=queries)
             yield from (several(s, 4) for s in BLOCK_SIZES)
-            yield from (several(16, group) for group in (1, 3, 8, 16) if group * queries <= MOST_COLUMNS)
+            yield from (
+                several(16, group) for group in (1, 3, 8, 16) if group * queries <= MOST_COLUMNS
+            )
             yield several(16, 4, DTYPES[1])
-            yield from (several(16, group, options=(("window", 4096),)) for group in (4, MOST_COLUMNS // queries))
+            yield from (
+                several(16, group, options=(("window", 4096),))
+                for group in (4, MOST_COLUMNS // queries)
+            )
             yield several(16, 4, options=(("soft_cap", 50.0),))
             yield several(16, 4, parts=True)
 
@@ -123,7 +141,9 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
     t = rows if case.kernel == "decode" else 2048
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     several = case.queries > 1
-    q = jax.ShapeDtypeStruct((t, *[case.queries] * several, heads * case.group, case.head_size), case.dtype)
+    q = jax.ShapeDtypeStruct(
+        (t, *[case.queries] * several, heads * case.group, case.head_size), case.dtype
+    )
     cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
     options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
     decodes = decode.decode_several if several else decode.decode
@@ -148,12 +168,18 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     device = AbstractDevice(target.name, tiles.multiprocessors, "gpu")
     started = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), everything_printed() as printed:
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        everything_printed() as printed,
+    ):
         jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
     seconds = time.perf_counter() - started
     d = case.head_size
     if case.kernel == "decode":
-        shared, stages = decode.shared_bytes(d, case.group, 2, tiles, case.queries), tiles.decode_stages
+        shared, stages = (
+            decode.shared_bytes(d, case.group, 2, tiles, case.queries),
+            tiles.decode_stages,
+        )
     else:
         shared, stages = chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
     return Compiled(*read_ptxas(printed()), shared, stages, seconds)
@@ -172,7 +198,9 @@ def read_ptxas(text: str) -> tuple[int, int]:
         re.DOTALL,
     )
     if not found:
-        raise ValueError("ptxas reported no kernel; is this JAX's Mosaic GPU? what was printed: " + text[-500:])
+        raise ValueError(
+            "ptxas reported no kernel; is this JAX's Mosaic GPU? what was printed: " + text[-500:]
+        )
     stores, loads, registers = map(int, found.groups())
     return registers, stores + loads
 
@@ -219,7 +247,10 @@ def what_is_missing() -> str:
 
     if jax.__version_info__ < JAX_NEEDED:
         return f"JAX {jax.__version__} cannot compile these kernels; it takes 0.11 or newer, on Python 3.12"
-    if not (importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")):
+    if not (
+        importlib.util.find_spec("jax_plugins")
+        and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    ):
         return (
             f"JAX's CUDA plugin is missing; pip install --no-deps jax-cuda13-plugin=={jax.__version__} "
             f"jax-cuda13-pjrt=={jax.__version__}"
@@ -231,12 +262,20 @@ def what_is_missing() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
-    parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--stages", type=int, help="tiles in flight, instead of the number in the target's file")
+    parser.add_argument(
+        "--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line instead of a table"
+    )
+    parser.add_argument(
+        "--stages", type=int, help="tiles in flight, instead of the number in the target's file"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -247,7 +286,9 @@ def main(argv: list[str] | None = None) -> int:
         if missing := aot_tpu.what_is_missing():
             print(f"error: {missing}", file=sys.stderr)
             return 2
-        return aot_tpu.run(args.target, as_json=args.json, only_quick=args.quick, stages=args.stages)
+        return aot_tpu.run(
+            args.target, as_json=args.json, only_quick=args.quick, stages=args.stages
+        )
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     if missing := what_is_missing():
         print(f"error: {missing}", file=sys.stderr)
@@ -258,7 +299,11 @@ def main(argv: list[str] | None = None) -> int:
         tiles = tiles._replace(decode_stages=args.stages, chunk_stages=args.stages)
     chosen = [case for case in cases() if args.only in (None, case.kernel)]
     if args.quick:
-        chosen = list({(case.kernel, case.head_size, case.queries): case for case in reversed(chosen)}.values())[::-1]
+        chosen = list(
+            {
+                (case.kernel, case.head_size, case.queries): case for case in reversed(chosen)
+            }.values()
+        )[::-1]
     failures = sum(not report(case, target, tiles, args.json) for case in chosen)
     if not args.json:
         print(f"{len(chosen)} programs for {target.name}, {failures} failed")
@@ -276,14 +321,17 @@ def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
     else:
         line |= compiled._asdict()
         if compiled.spilled:
-            line["error"] = f"spills {compiled.spilled} bytes of registers to memory; use smaller tiles"
+            line["error"] = (
+                f"spills {compiled.spilled} bytes of registers to memory; use smaller tiles"
+            )
     if as_json:
         print(json.dumps(line), flush=True)
     elif "registers" in line:
-        facts = (
-            f"{line['registers']:3} registers, {line['spilled']} bytes spilled, {line['shared'] / 1024:.0f} KiB shared"
+        facts = f"{line['registers']:3} registers, {line['spilled']} bytes spilled, {line['shared'] / 1024:.0f} KiB shared"
+        print(
+            f"{case!s:44} {facts}, {line['stages']} stages, compiled in {line['seconds']:.1f} s",
+            flush=True,
         )
-        print(f"{case!s:44} {facts}, {line['stages']} stages, compiled in {line['seconds']:.1f} s", flush=True)
     if "error" in line and not as_json:
         print(f"{case!s:44} FAILED: {line['error']}", flush=True)
     return "error" not in line

@@ -29,7 +29,13 @@ from pallas_kernels import bundles
 from pallas_kernels.tiles import TpuTiles
 from pallas_kernels.timing import Shape
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
 QUERIES = {"decode": 1, "short4": 4, "short8": 8}  # of a row
 KERNELS = ("write", *QUERIES, "chunks")
 LONG = 2048  # context tokens of the row whose bundles are counted
@@ -50,8 +56,15 @@ class Case:
     name: str = ""
 
     def __str__(self) -> str:
-        words = [f"{self.heads} heads x {self.head_size}", f"G {self.group}", f"S {self.block_size}", self.dtype]
-        return ", ".join([*words, *(name for name, _ in self.options), *([self.name] if self.name else [])])
+        words = [
+            f"{self.heads} heads x {self.head_size}",
+            f"G {self.group}",
+            f"S {self.block_size}",
+            self.dtype,
+        ]
+        return ", ".join(
+            [*words, *(name for name, _ in self.options), *([self.name] if self.name else [])]
+        )
 
 
 class Kernel(NamedTuple):
@@ -75,7 +88,11 @@ class Estimate(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
-    from pallas_kernels.paged_attention.pallas_tpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
+    from pallas_kernels.paged_attention.pallas_tpu.implementation import (
+        BLOCK_SIZES,
+        DTYPES,
+        HEAD_SIZES,
+    )
 
     yield Case(3, 3, 64, 16, name="SmolLM2-135M")
     yield Case(8, 4, 128, 16, name="Llama-3-8B")
@@ -102,7 +119,9 @@ def what_is_missing() -> str:
     """Returns what is missing to compile here, as a sentence; empty if nothing is."""
     if importlib.util.find_spec("libtpu"):
         return ""
-    needed = [need for need in importlib.metadata.requires("jax") or () if need.startswith("libtpu")]
+    needed = [
+        need for need in importlib.metadata.requires("jax") or () if need.startswith("libtpu")
+    ]
     version = (needed or ["libtpu"])[0].split(";")[0].strip()
     return f"libtpu is missing; pip install --no-deps --target DIR '{version}' and put DIR on PYTHONPATH"
 
@@ -121,12 +140,18 @@ def keep_to_the_cpu() -> None:
 def prepare(dump: Path | None = None) -> None:
     """Sets the environment that libtpu reads when it is loaded: no search for a chip, and the files to dump."""
     keep_to_the_cpu()
-    quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_SKIP_MDS_QUERY": "1"}
+    quiet = {
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
     for name, value in (quiet | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
         os.environ.setdefault(name, value)
     if dump:
         passes = "--xla_jf_dump_llo_pass_label_regex=.*(original|final_bundles)"  # two of 70
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true {passes}"
+        os.environ["LIBTPU_INIT_ARGS"] = (
+            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true {passes}"
+        )
 
 
 def lower(function: Any, arguments: Any, target: str) -> Any:
@@ -140,12 +165,16 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 
     device = topologies.get_topology_desc(TOPOLOGIES[target], platform="tpu").devices[0]
     here = SingleDeviceSharding(device)
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), arguments)
+    placed = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), arguments
+    )
     with jax.sharding.use_abstract_mesh(Mesh([device], ("x",)).abstract_mesh):
         return function.trace(*placed).lower(lowering_platforms=("tpu",))
 
 
-def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[dict[str, Kernel], float]:
+def compile_case(
+    case: Case, target: str, tiles: TpuTiles, dump: Path
+) -> tuple[dict[str, Kernel], float]:
     """Compiles one case. Returns the report of each kernel, and the seconds. Raises the compiler's errors."""
     import jax
     import jax.numpy as jnp
@@ -160,7 +189,8 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
     slots, tables, lengths, first = (
-        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,))
+        jax.ShapeDtypeStruct(shape, jnp.int32)
+        for shape in ((TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,))
     )
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
@@ -176,14 +206,18 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     lower(jax.jit(layer, donate_argnums=(0, 1)), arguments, target).compile()
     seconds = time.perf_counter() - started
     found = sizes(case, tiles)
-    return {kernel: read_dump(dump, kernel, trips(case, found.get(kernel))) for kernel in KERNELS}, seconds
+    return {
+        kernel: read_dump(dump, kernel, trips(case, found.get(kernel))) for kernel in KERNELS
+    }, seconds
 
 
 def trips(case: Case, made: Any) -> bundles.Trips | None:
     """Returns how often the loops of a row of LONG context tokens turn, in a kernel of the sizes `made`."""
     from pallas_kernels.paged_attention.pallas_tpu.kernel import bodies
 
-    return made and bundles.Trips(-(-LONG // made.span), made.span // made.block_size, bodies(case.heads))
+    return made and bundles.Trips(
+        -(-LONG // made.span), made.span // made.block_size, bodies(case.heads)
+    )
 
 
 def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Kernel:
@@ -195,9 +229,17 @@ def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Ke
     name = f"*paged_attention_{kernel}*"
     analysis, original, schedule = (
         sorted(dump.glob(name + end))
-        for end in ("schedule-analysis_final_bundles.txt", "original.txt", "[0-9]-final_bundles.txt")
+        for end in (
+            "schedule-analysis_final_bundles.txt",
+            "original.txt",
+            "[0-9]-final_bundles.txt",
+        )
     )
-    found = re.search(r"total scheduled bundles:\s+(\d+)", analysis[-1].read_text()) if analysis else None
+    found = (
+        re.search(r"total scheduled bundles:\s+(\d+)", analysis[-1].read_text())
+        if analysis
+        else None
+    )
     if not found or not original:
         raise ValueError(
             f"libtpu has dumped no schedule of the kernel {kernel!r}; does it know --xla_jf_dump_llo_text?"
@@ -217,20 +259,35 @@ def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
     known = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
     window = int(dict(case.options).get("window", CONTEXT))
     seen = min(CONTEXT, window)
-    rows = {kernel: Shape(rows=ROWS, queries=count, context=seen, **known) for kernel, count in QUERIES.items()}
+    rows = {
+        kernel: Shape(rows=ROWS, queries=count, context=seen, **known)
+        for kernel, count in QUERIES.items()
+    }
     chunks = Shape(rows=1, queries=PROMPT, context=PROMPT, **known)
     queries = row * case.group  # of one token, and as many results
     tile = chunk_tokens(case, tiles)
-    passes = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))  # context tokens that tiles read
+    passes = sum(
+        min(PROMPT, end) for end in range(tile, PROMPT + tile, tile)
+    )  # context tokens that tiles read
     nbytes = {
-        "write": ROWS * min(8, case.block_size * case.head_size // 128) * row * max(1, 128 // case.head_size) * 2,
+        "write": ROWS
+        * min(8, case.block_size * case.head_size // 128)
+        * row
+        * max(1, 128 // case.head_size)
+        * 2,
         **{kernel: ROWS * (seen * row + count * queries) for kernel, count in QUERIES.items()},
         "chunks": passes * row + PROMPT * queries,
     }
-    flops = {"write": 0.0, "chunks": chunks.flops, **{kernel: shape.flops for kernel, shape in rows.items()}}
+    flops = {
+        "write": 0.0,
+        "chunks": chunks.flops,
+        **{kernel: shape.flops for kernel, shape in rows.items()},
+    }
     return {
         kernel: Estimate(
-            nbytes[kernel], flops[kernel], max(nbytes[kernel] / tiles.bandwidth, flops[kernel] / tiles.flops)
+            nbytes[kernel],
+            flops[kernel],
+            max(nbytes[kernel] / tiles.bandwidth, flops[kernel] / tiles.flops),
         )
         for kernel in KERNELS
     }
@@ -248,8 +305,12 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
     itemsize = jnp.dtype(case.dtype).itemsize
-    shape = pallas_tpu.Shape(case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize)
-    found = {kernel: pallas_tpu.decode_sizes(shape, tiles, count) for kernel, count in QUERIES.items()}
+    shape = pallas_tpu.Shape(
+        case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize
+    )
+    found = {
+        kernel: pallas_tpu.decode_sizes(shape, tiles, count) for kernel, count in QUERIES.items()
+    }
     return {**found, "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
 
 
@@ -278,7 +339,12 @@ def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dic
             shutil.rmtree(file) if file.is_dir() else file.unlink()
     found = estimates(case, tiles)
     for kernel, made in kernels.items():
-        yield line | {"kernel": kernel, **made._asdict(), "seconds": seconds, "estimate": found[kernel]._asdict()}
+        yield line | {
+            "kernel": kernel,
+            **made._asdict(),
+            "seconds": seconds,
+            "estimate": found[kernel]._asdict(),
+        }
 
 
 def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
@@ -288,9 +354,7 @@ def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
     decode = next(record for record in records if record["kernel"] == "decode")
     lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
     for record in records:
-        made = (
-            f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
-        )
+        made = f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
         if record["row"] and decode["row"]:
             made += f", a row executes {record['row']:6} ({record['row'] / decode['row']:.2f})"
         lines.append(f"  {record['kernel']:6} {made}; {Estimate(**record['estimate'])}")
@@ -312,7 +376,10 @@ def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> 
         for case in chosen:
             records = list(report(case, target, tiles, Path(folder)))
             failures += "error" in records[0]
-            print("\n".join(map(json.dumps, records)) if as_json else table(case, records, tiles), flush=True)
+            print(
+                "\n".join(map(json.dumps, records)) if as_json else table(case, records, tiles),
+                flush=True,
+            )
     if not as_json:
         print(f"{len(chosen)} programs of {len(KERNELS)} kernels for {target}, {failures} failed")
     return 1 if failures else 0

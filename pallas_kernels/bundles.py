@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 LINE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s*(LB|PF|PB|LH|LE)?\s*:\s*(>*)\s*(.*)")
-PRODUCT, COPY, WAIT = re.compile(r"mxu|vmatmul|vmatpush"), re.compile(r"dma\.hbm_to_vmem"), re.compile(r"vsyncadd")
+PRODUCT, COPY, WAIT = (
+    re.compile(r"mxu|vmatmul|vmatpush"),
+    re.compile(r"dma\.hbm_to_vmem"),
+    re.compile(r"vsyncadd"),
+)
 ITEM, STEP = 2, 3  # how deep these loops are: the grid is 1
 DELAY = 4  # bundles after a branch that are still executed, at most
 
@@ -41,8 +45,13 @@ def of_a_row(schedule: str, trips: Trips) -> int:
     Raises:
         ValueError: the text has no loop with products in it, so it is no such schedule.
     """
-    bundles = [Bundle(m[1] or "", len(m[2]), m[3]) for m in map(LINE.match, schedule.splitlines()) if m]
-    item = next((span for span in _loops(bundles, ITEM, 0, len(bundles)) if _has(bundles, span, PRODUCT)), None)
+    bundles = [
+        Bundle(m[1] or "", len(m[2]), m[3]) for m in map(LINE.match, schedule.splitlines()) if m
+    ]
+    item = next(
+        (span for span in _loops(bundles, ITEM, 0, len(bundles)) if _has(bundles, span, PRODUCT)),
+        None,
+    )
     if item is None:
         raise ValueError("libtpu's schedule has no loop with products; has its text another form?")
     counts, loops = [1] * len(bundles), list(_loops(bundles, STEP, *item))
@@ -53,7 +62,10 @@ def of_a_row(schedule: str, trips: Trips) -> int:
         for i in range(*span):
             counts[i] *= trips.steps if stepping else trips.heads
         for inner in _loops(bundles, STEP + 1, *span) if stepping else ():
-            product, moving = _has(bundles, inner, PRODUCT), _has(bundles, inner, COPY) or _has(bundles, inner, WAIT)
+            product, moving = (
+                _has(bundles, inner, PRODUCT),
+                _has(bundles, inner, COPY) or _has(bundles, inner, WAIT),
+            )
             for i in range(*inner):
                 counts[i] *= trips.heads if product else trips.pages if moving else 1
         for skipped in _regions(bundles, *span) if stepping else ():
@@ -84,6 +96,10 @@ def _regions(bundles: list[Bundle], begin: int, end: int) -> Iterator[tuple[int,
         target = re.search(r"sbr\.rel \(.*?target = \$region(\d+)", bundles[i].text)
         if target:
             ended = re.compile(rf"empty region {target[1]}\b")
-            past = (j for j in range(i + 1, end) if bundles[j].mark == "PF" and ended.search(bundles[j].text))
+            past = (
+                j
+                for j in range(i + 1, end)
+                if bundles[j].mark == "PF" and ended.search(bundles[j].text)
+            )
             if (stop := next(past, None)) is not None:
                 yield i + 1, stop

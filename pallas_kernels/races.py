@@ -33,10 +33,14 @@ def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            result = jax.block_until_ready(call(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)))
+            result = jax.block_until_ready(
+                call(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True))
+            )
         races = interpret_pallas_call.races
         if races is None:
-            raise RuntimeError("the call ran no Pallas kernel, or not with this argument; pass it on as `interpret`")
+            raise RuntimeError(
+                "the call ran no Pallas kernel, or not with this argument; pass it on as `interpret`"
+            )
         if races.races_found:
             first = printed.getvalue().partition("RACE DETECTED\n")[2].partition("\n\n")[0]
             raise RuntimeError(f"two accesses to the same memory without an order:\n{first}")

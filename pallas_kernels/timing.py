@@ -36,9 +36,7 @@ class Shape(NamedTuple):
     s: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.rows} x {self.queries} of {self.context}, {self.heads} heads x {self.d}, G {self.group}, S {self.s}"
-        )
+        return f"{self.rows} x {self.queries} of {self.context}, {self.heads} heads x {self.d}, G {self.group}, S {self.s}"
 
     @property
     def cache_bytes(self) -> int:
@@ -46,13 +44,17 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        seen = self.context * self.queries - self.queries * (self.queries - 1) / 2  # pairs of query and key, causal
+        seen = (
+            self.context * self.queries - self.queries * (self.queries - 1) / 2
+        )  # pairs of query and key, causal
         return 4.0 * self.rows * seen * self.heads * self.group * self.d
 
 
 def inputs(shape: Shape, seed: int = 0) -> Inputs:
     """Returns bfloat16 arguments. Every row has its own pages in random order; page 0 is unused."""
-    return jax.jit(_inputs, static_argnums=0)(shape, seed)  # each operation would be a program of its own
+    return jax.jit(_inputs, static_argnums=0)(
+        shape, seed
+    )  # each operation would be a program of its own
 
 
 def arguments(shape: Shape) -> Inputs:
@@ -65,9 +67,18 @@ def _inputs(shape: Shape, seed: int) -> Inputs:
     keys = jax.random.split(jax.random.key(seed), 4)
     cache = (shape.rows * width + 1, shape.heads, shape.s, shape.d)
     k, v = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
-    q = jax.random.normal(keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16)
-    tables = jax.random.permutation(keys[3], shape.rows * width).reshape(shape.rows, width).astype(jnp.int32) + 1
-    first = None if shape.queries == 1 else jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
+    q = jax.random.normal(
+        keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16
+    )
+    tables = (
+        jax.random.permutation(keys[3], shape.rows * width)
+        .reshape(shape.rows, width)
+        .astype(jnp.int32)
+        + 1
+    )
+    first = (
+        None if shape.queries == 1 else jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
+    )
     return Inputs(q, k, v, tables, jnp.full(shape.rows, shape.context, jnp.int32), first)
 
 

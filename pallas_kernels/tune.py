@@ -82,14 +82,18 @@ def best(name: str, candidates: Iterable[Tiles], *shapes: Shape, rehearse: bool 
     products = [1.0] * len(chosen)
     for shape in shapes:
         if rehearse:
-            shape = shape._replace(rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1)
+            shape = shape._replace(
+                rows=min(shape.rows, 2), queries=min(shape.queries, 16), context=64, heads=1
+            )
         sets = [inputs(shape, seed) for seed in range(2)]
         with ThreadPoolExecutor() as pool:
             programs = list(pool.map(partial(program, shape, rehearse), chosen))
         for i, (tiles, made) in enumerate(zip(chosen, programs, strict=True)):
             products[i] *= timed(name, tiles, made, sets, 1 if rehearse else ROUNDS)
     if not chosen or min(products) == math.inf:
-        raise SystemExit(f"error: no candidate of {name} runs; the kernels are broken on this device")
+        raise SystemExit(
+            f"error: no candidate of {name} runs; the kernels are broken on this device"
+        )
     return chosen[products.index(min(products))]
 
 
@@ -100,7 +104,10 @@ def timed(name: str, tiles: Tiles, made: Any, sets: Sequence[Any], rounds: int) 
             raise made
         seconds = device_times(made, sets, rounds).seconds
     except Exception as error:
-        print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
+        print(
+            f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}",
+            flush=True,
+        )
         return math.inf
     print(f"{name}: {1e6 * seconds:9.1f} us  {tiles}", flush=True)
     return seconds
@@ -111,11 +118,15 @@ def tuned(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
     tiles = start
     choose = partial(best, rehearse=rehearse)
     for d in pallas_gpu.HEAD_SIZES:
-        yield (tiles := choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d)))
+        yield (
+            tiles := choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
+        )
     # a short context gains most by parts, and a long one loses least by few
     single = [TYPICAL._replace(rows=1, context=context) for context in (2048, 32768)]
     yield (tiles := choose("splits", split_candidates(tiles), *single))
-    yield choose("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
+    yield choose(
+        "chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048)
+    )
 
 
 def as_json(tiles: Tiles, note: str) -> str:
@@ -136,15 +147,23 @@ def wrong_name(name: str, device_kind: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200"
+    )
     parser.add_argument("--dry-run", action="store_true", help="write no tiles")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: time plain XLA, and write no tiles")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: time plain XLA, and write no tiles"
+    )
     parser.add_argument("--json", type=Path, help="write the tiles to this file too")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
     if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
-        print(f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr)
+        print(
+            f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr
+        )
         return 2
     if not args.rehearse and (wrong := wrong_name(args.name, device.device_kind)):
         print(f"error: {wrong}", file=sys.stderr)

@@ -16,7 +16,9 @@ import pytest
 from tests import garbage, mappings, memory, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Of glibc: threads of XLA would have memory of their own each, and give none of it back.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
@@ -44,9 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         unknown.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
         if case not in default.args:
             item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
-    selected = any("[" in item.nodeid and "::" in argument for item in items[:1] for argument in item.config.args)
+    selected = any(
+        "[" in item.nodeid and "::" in argument
+        for item in items[:1]
+        for argument in item.config.args
+    )
     if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
-        raise pytest.UsageError(f"default_cases or slow_cases names cases that do not exist: {wrong}")
+        raise pytest.UsageError(
+            f"default_cases or slow_cases names cases that do not exist: {wrong}"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,7 +136,14 @@ def tiny_llm(tiny):
     """For tests that leave no request behind."""
     from pagedjax import LLM
 
-    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
+    return LLM(
+        tiny,
+        progress=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        token_buckets=(8, 64),
+        num_blocks=256,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +153,8 @@ def tiny_long(tmp_path_factory):
     from tests.weights.tiny import tiny_llama
 
     return load_model(
-        tiny_llama(tmp_path_factory.mktemp("long") / "llama", tied=False, max_len=4096), linear_impl="xla"
+        tiny_llama(tmp_path_factory.mktemp("long") / "llama", tied=False, max_len=4096),
+        linear_impl="xla",
     )
 
 
@@ -148,7 +164,12 @@ def tiny_tools(tiny_long):
     from pagedjax import LLM
 
     return LLM(
-        tiny_long, progress=False, max_num_seqs=8, max_num_batched_tokens=256, token_buckets=(8, 256), num_blocks=512
+        tiny_long,
+        progress=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        token_buckets=(8, 256),
+        num_blocks=512,
     )
 
 
@@ -164,7 +185,9 @@ def smollm2():
 def chromium() -> Iterator[Any]:
     """A headless Chromium, for tests marked `browser`."""
     api = pytest.importorskip("playwright.sync_api", reason="the `browser` extra is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if binary is None:
         pytest.skip("there is no Chromium on this machine; install the system's package `chromium`")
     with api.sync_playwright() as playwright:

@@ -17,17 +17,27 @@ Property = Callable[..., None]
 
 def examples(sample: int, whole: int) -> pytest.MarkDecorator:
     """The test has a parameter `number`, the number of examples: `sample` by default, `whole` if it is slow."""
-    cases = [pytest.param(sample, id="sample"), pytest.param(whole, id="whole", marks=pytest.mark.slow)]
+    cases = [
+        pytest.param(sample, id="sample"),
+        pytest.param(whole, id="whole", marks=pytest.mark.slow),
+    ]
     return pytest.mark.parametrize("number", cases)
 
 
 def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> None:
     """Calls `holds` with `number` examples of the strategies of its arguments."""
-    limits = settings(max_examples=number, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+    limits = settings(
+        max_examples=number,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     limits(hypothesis.given(*columns, **strategies)(holds))()
 
 
-def given(sample: int, whole: int, *columns: Any, **strategies: Any) -> Callable[[Property], Property]:
+def given(
+    sample: int, whole: int, *columns: Any, **strategies: Any
+) -> Callable[[Property], Property]:
     """In place of hypothesis' `given`, for a test without fixtures, with the numbers of `examples`."""
 
     def of(holds: Property) -> Property:

@@ -10,9 +10,15 @@ from __future__ import annotations
 import gc
 import time
 
-PAUSE = 150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
+PAUSE = (
+    150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
+)
 PAUSE_OF_NEWER = 40.0  # between two looks through those that are not set aside
-THRESHOLDS = (5000, 20, 10_000)  # of young objects as of Python 3.11, some times larger; of the oldest: never
+THRESHOLDS = (
+    5000,
+    20,
+    10_000,
+)  # of young objects as of Python 3.11, some times larger; of the oldest: never
 
 _looked_at = time.process_time()
 _looked_at_newer = time.process_time()

@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 STATUS = Path("/proc/self/statm")
-LEAST, GROWTH = 1100, 250  # MiB: of a process with all imports and the models of fixtures; since memory was given back
+LEAST, GROWTH = (
+    1100,
+    250,
+)  # MiB: of a process with all imports and the models of fixtures; since memory was given back
 
 _after = 0
 

@@ -15,14 +15,18 @@ SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"
 
 def test_defaults_are_valid_and_leave_model_and_memory_sizes_open():
     config = EngineConfig()
-    assert (config.max_model_len, config.num_blocks, config.dtype, config.attention_impl) == (None,) * 4
+    assert (config.max_model_len, config.num_blocks, config.dtype, config.attention_impl) == (
+        None,
+    ) * 4
     assert (config.block_size, config.max_num_batched_tokens, config.max_num_seqs) == (16, 2048, 64)
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "16"])
 def test_a_size_below_one_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be an integer of at least 1$"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} is {value!r}; it must be an integer of at least 1$"
+    ):
         EngineConfig(**{name: value})
 
 
@@ -31,7 +35,9 @@ def test_a_size_of_one_is_accepted(name):
     assert getattr(EngineConfig(**{name: 1}), name) == 1
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction", "seed"])
+@pytest.mark.parametrize(
+    "name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction", "seed"]
+)
 def test_none_is_refused_where_nothing_is_chosen_later(name):
     with pytest.raises(ValueError, match=f"^{name} is None"):
         EngineConfig(**{name: None})
@@ -39,7 +45,9 @@ def test_none_is_refused_where_nothing_is_chosen_later(name):
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), "half", True])
 def test_an_invalid_memory_fraction_is_refused(value):
-    with pytest.raises(ValueError, match=r"^memory_fraction is .*; it must be above 0 and at most 1$"):
+    with pytest.raises(
+        ValueError, match=r"^memory_fraction is .*; it must be above 0 and at most 1$"
+    ):
         EngineConfig(memory_fraction=value)
 
 
@@ -50,7 +58,9 @@ def test_a_memory_fraction_up_to_one_is_accepted(value):
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), "4", True, None])
 def test_an_invalid_swap_space_is_refused(value):
-    with pytest.raises(ValueError, match=r"^swap_space_gib is .*; it must be a number of GiB, at least 0$"):
+    with pytest.raises(
+        ValueError, match=r"^swap_space_gib is .*; it must be a number of GiB, at least 0$"
+    ):
         EngineConfig(swap_space_gib=value)
 
 
@@ -86,14 +96,21 @@ def test_an_unknown_choice_lists_the_choices_and_the_nearest(name, value, messag
         EngineConfig(**{name: value})
 
 
-@pytest.mark.parametrize("value", [(), [], (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"])
+@pytest.mark.parametrize(
+    "value", [(), [], (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"]
+)
 def test_invalid_token_buckets_are_refused(value):
-    with pytest.raises(ValueError, match=r"^token_buckets is .*; it must be ascending integers of at least 1$"):
+    with pytest.raises(
+        ValueError, match=r"^token_buckets is .*; it must be ascending integers of at least 1$"
+    ):
         EngineConfig(token_buckets=value)
 
 
 def test_token_buckets_below_the_budget_are_refused():
-    with pytest.raises(ValueError, match="the largest of token_buckets is 64, below max_num_batched_tokens 65; add it"):
+    with pytest.raises(
+        ValueError,
+        match="the largest of token_buckets is 64, below max_num_batched_tokens 65; add it",
+    ):
         EngineConfig(token_buckets=(16, 64), max_num_batched_tokens=65)
     config = EngineConfig(token_buckets=[16, 64], max_num_batched_tokens=64)  # type: ignore[arg-type]
     assert config.token_buckets == (16, 64)
@@ -165,7 +182,9 @@ def test_an_unknown_key_suggests_the_nearest_name():
 
 
 def test_an_unknown_key_without_a_near_name_lists_all_keys():
-    with pytest.raises(ValueError, match=r"^unknown key engine\.'qqq'; known keys are block_size, .*seed$"):
+    with pytest.raises(
+        ValueError, match=r"^unknown key engine\.'qqq'; known keys are block_size, .*seed$"
+    ):
         from_dict(EngineConfig, {"qqq": 1}, where="engine.")
 
 
@@ -185,9 +204,18 @@ def test_a_config_is_frozen_hashable_and_checked_when_replaced():
 
 def test_speculative_options_have_vllms_names_too():
     theirs = {"method": "draft_model", "model": "small", "num_speculative_tokens": 5}
-    assert EngineConfig(speculative=theirs).speculative == Speculative(method="draft", model="small", num_tokens=5)  # type: ignore[arg-type]
-    theirs = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
-    assert EngineConfig(speculative=theirs).speculative == Speculative(num_tokens=2, ngram_max=5, ngram_min=2)  # type: ignore[arg-type]
+    assert EngineConfig(speculative=theirs).speculative == Speculative(
+        method="draft", model="small", num_tokens=5
+    )  # type: ignore[arg-type]
+    theirs = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": 2,
+    }
+    assert EngineConfig(speculative=theirs).speculative == Speculative(
+        num_tokens=2, ngram_max=5, ngram_min=2
+    )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="which gives one field under two names"):
         EngineConfig(speculative={"num_tokens": 2, "num_speculative_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"speculative\.method is \['ngram'\]; it must be one of"):

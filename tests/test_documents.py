@@ -10,13 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("configs", "docs", "experiments", "pagedjax", "pallas_kernels", "tests")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+)
 DESIGN = ROOT / "docs" / "design"
-MAPS = [ROOT / folder / "README.md" for folder in ("experiments", "pagedjax", "pallas_kernels", "tests")]
+MAPS = [
+    ROOT / folder / "README.md" for folder in ("experiments", "pagedjax", "pallas_kernels", "tests")
+]
 EXAMPLES = {"file.py", "folder/file.py", "least_work.py", "mine.py"}  # names of a user's own files
 PLACEHOLDER = re.compile(r"\bN[A-Z]+(?=\b|_)")  # NAME of a command, NNN of a study
 NOT_FOR_TESTS = {"sphinx"}  # packages of extras that the tests run without
-CURRENT = [path for path in DOCUMENTS if path != ROOT / "CHANGELOG.md"]  # which also has names of the past
+CURRENT = [
+    path for path in DOCUMENTS if path != ROOT / "CHANGELOG.md"
+]  # which also has names of the past
 
 
 def ids(paths: list[Path]) -> list[str]:
@@ -32,10 +38,15 @@ def links(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """Anchors of the headings, as GitHub makes them."""
     found: set[str] = set()
-    for title in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE):
+    for title in re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
+    ):
         title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
         slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        number = sum(other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None for other in found)
+        number = sum(
+            other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None
+            for other in found
+        )
         found.add(f"{slug}-{number}" if slug in found else slug)
     return found
 
@@ -55,7 +66,11 @@ def broken_links(path: Path) -> list[str]:
 
 def modules(text: str) -> list[str]:
     """Names of the modules that a document runs: `python -m NAME`."""
-    return [n for n in re.findall(r"python3? -m\s+([A-Za-z_][\w.]*\w)", text) if not PLACEHOLDER.search(n)]
+    return [
+        n
+        for n in re.findall(r"python3? -m\s+([A-Za-z_][\w.]*\w)", text)
+        if not PLACEHOLDER.search(n)
+    ]
 
 
 def runs(module: str) -> bool:
@@ -66,7 +81,9 @@ def runs(module: str) -> bool:
     if path.with_suffix(".py").exists():
         return '__name__ == "__main__"' in path.with_suffix(".py").read_text("utf-8")
     package = module.split(".")[0]
-    return package not in FOLDERS and (package in NOT_FOR_TESTS or importlib.util.find_spec(package) is not None)
+    return package not in FOLDERS and (
+        package in NOT_FOR_TESTS or importlib.util.find_spec(package) is not None
+    )
 
 
 def named_files(text: str) -> set[str]:
@@ -85,14 +102,18 @@ TREE = {
 
 def test_checks_see_what_is_wrong(tmp_path):
     """Each check can fail."""
-    (tmp_path / "a.md").write_text("# One `two`, three\n[x](a.md#one-two-three) [y](b.md) [z](#four) ![](no.png)")
+    (tmp_path / "a.md").write_text(
+        "# One `two`, three\n[x](a.md#one-two-three) [y](b.md) [z](#four) ![](no.png)"
+    )
     assert broken_links(tmp_path / "a.md") == ["b.md", "#four", "no.png"]
     assert modules("`python -m a.b --c`, python3 -m venv .venv") == ["a.b", "venv"]
     assert runs("experiments.run")
     assert runs("venv")
     assert not runs("experiments.bench_floors")
     assert not runs("pagedjax.host.types")  # has no command
-    assert named_files("`engine/no_such.py`, `mine.py`, `scheduler.py`") - TREE == {"engine/no_such.py"}
+    assert named_files("`engine/no_such.py`, `mine.py`, `scheduler.py`") - TREE == {
+        "engine/no_such.py"
+    }
     assert len(DOCUMENTS) > 40
 
 
@@ -119,7 +140,9 @@ def test_pages_are_short(path: Path):
 def test_maps_of_folders_are_short_and_name_every_folder(path: Path):
     text = path.read_text("utf-8")
     assert len(text.splitlines()) <= 30
-    inner = [p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
+    inner = [
+        p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))
+    ]
     assert [name for name in inner if f"{name}/" not in text] == []
 
 
@@ -127,11 +150,15 @@ def test_readme_is_one_screen_and_has_both_commands():
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) <= 90
     for name in ("main command", "test command"):  # .ci/run takes the second one from here
-        assert re.search(rf"<!-- {name} -->\n```sh\npython3 -m venv [^\n]+\n```\n<!-- end -->", text), name
+        assert re.search(
+            rf"<!-- {name} -->\n```sh\npython3 -m venv [^\n]+\n```\n<!-- end -->", text
+        ), name
 
 
 def test_ratios_of_the_comparison_are_those_of_the_results():
-    quoted = re.findall(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", (ROOT / "docs/field.md").read_text("utf-8"))
+    quoted = re.findall(
+        r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", (ROOT / "docs/field.md").read_text("utf-8")
+    )
     assert len(quoted) == 5
     results = (ROOT / "experiments/results/README.md").read_text("utf-8")
     assert [one for one in quoted if one not in results] == []
@@ -139,4 +166,6 @@ def test_ratios_of_the_comparison_are_those_of_the_results():
 
 def test_index_links_every_page():
     linked = set(links((DESIGN / "README.md").read_text("utf-8")))
-    assert {path.name for path in DESIGN.glob("*.md")} - {"README.md"} == {x for x in linked if "/" not in x}
+    assert {path.name for path in DESIGN.glob("*.md")} - {"README.md"} == {
+        x for x in linked if "/" not in x
+    }

@@ -47,7 +47,9 @@ def test_prompts_are_strings_token_ids_or_lists_of_either(llm):
 
 def test_each_prompt_can_have_its_own_parameters(llm):
     params = [GREEDY, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
-    lengths = [len(out.outputs[0].token_ids) for out in llm.generate([TEXT, TEXT], params, use_tqdm=False)]
+    lengths = [
+        len(out.outputs[0].token_ids) for out in llm.generate([TEXT, TEXT], params, use_tqdm=False)
+    ]
     assert lengths == [12, 3]
     with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
         llm.generate([TEXT], params, use_tqdm=False)
@@ -69,9 +71,18 @@ def test_branch_i_equals_a_request_with_seed_plus_i(llm):
 
 def test_an_engine_seed_fixes_requests_without_one(tiny):
     def run(seed: int) -> list[str]:
-        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "token_buckets": (64,),
+            "num_blocks": 256,
+        }
         llm = LLM(tiny, progress=False, seed=seed, **sizes)
-        return texts(llm.generate([TEXT, TEXT], SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False))
+        return texts(
+            llm.generate(
+                [TEXT, TEXT], SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False
+            )
+        )
 
     first = run(0)
     assert first[0] != first[1]
@@ -108,14 +119,18 @@ def test_interleaved_streams_and_calls_lose_no_text(llm):
         llm.generate(["the"], between, use_tqdm=False)
     )
     pairs = list(zip_longest(*streams, fillvalue=""))
-    assert [first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)] == want
+    assert [
+        first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)
+    ] == want
 
 
 def test_a_stream_that_other_calls_ended_yields_all_text(llm):
     want = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     stream = llm.stream(TEXT, GREEDY)
     first = next(stream)
-    llm.generate("rain", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        "rain", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )
     assert not llm.engine.has_work
     assert first + "".join(stream) == want
 
@@ -140,10 +155,16 @@ def test_a_stop_string_ends_the_text_inside_a_token(llm):
         assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
         assert not llm.engine.has_work, "the scheduler still runs it"
         shown = SamplingParams(
-            temperature=0, max_tokens=12, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+            temperature=0,
+            max_tokens=12,
+            ignore_eos=True,
+            stop=stop,
+            include_stop_str_in_output=True,
         )
         assert texts(llm.generate(TEXT, shown, use_tqdm=False)) == [full[:first] + stop]
-    late = SamplingParams(temperature=0, max_tokens=12, min_tokens=12, ignore_eos=True, stop=full[0])
+    late = SamplingParams(
+        temperature=0, max_tokens=12, min_tokens=12, ignore_eos=True, stop=full[0]
+    )
     assert len(llm.generate(TEXT, late, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
@@ -184,7 +205,9 @@ def test_eos_that_is_ignored_and_a_stop_token_is_the_stop_reason(llm):
 def test_eos_has_no_stop_reason_and_min_tokens_defers_it(llm):
     eos = llm.model.eos_token_ids[0]
     bias = {eos: 100.0}
-    branch = llm.generate(TEXT, SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False)[0].outputs[0]
+    branch = llm.generate(TEXT, SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False)[
+        0
+    ].outputs[0]
     assert (branch.token_ids, branch.text) == ((eos,), "")
     assert (branch.finish_reason, branch.stop_reason) == ("stop", None)
     later = SamplingParams(temperature=0, logit_bias=bias, min_tokens=5)
@@ -194,7 +217,9 @@ def test_eos_has_no_stop_reason_and_min_tokens_defers_it(llm):
 
 
 def test_each_token_has_log_probabilities_and_the_best_others(llm):
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=1
+    )
     (out,) = llm.generate(TEXT, params, use_tqdm=False)
     branch = out.outputs[0]
     assert branch.logprobs is not None
@@ -209,22 +234,37 @@ def test_each_token_has_log_probabilities_and_the_best_others(llm):
     assert out.prompt_logprobs is not None
     assert out.prompt_logprobs[0] is None
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
-    assert all(t in entry for t, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True))
+    assert all(
+        t in entry
+        for t, entry in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)
+    )
 
 
 BAD_REQUESTS = {
     "an empty string": ("", {}, "the prompt is empty"),
     "no token ids": ([[]], {}, "the prompt is empty"),
     "no prompts": ([], {}, "there are no prompts"),
-    "a prompt beyond the limit": ([[5] * 600], {}, "prompt of 600 tokens, but max_model_len is 512"),
+    "a prompt beyond the limit": (
+        [[5] * 600],
+        {},
+        "prompt of 600 tokens, but max_model_len is 512",
+    ),
     "a token beyond the vocabulary": ([[5, 320]], {}, "token id 320; the vocabulary is 0 to 319"),
     "a negative token": ([[5, -1]], {}, "token id -1"),
     "a token beyond 64 bits": ([[5], [2**70]], {}, f"token id {2**70}; the vocabulary is 0 to 319"),
     "temperature -1": (TEXT, {"temperature": -1}, "temperature is -1; it must be between 0"),
     "top_p 0": (TEXT, {"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
     "n 0": (TEXT, {"n": 0}, "n is 0; it must be at least 1"),
-    "a bias beyond the vocabulary": (TEXT, {"logit_bias": {400: 1.0}}, "logit_bias has token id 400"),
-    "a stop token beyond the vocabulary": (TEXT, {"stop_token_ids": (999,)}, "stop_token_ids has token id 999"),
+    "a bias beyond the vocabulary": (
+        TEXT,
+        {"logit_bias": {400: 1.0}},
+        "logit_bias has token id 400",
+    ),
+    "a stop token beyond the vocabulary": (
+        TEXT,
+        {"stop_token_ids": (999,)},
+        "stop_token_ids has token id 999",
+    ),
     "only stop tokens": (
         TEXT,
         {"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_tokens": 1},
@@ -252,9 +292,18 @@ def test_a_bad_request_is_refused_and_the_next_one_is_served(llm, name):
         ({"text": "the cat"}, "a prompt has 'text'; models here take text alone"),
         ({}, r"a prompt is \{\}; a mapping has 'prompt' or 'prompt_token_ids'"),
         ([{"prompt": 5}], "the 'prompt' of a prompt is 5; it must be a string"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "a prompt has 'multi_modal_data'; models here take text"),
-        ({"prompt": "a", "cache_salt": "b"}, r"a prompt has 'cache_salt'; use SamplingParams\(cache_salt=...\)"),
-        ({"prompt_token_ids": ["a"]}, r"a prompt is \['a'\]; it must be a string or a list of token ids"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            "a prompt has 'multi_modal_data'; models here take text",
+        ),
+        (
+            {"prompt": "a", "cache_salt": "b"},
+            r"a prompt has 'cache_salt'; use SamplingParams\(cache_salt=...\)",
+        ),
+        (
+            {"prompt_token_ids": ["a"]},
+            r"a prompt is \['a'\]; it must be a string or a list of token ids",
+        ),
         ([None], "a prompt is None; it must be a string or a list of token ids"),
         (["the cat", ["sat"]], r"a prompt is \['sat'\]; it must be"),
         ([5.0, 6.0], "a prompt is 5.0; it must be"),
@@ -270,13 +319,19 @@ def test_an_invalid_prompt_is_refused(llm, prompts, message):
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 5, [None], [{"n": 2}]])
 def test_invalid_sampling_params_are_refused(llm, params):
     for call in (llm.generate, llm.stream):
-        with pytest.raises(ValueError, match=r"sampling_params is .*; it must be SamplingParams or Beam"):
+        with pytest.raises(
+            ValueError, match=r"sampling_params is .*; it must be SamplingParams or Beam"
+        ):
             list(call("the cat", params))
 
 
-@pytest.mark.parametrize("messages", [None, [], "hi", 5, [5], {"role": "user", "content": "hi"}, ["hi"], [[]], [[5]]])
+@pytest.mark.parametrize(
+    "messages", [None, [], "hi", 5, [5], {"role": "user", "content": "hi"}, ["hi"], [[]], [[5]]]
+)
 def test_an_invalid_conversation_is_refused(llm, messages):
-    with pytest.raises(ValueError, match=r"give a conversation|a conversation has|must be a mapping"):
+    with pytest.raises(
+        ValueError, match=r"give a conversation|a conversation has|must be a mapping"
+    ):
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
@@ -294,8 +349,17 @@ def test_one_bad_prompt_runs_none_of_the_call(llm):
 
 
 def test_a_pool_too_small_for_one_request_names_the_needed_size(tiny):
-    llm = LLM(tiny, progress=False, max_num_seqs=2, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=2)
-    with pytest.raises(ValueError, match=r"can grow to 105 tokens, which is 7 blocks of 16, but the pool has 2"):
+    llm = LLM(
+        tiny,
+        progress=False,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        token_buckets=(16,),
+        num_blocks=2,
+    )
+    with pytest.raises(
+        ValueError, match=r"can grow to 105 tokens, which is 7 blocks of 16, but the pool has 2"
+    ):
         llm.generate([[5] * 5], SamplingParams(max_tokens=100), use_tqdm=False)
     assert len(llm.generate([[5] * 5], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 

@@ -13,7 +13,14 @@ PROMPTS = ([5, 6, 7], [9, 10, 11, 12])
 
 @pytest.fixture
 def llm(tiny):
-    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
+    return LLM(
+        tiny,
+        progress=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        token_buckets=(8, 64),
+        num_blocks=256,
+    )
 
 
 def session(llm) -> Session:
@@ -25,7 +32,9 @@ def token_ids(request, branches) -> tuple[int, ...]:
 
 
 def test_two_sessions_on_one_engine_get_their_own_tokens(llm):
-    expected = [out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)]
+    expected = [
+        out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    ]
     first, second = session(llm), session(llm)
     requests = [GenerationRequest(prompt, GREEDY) for prompt in PROMPTS]
     (a,), (b,) = first.add(requests[:1]), second.add(requests[1:])
@@ -46,7 +55,9 @@ def test_a_session_without_requests_keeps_no_results(llm):
 
 
 def test_a_generate_beside_another_session_completes_both(llm):
-    expected = [out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)]
+    expected = [
+        out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    ]
     other, request = session(llm), GenerationRequest(PROMPTS[0], GREEDY)
     (mine,) = other.add([request])
     (out,) = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)

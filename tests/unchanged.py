@@ -130,7 +130,8 @@ def describe_engine(
     for machine in ("total", "free", "other", "activations"):
         del report[machine]
     pages = [
-        f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(llm.engine.runtime.cache_shapes)
+        f"{leaf.dtype}{list(leaf.shape)}"
+        for leaf in jax.tree.leaves(llm.engine.runtime.cache_shapes)
     ]
     facts = {"options": resolved, "memory": report, "cache": sorted(pages)}
     text = json.dumps(facts, indent=1, default=str).replace(str(models), "MODELS")
@@ -163,7 +164,13 @@ def answers_of(name: str, llm: Any, models: Path) -> Iterator[str]:
     """A line for each output of requests of several kinds."""
     import numpy as np
 
-    from pagedjax import BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams, Taps
+    from pagedjax import (
+        BeamSearchParams,
+        LoRARequest,
+        SamplingParams,
+        StructuredOutputsParams,
+        Taps,
+    )
 
     rng = np.random.default_rng(0)
     lengths = (5, 40, 1, 33, 12, 40)
@@ -201,10 +208,14 @@ def answers_of(name: str, llm: Any, models: Path) -> Iterator[str]:
     for output in beams:
         for beam in output.outputs:
             yield repr((beam.token_ids, beam.cumulative_logprob, beam.finish_reason))
-    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    form = StructuredOutputsParams(
+        json={"type": "object", "properties": {"a": {"type": "integer"}}}
+    )
     structured = SamplingParams(temperature=1.0, seed=1, max_tokens=20, structured_outputs=form)
     yield repr(llm.generate(prompts[:2], structured, use_tqdm=False)[1].outputs[0].token_ids)
-    tapped = SamplingParams(temperature=0.0, max_tokens=4, taps=Taps(hidden_states=(0, 2), attention={1: 0}))
+    tapped = SamplingParams(
+        temperature=0.0, max_tokens=4, taps=Taps(hidden_states=(0, 2), attention={1: 0})
+    )
     taps = llm.generate(prompts[3:4], tapped, use_tqdm=False)[0].outputs[0].taps
     for layer, array in sorted(taps.hidden_states.items()):
         yield f"hidden states {layer} {hashlib.sha256(np.asarray(array).tobytes()).hexdigest()}"

@@ -38,7 +38,11 @@ def kind(item: Any) -> str:
     """ "class", "function" (jitted ones too) or "data"."""
     if inspect.isclass(item):
         return "class"
-    return "function" if inspect.isroutine(inspect.unwrap(item) if callable(item) else item) else "data"
+    return (
+        "function"
+        if inspect.isroutine(inspect.unwrap(item) if callable(item) else item)
+        else "data"
+    )
 
 
 def page(name: str) -> Callable[[], list[str]]:
@@ -60,8 +64,12 @@ def entry(module: ModuleType, name: str) -> list[str]:
     if kind(item) == "function":
         return directive("autofunction", full)
     if kind(item) == "data":
-        return directive("py:data", name, constant(module, name), module=module.__name__, type=_type(item))
-    own = field_names(item) if issubclass(item, tuple) else ()  # which Python documents as "Alias for field number 0"
+        return directive(
+            "py:data", name, constant(module, name), module=module.__name__, type=_type(item)
+        )
+    own = (
+        field_names(item) if issubclass(item, tuple) else ()
+    )  # which Python documents as "Alias for field number 0"
     return directive("autoclass", full, members="", exclude_members=", ".join(own) or None)
 
 
@@ -86,12 +94,16 @@ def comment(module: ModuleType, name: str) -> str:
     """
     lines = Path(inspect.getsourcefile(module) or "").read_text("utf-8").split("\n")
     for node in ast.parse("\n".join(lines)).body:
-        if isinstance(node, ast.ImportFrom) and any((one.asname or one.name) == name for one in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            (one.asname or one.name) == name for one in node.names
+        ):
             real = next(one.name for one in node.names if (one.asname or one.name) == name)
             return comment(importlib.import_module(node.module or ""), real)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return _above(lines, node.lineno - 1) or _behind(lines[(node.end_lineno or node.lineno) - 1])
+            return _above(lines, node.lineno - 1) or _behind(
+                lines[(node.end_lineno or node.lineno) - 1]
+            )
     raise LookupError(f"{module.__name__} does not assign {name}")
 
 

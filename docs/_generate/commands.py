@@ -32,7 +32,9 @@ def modules() -> list[str]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if '__name__ == "__main__"' in path.read_text("utf-8") and not name.startswith(NO_COMMANDS):
+            if '__name__ == "__main__"' in path.read_text("utf-8") and not name.startswith(
+                NO_COMMANDS
+            ):
                 found.append(name)
     return sorted(found, key=lambda name: (name.count("."), name))
 
@@ -53,7 +55,9 @@ def parser_of(main: Callable[..., Any]) -> argparse.ArgumentParser:
         except _Taken as taken:
             return taken.args[0]
         except SystemExit as error:
-            raise LookupError(f"{main.__module__}.main exits with {error.code!r} before it reads its words") from error
+            raise LookupError(
+                f"{main.__module__}.main exits with {error.code!r} before it reads its words"
+            ) from error
     raise LookupError(f"{main.__module__}.main reads no words of a command line")
 
 
@@ -84,7 +88,11 @@ def section(name: str, parser: argparse.ArgumentParser, about: str = "") -> list
         if not shown or all(isinstance(one, argparse._HelpAction) for one in shown):
             continue
         if group.title not in ("positional arguments", "options"):
-            lines += [f".. rubric:: {inline(group.title or '')}", "", *to_rst(group.description or "")]
+            lines += [
+                f".. rubric:: {inline(group.title or '')}",
+                "",
+                *to_rst(group.description or ""),
+            ]
         for action in shown:
             lines += _action(parser, action)
     return lines
@@ -102,7 +110,9 @@ def usage(name: str, parser: argparse.ArgumentParser) -> str:
         parser.prog = given
 
 
-def _with_inner(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+def _with_inner(
+    name: str, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
     yield name, parser, ""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -156,7 +166,9 @@ def _shown(value: object) -> str:
     return str(value).replace(f"{ROOT}/", "")
 
 
-def _expanded(parser: argparse.ArgumentParser, text: str | None, action: argparse.Action | None = None) -> str:
+def _expanded(
+    parser: argparse.ArgumentParser, text: str | None, action: argparse.Action | None = None
+) -> str:
     if text is None or text is argparse.SUPPRESS:
         return ""
     if action is not None:

@@ -29,7 +29,11 @@ def text_of(item: Any) -> str:
         return inspect.getdoc(item) or ""
     for cls in inspect.getmro(item):
         text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
-        if text and cls.__module__ not in ("builtins", "typing") and not text.startswith(f"{cls.__name__}("):
+        if (
+            text
+            and cls.__module__ not in ("builtins", "typing")
+            and not text.startswith(f"{cls.__name__}(")
+        ):
             return text
     return ""
 
@@ -41,7 +45,9 @@ def field_names(item: Any) -> tuple[str, ...]:
     return tuple(getattr(item, "_fields", ()))
 
 
-def entries(lines: Iterable[str], names: Collection[str] | None = None) -> list[tuple[tuple[str, ...], str]]:
+def entries(
+    lines: Iterable[str], names: Collection[str] | None = None
+) -> list[tuple[tuple[str, ...], str]]:
     """(names, text) of each entry `name, name: text`; indented lines continue one. `names`: those that exist."""
     found: list[tuple[tuple[str, ...], str]] = []
     for line in lines:
@@ -57,7 +63,9 @@ def _known(words: str, names: Collection[str] | None) -> bool:
     return names is None or set(words.split(", ")) <= set(names)
 
 
-def _apart(first: tuple[str, ...], text: str, names: Collection[str] | None) -> list[tuple[tuple[str, ...], str]]:
+def _apart(
+    first: tuple[str, ...], text: str, names: Collection[str] | None
+) -> list[tuple[tuple[str, ...], str]]:
     """Several fields on one line: `low: of the range. high: of the range.`"""
     parts = re.split(r"(?<=\.) (\w+(?:, \w+)*): ", text) if names else [text]
     found = [(first, parts[0])]
@@ -82,7 +90,9 @@ def field_texts(item: Any) -> dict[str, str]:
 
 def signature(text: str) -> str:
     """A signature whose defaults are names of functions, without their addresses, which differ in each build."""
-    named = re.sub(r"<function (?:[\w.]|<locals>)*?(\w+|<lambda>)(?: at 0x[0-9a-f]+)?>", r"\1", text)
+    named = re.sub(
+        r"<function (?:[\w.]|<locals>)*?(\w+|<lambda>)(?: at 0x[0-9a-f]+)?>", r"\1", text
+    )
     return named.replace("<lambda>", "...")
 
 
@@ -92,7 +102,11 @@ def to_rst(text: str, fields: Collection[str] = ()) -> list[str]:
     for block in _blocks(inspect.cleandoc(text)):
         head = block[0].rstrip(":")
         if block[0] == f"{head}:" and head in NAMED and len(block) > 1:
-            found += [f":{_TITLES[head]}:", *indented(_named(entries(inspect.cleandoc(_body(block)).split("\n")))), ""]
+            found += [
+                f":{_TITLES[head]}:",
+                *indented(_named(entries(inspect.cleandoc(_body(block)).split("\n")))),
+                "",
+            ]
         elif block[0] == f"{head}:" and head in TEXT and len(block) > 1:
             found += [f":{head}:", *indented(to_rst(_body(block))), ""]
         elif fields and (some := entries(block, fields)):
@@ -106,7 +120,9 @@ _TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Raises": "Raises"}
 
 
 def _named(items: Iterable[tuple[tuple[str, ...], str]]) -> list[str]:
-    return definitions((", ".join(map(literal, names)), [inline(text)] if text else []) for names, text in items)
+    return definitions(
+        (", ".join(map(literal, names)), [inline(text)] if text else []) for names, text in items
+    )
 
 
 def _body(block: list[str]) -> str:
@@ -115,7 +131,11 @@ def _body(block: list[str]) -> str:
 
 def _flat(block: list[str]) -> list[str]:
     """The lines of a section, or those of a block that has no title."""
-    return inspect.cleandoc(_body(block)).split("\n") if block[0] in ("Args:", "Attributes:") else block
+    return (
+        inspect.cleandoc(_body(block)).split("\n")
+        if block[0] in ("Args:", "Attributes:")
+        else block
+    )
 
 
 def _blocks(text: str) -> list[list[str]]:

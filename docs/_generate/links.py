@@ -49,9 +49,15 @@ def _without_code(text: str, change: Callable[[str], str]) -> str:
 def pages_in_order(index: str) -> list[str]:
     """The pages of its own folder that an index links, in its order, each once, without .md."""
     targets = [match[3].partition("#")[0] for match in LINK.finditer(index)]
-    return list(dict.fromkeys(name.removesuffix(".md") for name in targets if re.fullmatch(r"[\w-]+\.md", name)))
+    return list(
+        dict.fromkeys(
+            name.removesuffix(".md") for name in targets if re.fullmatch(r"[\w-]+\.md", name)
+        )
+    )
 
 
 def with_toctree(index: str) -> str:
     """An index with a hidden table of contents, so that its pages have the order of its links."""
-    return "\n".join([index.rstrip(), "", "```{toctree}", ":hidden:", "", *pages_in_order(index), "```", ""])
+    return "\n".join(
+        [index.rstrip(), "", "```{toctree}", ":hidden:", "", *pages_in_order(index), "```", ""]
+    )

@@ -66,9 +66,15 @@ def definitions(items: Iterable[tuple[str, list[str]]]) -> list[str]:
 NOTHING = ".."  # an explanation of no words, a comment, without which a term is a paragraph
 
 
-def directive(name: str, argument: str, lines: Iterable[str] = (), **options: str | None) -> list[str]:
+def directive(
+    name: str, argument: str, lines: Iterable[str] = (), **options: str | None
+) -> list[str]:
     """A directive; an option that is None is left out."""
-    given = [f"   :{key.replace('_', '-')}: {value}".rstrip() for key, value in options.items() if value is not None]
+    given = [
+        f"   :{key.replace('_', '-')}: {value}".rstrip()
+        for key, value in options.items()
+        if value is not None
+    ]
     return [f".. {name}:: {argument}".rstrip(), *given, "", *indented(lines), ""]
 
 

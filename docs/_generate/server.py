@@ -53,7 +53,9 @@ def metrics() -> list[Metric]:
     def needs(name: str) -> str:
         return "" if name in plain else "speculative" if name in with_drafts else "enable_lora"
 
-    return [Metric(name, kind, labels, text, needs(name)) for name, kind, labels, text in everything]
+    return [
+        Metric(name, kind, labels, text, needs(name)) for name, kind, labels, text in everything
+    ]
 
 
 def endpoints_page() -> list[str]:
@@ -66,7 +68,10 @@ def endpoints_page() -> list[str]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             lines += [*title(f"`{method.upper()} {path}`", "-"), *_operation(operation, document)]
-    lines += [*title("The operator's choices", "-"), *to_rst(text_of(Options), [*Options.__dataclass_fields__])]
+    lines += [
+        *title("The operator's choices", "-"),
+        *to_rst(text_of(Options), [*Options.__dataclass_fields__]),
+    ]
     return lines
 
 
@@ -128,7 +133,10 @@ def _body(schema: dict[str, Any]) -> list[str]:
     ignored = [name for name in fields if name in IGNORED]
     used = [name for name in fields if name not in (*refused, *ignored)]
     lines = [f"- {_field(name, fields[name], name in required)}" for name in used]
-    for what, names in (("Accepted, and without an effect", ignored), ("Refused, with what to use instead", refused)):
+    for what, names in (
+        ("Accepted, and without an effect", ignored),
+        ("Refused, with what to use instead", refused),
+    ):
         lines += ["", f"{what}: {', '.join(map(literal, names))}."] if names else []
     return lines
 

@@ -12,5 +12,9 @@ def digest(folders: Iterable[Path]) -> str:
     found = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
-            found.update(f"{path.relative_to(folder.parent).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+            found.update(
+                f"{path.relative_to(folder.parent).as_posix()}\0".encode()
+                + path.read_bytes()
+                + b"\0"
+            )
     return found.hexdigest()[:16]

@@ -32,7 +32,9 @@ _STYLE: Any = {
 Curve = Sequence[tuple[float, float]]
 
 
-def curves(panels: Mapping[str, Mapping[str, Curve]], x: str, y: str | Sequence[str], **options: Any) -> str:
+def curves(
+    panels: Mapping[str, Mapping[str, Curve]], x: str, y: str | Sequence[str], **options: Any
+) -> str:
     """Panels side by side, each with named curves of (x, y).
 
     Args:
@@ -46,7 +48,9 @@ def curves(panels: Mapping[str, Mapping[str, Curve]], x: str, y: str | Sequence[
             for i, (name, points) in enumerate(lines.items()):
                 dashed = name in options.get("dashed", ())
                 style: dict[str, Any] = (
-                    {"ls": "--", "lw": 1} if dashed else {"marker": MARKERS[i % 6], "ms": 4, "lw": 1.4}
+                    {"ls": "--", "lw": 1}
+                    if dashed
+                    else {"marker": MARKERS[i % 6], "ms": 4, "lw": 1.4}
                 )
                 axes.plot(*zip(*points, strict=True), label=name, color=COLOURS[i % 6], **style)
             axes.set(title=title, xlabel=x, ylabel=label)
@@ -70,12 +74,16 @@ def stacks(panels: Mapping[str, Mapping[str, Mapping[str, float]]], y: str) -> s
             floor = [0.0] * len(bars)
             for i, part in enumerate(parts):
                 heights = [bar[part] for bar in bars.values()]
-                axes.bar(list(bars), heights, bottom=floor, label=part, color=COLOURS[i % 6], width=0.65)
+                axes.bar(
+                    list(bars), heights, bottom=floor, label=part, color=COLOURS[i % 6], width=0.65
+                )
                 floor = [a + b for a, b in zip(floor, heights, strict=True)]
             axes.set(title=title, ylabel=y)
             axes.grid(axis="x", visible=False)
             axes.tick_params(axis="x", labelsize=8)
-        every[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3)
+        every[0].legend(
+            frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3
+        )
         return _svg(figure)
 
 

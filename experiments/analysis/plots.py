@@ -17,7 +17,17 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from experiments.analysis.sweep_points import DEVICE, HOST, THROUGHPUT, Axes, Metric, PointRow, lines, number, pareto
+from experiments.analysis.sweep_points import (
+    DEVICE,
+    HOST,
+    THROUGHPUT,
+    Axes,
+    Metric,
+    PointRow,
+    lines,
+    number,
+    pareto,
+)
 
 WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the page scales both
 MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
@@ -52,7 +62,9 @@ class Plot:
         """`width` and `height` in inches; the page scales the result."""
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-            self.axes = self.figure.add_subplot(facecolor="none")  # the page's background is visible
+            self.axes = self.figure.add_subplot(
+                facecolor="none"
+            )  # the page's background is visible
             self.axes.grid(color=_GRID, linewidth=0.8)
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
@@ -76,7 +88,9 @@ class Plot:
         for index, tip in enumerate(self._tips):
             text = text.replace(f'<g id="tip-{index}">', f"<g><title>{html.escape(tip)}</title>")
         size = re.compile(r'<svg ([^>]*?)width="[^"]*"([^>]*?)>', re.DOTALL)
-        text = size.sub(lambda m: "<svg " + re.sub(r'\bheight="[^"]*"', "", m[1] + m[2]) + ">", text, count=1)
+        text = size.sub(
+            lambda m: "<svg " + re.sub(r'\bheight="[^"]*"', "", m[1] + m[2]) + ">", text, count=1
+        )
         return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 
 
@@ -87,7 +101,12 @@ def colour(index: int) -> str:
 
 def marker(index: int, size: float) -> dict[str, Any]:
     """Marker of line `index` with a rim in the background colour, so that lines differ without colours."""
-    return {"marker": _MARKERS[index % SERIES], "ms": size, "markeredgecolor": _PAPER, "markeredgewidth": 0.8}
+    return {
+        "marker": _MARKERS[index % SERIES],
+        "ms": size,
+        "markeredgecolor": _PAPER,
+        "markeredgewidth": 0.8,
+    }
 
 
 def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | None:
@@ -106,20 +125,28 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
         ranges = [row.values[metric.column] for row in members]
         lows, highs = [found.low for found in ranges], [found.high for found in ranges]
         plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
-        width = max(1.4, 3.0 - 0.6 * index)  # later lines are thinner, so that coinciding lines are all visible
+        width = max(
+            1.4, 3.0 - 0.6 * index
+        )  # later lines are thinner, so that coinciding lines are all visible
         middles = [found.middle for found in ranges]
-        plot.axes.plot(xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width))
+        plot.axes.plot(
+            xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width)
+        )
         for x, row in zip(xs, members, strict=True):
             plot.tip(x, row.middle(metric), tooltip(row, metric))
     _scale_x(plot, sorted({row.swept[axes.x] for row in rows}))
     plot.axes.set_xlabel(axes.x)
-    _from_zero(plot, max(row.values[metric.column].high for row in rows if metric.column in row.values))
+    _from_zero(
+        plot, max(row.values[metric.column].high for row in rows if metric.column in row.values)
+    )
     return plot.svg(f"{metric.title} against {axes.x}")
 
 
 def tooltip(row: PointRow, metric: Metric) -> str:
     middle, low, high = row.values[metric.column]
-    over = f" ({number(low)} to {number(high)} over {row.repeats} repeats)" if row.repeats > 1 else ""
+    over = (
+        f" ({number(low)} to {number(high)} over {row.repeats} repeats)" if row.repeats > 1 else ""
+    )
     return f"{row.label}\n{metric.title}: {number(middle)} {metric.unit}{over}"
 
 
@@ -143,7 +170,9 @@ def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
     plot = Plot(height=0.7 + 0.28 * len(rows))
     for place, row in enumerate(rows):
         middle, low, high = row.values[metric.column]
-        plot.axes.plot([low, high], [place, place], color=colour(0), lw=6, alpha=0.25, solid_capstyle="round")
+        plot.axes.plot(
+            [low, high], [place, place], color=colour(0), lw=6, alpha=0.25, solid_capstyle="round"
+        )
         plot.axes.plot([middle], [place], "o", color=colour(0), ms=6)
         plot.tip(middle, place, tooltip(row, metric))
     plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
@@ -166,7 +195,9 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
         share = host / (device + host) if device + host else 0.0
         note = f"{row.label}\ndevice {number(device)} ms, host {number(host)} ms a step ({share:.1%} host)"
         end = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        plot.axes.annotate(f"host {share:.1%}", (device + host, place), color=_MUTED, fontsize=8, **end)
+        plot.axes.annotate(
+            f"host {share:.1%}", (device + host, place), color=_MUTED, fontsize=8, **end
+        )
         plot.tip(device / 2, place, note)
     plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
     plot.axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -184,7 +215,9 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
     plot = Plot(WIDE, height=3.9)
     at = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
     front = pareto(at)
-    plot.axes.plot(*zip(*(at[i] for i in front), strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1)
+    plot.axes.plot(
+        *zip(*(at[i] for i in front), strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1
+    )
     best = {rows[i].key for i in front}
     for index, members in enumerate(lines(rows, axes).values()):
         for row in members:
@@ -193,7 +226,9 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
             plot.axes.plot([cost.low, cost.high], [rate.middle, rate.middle], **shade)
             plot.axes.plot([cost.middle, cost.middle], [rate.low, rate.high], **shade)
             size = 8 if row.key in best else 5
-            plot.axes.plot([cost.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size))
+            plot.axes.plot(
+                [cost.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size)
+            )
             words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
             plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
     costs = [cost for cost, _ in at]
@@ -201,7 +236,14 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     for i in _apart([(math.log(cost) if wide else cost, rate) for cost, rate in at], front):
-        plot.axes.annotate(rows[i].label, at[i], xytext=(9, -11), textcoords="offset points", fontsize=8, color=_INK)
+        plot.axes.annotate(
+            rows[i].label,
+            at[i],
+            xytext=(9, -11),
+            textcoords="offset points",
+            fontsize=8,
+            color=_INK,
+        )
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
@@ -213,7 +255,10 @@ def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]
     width, height = (max(values) - min(values) for values in zip(*at, strict=True))
     kept: list[int] = []
     for i in front:
-        if all(abs(at[i][0] - at[j][0]) > width / 3 or abs(at[i][1] - at[j][1]) > height / 20 for j in kept):
+        if all(
+            abs(at[i][0] - at[j][0]) > width / 3 or abs(at[i][1] - at[j][1]) > height / 20
+            for j in kept
+        ):
             kept.append(i)
     return kept
 
@@ -225,11 +270,17 @@ def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]],
     series = {name: values[::every] for name, values in series.items()}
     plot = Plot()
     for index, values in enumerate(series.values()):
-        plot.axes.stairs(values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index))
-    for step in range(0, len(edges) - 1, max(1, len(edges) // 200)):  # a few hundred tooltips are enough
+        plot.axes.stairs(
+            values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index)
+        )
+    for step in range(
+        0, len(edges) - 1, max(1, len(edges) // 200)
+    ):  # a few hundred tooltips are enough
         values = ", ".join(f"{number(values[step])} {name}" for name, values in series.items())
         middle = (edges[step] + edges[step + 1]) / 2
-        plot.tip(middle, max(values[step] for values in series.values()), f"{number(middle)} s: {values}")
+        plot.tip(
+            middle, max(values[step] for values in series.values()), f"{number(middle)} s: {values}"
+        )
     plot.axes.set_xlabel("seconds")
     plot.axes.set_xlim(edges[0], edges[-1])
     _from_zero(plot, max(map(max, series.values())))

@@ -13,7 +13,10 @@ from scipy import stats
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
-FEWEST, BEYOND = 10, 2  # least number of requests, and of requests above a percentile, for its bootstrap
+FEWEST, BEYOND = (
+    10,
+    2,
+)  # least number of requests, and of requests above a percentile, for its bootstrap
 LATENCIES = {
     "ttft_s": lambda request: [request.ttft],
     "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],
@@ -38,17 +41,32 @@ def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence:
     """The ratio of geometric means over several runs each."""
     if min(*a, *b) <= 0:
         same = sorted(a) == sorted(b)
-        return Ratio(None, None, None, "the same in every run" if same else "no ratio can be computed: there is a zero")
+        return Ratio(
+            None,
+            None,
+            None,
+            "the same in every run" if same else "no ratio can be computed: there is a zero",
+        )
     logs_a, logs_b = np.log(a), np.log(b)
     middle = float(logs_b.mean() - logs_a.mean())
     spreads = [np.ptp(logs_b - logs_a)] if paired else [np.ptp(logs_a), np.ptp(logs_b)]
     if max(spreads) < 1e-12:  # simulated, or a count: the variance is zero
         ratio = math.exp(middle)
         same = abs(middle) < 1e-12
-        words = "the same in every run" if same else f"B is {times(ratio)} times A in every repeat: real, without noise"
+        words = (
+            "the same in every run"
+            if same
+            else f"B is {times(ratio)} times A in every repeat: real, without noise"
+        )
         return Ratio(ratio, ratio, ratio, words)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one side without noise is allowed
-        test = stats.ttest_rel(logs_b, logs_a) if paired else stats.ttest_ind(logs_b, logs_a, equal_var=False)
+    with warnings.catch_warnings(
+        action="ignore", category=RuntimeWarning
+    ):  # one side without noise is allowed
+        test = (
+            stats.ttest_rel(logs_b, logs_a)
+            if paired
+            else stats.ttest_ind(logs_b, logs_a, equal_var=False)
+        )
     interval = test.confidence_interval(confidence)
     low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # avoids overflow
     ratio = math.exp(middle)
@@ -56,7 +74,11 @@ def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence:
 
 
 def of_requests(
-    a: Sequence[RequestRecord], b: Sequence[RequestRecord], name: str, percentile: int, confidence: float
+    a: Sequence[RequestRecord],
+    b: Sequence[RequestRecord],
+    name: str,
+    percentile: int,
+    confidence: float,
 ) -> Ratio:
     """The ratio of a percentile of one latency over the same requests in two runs."""
     needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
@@ -65,7 +87,10 @@ def of_requests(
         return Ratio(None, None, None, f"{ONCE}{few}")
     sides = []
     for requests in (a, b):
-        values = [[value for value in LATENCIES[name](request) if value is not None] for request in requests]
+        values = [
+            [value for value in LATENCIES[name](request) if value is not None]
+            for request in requests
+        ]
         owner = np.repeat(np.arange(len(values)), [len(own) for own in values])
         sides.append((owner, np.array([value for own in values for value in own])))
 
@@ -82,7 +107,9 @@ def of_requests(
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
         return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
     ratio = ratio_of(everyone)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # from resamples without a ratio
+    with warnings.catch_warnings(
+        action="ignore", category=RuntimeWarning
+    ):  # from resamples without a ratio
         found = stats.bootstrap(
             (everyone,),
             ratio_of,
@@ -95,9 +122,16 @@ def of_requests(
     lost = int((~np.isfinite(found.bootstrap_distribution)).sum())
     if lost:
         few = f"{lost} of {RESAMPLES} resamples have no value, or a zero"
-        return Ratio(ratio, None, None, f"no interval can be computed: {few} (B is {times(ratio)} times A); {ONCE}")
+        return Ratio(
+            ratio,
+            None,
+            None,
+            f"no interval can be computed: {few} (B is {times(ratio)} times A); {ONCE}",
+        )
     low, high = map(float, found.confidence_interval)
-    return Ratio(ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}")
+    return Ratio(
+        ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}"
+    )
 
 
 def verdict(ratio: float, low: float, high: float) -> str:

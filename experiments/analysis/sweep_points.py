@@ -27,21 +27,34 @@ TTFT = Metric("ttft_s.p50", "Time to first token, p50", "ms", 1e3, "low", "TTFT 
 ITL = Metric("itl_s.p50", "Inter-token latency, p50", "ms", 1e3, "low", "ITL p50")
 TTFT_P99 = Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99")
 ITL_P99 = Metric("itl_s.p99", "Inter-token latency, p99", "ms", 1e3, "low", "ITL p99")
-FRAGMENTATION = Metric("fragmentation_share", "Empty slots in used blocks", "%", 1e2, "low", "empty slots")
+FRAGMENTATION = Metric(
+    "fragmentation_share", "Empty slots in used blocks", "%", 1e2, "low", "empty slots"
+)
 PADDING = Metric("padding_share", "Padding in computed tokens", "%", 1e2, "low", "padding")
 PEAK_SLOTS = Metric("slots_used.peak", "Peak cache use", "token slots", 1.0, "low", "peak cache")
 DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low", "device a step")
 HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
 DRAFTS = Metric("speculation.drafts", "Draft tokens", "", 1.0, "low", "drafts")
-ACCEPTED = Metric("speculation.accepted", "Accepted draft tokens", "", 1.0, "high", "accepted drafts")
-ACCEPTANCE = Metric("speculation.acceptance", "Accepted share of drafts", "%", 1e2, "high", "acceptance")
+ACCEPTED = Metric(
+    "speculation.accepted", "Accepted draft tokens", "", 1.0, "high", "accepted drafts"
+)
+ACCEPTANCE = Metric(
+    "speculation.acceptance", "Accepted share of drafts", "%", 1e2, "high", "acceptance"
+)
 TOKENS_PER_DECODE = Metric(
-    "speculation.tokens_per_decode", "Tokens of a decode row in a step, mean", "tokens", 1.0, "high", "decode row"
+    "speculation.tokens_per_decode",
+    "Tokens of a decode row in a step, mean",
+    "tokens",
+    1.0,
+    "high",
+    "decode row",
 )
 SPECULATION = DRAFTS, ACCEPTED, ACCEPTANCE, TOKENS_PER_DECODE
 TABLE = (
     THROUGHPUT,
-    Metric("steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"),
+    Metric(
+        "steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"
+    ),
     TTFT,
     TTFT_P99,
     ITL,
@@ -55,7 +68,14 @@ TABLE = (
     FRAGMENTATION,
     PEAK_SLOTS,
     Metric("blocks_saved_share", "Blocks saved by sharing", "%", 1e2, "high", "saved by sharing"),
-    Metric("prefix_hit_share", "Tokens of admitted sequences found in the cache", "%", 1e2, "high", "prefix hits"),
+    Metric(
+        "prefix_hit_share",
+        "Tokens of admitted sequences found in the cache",
+        "%",
+        1e2,
+        "high",
+        "prefix hits",
+    ),
     Metric("preemptions", "Preemptions", "", 1.0, "low", "preemptions"),
     *SPECULATION,
 )
@@ -103,7 +123,9 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
         flat = [flatten(run["metrics"]) for run in repeats]
         values = {}
         for metric in TABLE:
-            found = [m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None]
+            found = [
+                m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None
+            ]
             if found:
                 values[metric.column] = Range(statistics.median(found), min(found), max(found))
         swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
@@ -127,7 +149,9 @@ def choose_axes(rows: Sequence[PointRow]) -> Axes:
     if not numeric:
         return Axes(None, tuple(several))
     x = "block_size" if "block_size" in numeric else numeric[0]
-    rest = sorted((key for key in several if key != x), key=lambda key: key != "max_num_batched_tokens")  # stable
+    rest = sorted(
+        (key for key in several if key != x), key=lambda key: key != "max_num_batched_tokens"
+    )  # stable
     return Axes(x, tuple(rest))
 
 
@@ -135,7 +159,9 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
     """The points of each line, ordered along x, by the line's name ("" when everything is one line)."""
     found: dict[str, list[PointRow]] = {}
     for row in rows if axes.x is None else sorted(rows, key=lambda row: row.swept[axes.x or ""]):
-        found.setdefault(", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines), []).append(row)
+        found.setdefault(", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines), []).append(
+            row
+        )
     return found
 
 
@@ -161,7 +187,11 @@ def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
     """The widest range over repeats, as a share of its point's median; None if no point has two repeats."""
-    shares = [(v.high - v.low) / v.middle for row in rows if row.repeats > 1 and (v := row.values.get(metric.column))]
+    shares = [
+        (v.high - v.low) / v.middle
+        for row in rows
+        if row.repeats > 1 and (v := row.values.get(metric.column))
+    ]
     return max(shares, default=None)
 
 
@@ -179,7 +209,12 @@ def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
     failed = sum(1 for run in runs if run["failed"])
     if not rows:
         return [f"All {failed} runs failed; there is no result."]
-    sentences = [*_throughput(rows), *_effect_of_x(rows, axes), *_latency(rows), *_same_tokens(runs)]
+    sentences = [
+        *_throughput(rows),
+        *_effect_of_x(rows, axes),
+        *_latency(rows),
+        *_same_tokens(runs),
+    ]
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs failed and are left out.")
     return sentences
@@ -189,7 +224,11 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
     ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
     first, last = ordered[0], ordered[-1]
     middle, low, high = first.values[THROUGHPUT.column]
-    runs = f"{number(low)} to {number(high)} over {first.repeats} repeats" if first.repeats > 1 else "one run"
+    runs = (
+        f"{number(low)} to {number(high)} over {first.repeats} repeats"
+        if first.repeats > 1
+        else "one run"
+    )
     if len(rows) == 1:
         return [f"{number(middle)} output tokens/s ({runs})."]
     slowest = last.middle(THROUGHPUT)
@@ -199,8 +238,13 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
     if share is None:
         return [text, "Each point ran once, so how much of a difference is noise is not known."]
     tied = sum(row.values[THROUGHPUT.column].high >= low for row in ordered[1:])
-    overlap = {0: "no other point reaches", 1: "one other point reaches"}.get(tied, f"{tied} other points reach")
-    return [text, f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the fastest."]
+    overlap = {0: "no other point reaches", 1: "one other point reaches"}.get(
+        tied, f"{tied} other points reach"
+    )
+    return [
+        text,
+        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the fastest.",
+    ]
 
 
 def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
@@ -213,12 +257,17 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
         ratios[name] = max(rates) / min(rates)
     low, high = min(ratios.values()), max(ratios.values())
     where = max(ratios, key=lambda name: ratios[name])
-    return [f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
+    return [
+        f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."
+    ]
 
 
 def _latency(rows: Sequence[PointRow]) -> list[str]:
     said = []
-    for metric, words in ((TTFT, "the median time to first token"), (ITL, "the median gap between tokens")):
+    for metric, words in (
+        (TTFT, "the median time to first token"),
+        (ITL, "the median gap between tokens"),
+    ):
         row = best(rows, metric)
         if row is not None and len(rows) > 1:
             said.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
@@ -241,9 +290,15 @@ def text_table(rows: Sequence[PointRow]) -> str:
     ranges = [row.values[THROUGHPUT.column] for row in rows]
     shown = {
         "point": [row.label for row in rows],
-        "output tokens/s": [f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges],
+        "output tokens/s": [
+            f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges
+        ],
     }
-    drafts = [metric for metric in (ACCEPTANCE, TOKENS_PER_DECODE) if any(metric.column in row.values for row in rows)]
+    drafts = [
+        metric
+        for metric in (ACCEPTANCE, TOKENS_PER_DECODE)
+        if any(metric.column in row.values for row in rows)
+    ]
     for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts):
         shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
     return aligned(shown)

@@ -26,8 +26,16 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights.adapter_files import adapter_of, modules_of
 
 ADAPTERS = 8
-WORKLOADS = {"decodes": Workload(32, (16, 16), (96, 96)), "prompts": Workload(32, (256, 256), (8, 8))}
-ENGINE: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512, "num_blocks": 1024}
+WORKLOADS = {
+    "decodes": Workload(32, (16, 16), (96, 96)),
+    "prompts": Workload(32, (256, 256), (8, 8)),
+}
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 512,
+    "num_blocks": 1024,
+}
 
 
 def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Adapter:
@@ -64,9 +72,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank}
         engines[rank] = LLM(model, progress=False, compilation="eager", **ENGINE, **options)
         for i in range(ADAPTERS):
-            engines[rank].engine.load_adapter(random_adapter(model.model.config, str(i), rank, seed=i))
+            engines[rank].engine.load_adapter(
+                random_adapter(model.model.config, str(i), rank, seed=i)
+            )
     found = [measured(without, engines, name, args.rounds) for name in args.workloads]
-    print("| workload | engine | median seconds | share of the speed without adapters |\n|---|---|---:|---:|")
+    print(
+        "| workload | engine | median seconds | share of the speed without adapters |\n|---|---|---:|---:|"
+    )
     for one in found:
         for which, times in one["seconds"].items():
             left = cell(one["shares"][which]) if which in one["shares"] else ""

@@ -19,8 +19,16 @@ from experiments.bench import in_turn
 from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
 from pagedjax import LLM, load_model
 
-WORKLOADS = {"W1": Workload(64, (16, 256), (16, 128)), "long prompts": Workload(8, (1000, 1500), (16, 16))}
-ENGINE: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1536, "num_blocks": 1536}
+WORKLOADS = {
+    "W1": Workload(64, (16, 256), (16, 128)),
+    "long prompts": Workload(8, (1000, 1500), (16, 16)),
+}
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 1536,
+    "num_blocks": 1536,
+}
 
 
 def measured(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any]:

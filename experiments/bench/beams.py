@@ -29,18 +29,26 @@ from pagedjax.weights.pretrained import LoadedModel
 
 TEXT = Path(__file__).parents[2] / "configs" / "prompts" / "english.txt"
 PLACES = 48  # sequences that run at the same time
-LONGEST = 448  # most tokens of a request; with Alpaca's means, one exponential length in 500 is longer
+LONGEST = (
+    448  # most tokens of a request; with Alpaca's means, one exponential length in 500 is longer
+)
 
 
-def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tuple[list[int], int]]:
+def draw(
+    tokens: Sequence[int], data: Dataset, count: int, seed: int
+) -> list[tuple[list[int], int]]:
     """`count` prompts, each a window of `tokens`, and their numbers of output tokens."""
     streams = [np.random.default_rng([seed, stream]) for stream in range(3)]
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, streams[0])
     outputs, _ = draw_lengths(Exponential("exponential", data.output), count, streams[1])
     prompts = [min(prompt, LONGEST // 2) for prompt in prompts]
     starts = [int(streams[2].integers(len(tokens) - prompt + 1)) for prompt in prompts]
-    windows = [list(tokens[start : start + prompt]) for start, prompt in zip(starts, prompts, strict=True)]
-    return [(window, min(output, LONGEST // 2)) for window, output in zip(windows, outputs, strict=True)]
+    windows = [
+        list(tokens[start : start + prompt]) for start, prompt in zip(starts, prompts, strict=True)
+    ]
+    return [
+        (window, min(output, LONGEST // 2)) for window, output in zip(windows, outputs, strict=True)
+    ]
 
 
 def searcher(model: LoadedModel, block_size: int) -> LLM:
@@ -64,12 +72,16 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
     llm.engine.reset()
     for i, (prompt, output) in enumerate(requests):
         names = branch_ids(f"r{i}", width)
-        llm.engine.add(names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:])
+        llm.engine.add(
+            names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:]
+        )
     listed = used = steps = preemptions = 0
     while llm.engine.has_work:
         result = llm.engine.step()
         assert result is not None
-        listed += sum(len(seq.blocks) for seq in result.plan.seqs)  # beams advance together, so each has a row
+        listed += sum(
+            len(seq.blocks) for seq in result.plan.seqs
+        )  # beams advance together, so each has a row
         used += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
@@ -78,35 +90,64 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Share of cache blocks that beam search saves, beside Fig. 15.", allow_abbrev=False
+        description="Share of cache blocks that beam search saves, beside Fig. 15.",
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6])
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     args = parser.parse_args(arguments)
-    for name, value in (("requests", args.requests), ("block-size", args.block_size), ("widths", min(args.widths))):
+    for name, value in (
+        ("requests", args.requests),
+        ("block-size", args.block_size),
+        ("widths", min(args.widths)),
+    ):
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     if max(args.widths) > PLACES:
-        parser.error(f"--widths has {max(args.widths)}; at most {PLACES} beams run at the same time")
+        parser.error(
+            f"--widths has {max(args.widths)}; at most {PLACES} beams run at the same time"
+        )
     try:
         model = load_model(args.model)
         llm, rows = searcher(model, args.block_size), []
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    requests = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
+    requests = draw(
+        model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed
+    )
     for width in args.widths:
         saved = measure(llm, requests, width)
-        rows.append({"width": width, "saved": 100 * saved.share, "paper": ALPACA.beams.get(width), **saved._asdict()})
+        rows.append(
+            {
+                "width": width,
+                "saved": 100 * saved.share,
+                "paper": ALPACA.beams.get(width),
+                **saved._asdict(),
+            }
+        )
         if not args.json:
             paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"
             ours = f"{rows[-1]['saved']:.2f} %"
-            print(f"beam width {width}: {ours} saved, paper {paper}; {saved.steps} steps", flush=True)
+            print(
+                f"beam width {width}: {ours} saved, paper {paper}; {saved.steps} steps", flush=True
+            )
     if args.json:
-        print(json.dumps({"model": args.model, "block_size": args.block_size, "requests": args.requests, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "model": args.model,
+                    "block_size": args.block_size,
+                    "requests": args.requests,
+                    "rows": rows,
+                }
+            )
+        )
     return 0
 
 

@@ -29,7 +29,10 @@ from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, load_model
 
 PROMPT = 24  # tokens; their content does not matter
 WARM = 5  # decode steps before the traced ones
-BEGINS, ENDS = "ThunkExecutor::Execute", "ThunkExecutor::Execute (wait for completion)"  # events of a program
+BEGINS, ENDS = (
+    "ThunkExecutor::Execute",
+    "ThunkExecutor::Execute (wait for completion)",
+)  # events of a program
 CALLERS = "tf_XLAPjRtCpuClient"  # threads that begin programs; others run parts of them under the same event names
 
 
@@ -57,10 +60,15 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         lookahead=lookahead,
         compilation="eager",
     )
-    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=length - PROMPT, ignore_eos=True)
+    engine, params = (
+        llm.engine,
+        SamplingParams(temperature=0, max_tokens=length - PROMPT, ignore_eos=True),
+    )
     draw = np.random.default_rng(0)
     for i in range(sequences):
-        engine.add(str(i), draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist(), params)
+        engine.add(
+            str(i), draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist(), params
+        )
     while engine.scheduler_state.waiting or any(
         n - c > 1 for n, c in zip(*engine.scheduler_state.running[1:], strict=True)
     ):
@@ -79,13 +87,21 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         (file,) = Path(folder).rglob("*.xplane.pb")
         ran = sorted(programs(ProfileData.from_file(os.fspath(file))))
     longest = sorted((end - begin for begin, end in ran), reverse=True)[:steps]
-    usual = statistics.median(longest) if longest else 0.0  # one step may have waited for another process
-    ran = [(begin, end) for begin, end in ran if end - begin > usual / 10]  # steps, not small helper programs
+    usual = (
+        statistics.median(longest) if longest else 0.0
+    )  # one step may have waited for another process
+    ran = [
+        (begin, end) for begin, end in ran if end - begin > usual / 10
+    ]  # steps, not small helper programs
     if len(ran) < 2:
-        raise RuntimeError(f"the trace has {len(ran)} steps; this version of XLA does not name them {BEGINS!r}")
+        raise RuntimeError(
+            f"the trace has {len(ran)} steps; this version of XLA does not name them {BEGINS!r}"
+        )
     idle = [(after[0] - before[1]) / 1e6 for before, after in pairwise(ran)]
     step = statistics.median(end - begin for begin, end in ran) / 1e6
-    return Idle(sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host))
+    return Idle(
+        sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host)
+    )
 
 
 def programs(trace: Any) -> Iterator[tuple[float, float]]:
@@ -114,7 +130,9 @@ def table(rows: Sequence[Idle]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
@@ -123,14 +141,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if jax.default_backend() != "cpu":
-        parser.error(f"this benchmark reads the trace of a CPU, and the default device is a {jax.default_backend()}")
+        parser.error(
+            f"this benchmark reads the trace of a CPU, and the default device is a {jax.default_backend()}"
+        )
     if min(*args.sequences, args.steps - 2) < 1 or min(args.lookahead) < 0:
-        parser.error("--sequences must be at least 1, --steps at least 3 and --lookahead at least 0")
+        parser.error(
+            "--sequences must be at least 1, --steps at least 3 and --lookahead at least 0"
+        )
     model = load_model(args.model, dtype="float32")
-    rows = [measure(model, n, ahead, args.steps) for n in args.sequences for ahead in args.lookahead]
+    rows = [
+        measure(model, n, ahead, args.steps) for n in args.sequences for ahead in args.lookahead
+    ]
     print(table(rows))
     if args.json:
-        kept = {"environment": environment(), "steps": args.steps, "rows": [row._asdict() for row in rows]}
+        kept = {
+            "environment": environment(),
+            "steps": args.steps,
+            "rows": [row._asdict() for row in rows],
+        }
         Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

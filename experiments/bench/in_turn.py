@@ -29,14 +29,19 @@ class Workload(NamedTuple):
     output: tuple[int, int]
 
 
-def requests_of(workload: Workload, vocab: int, seed: int) -> tuple[list[Any], list[SamplingParams]]:
+def requests_of(
+    workload: Workload, vocab: int, seed: int
+) -> tuple[list[Any], list[SamplingParams]]:
     """Prompts of random tokens, and greedy parameters with an exact length."""
     rng = np.random.default_rng(seed)
 
     def one(bounds: tuple[int, int]) -> int:
         return int(rng.integers(bounds[0], bounds[1] + 1))
 
-    prompts = [{"prompt_token_ids": rng.integers(3, vocab, one(workload.prompt)).tolist()} for _ in range(workload[0])]
+    prompts = [
+        {"prompt_token_ids": rng.integers(3, vocab, one(workload.prompt)).tolist()}
+        for _ in range(workload[0])
+    ]
     outputs = [one(workload.output) for _ in prompts]
     return prompts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in outputs]
 
@@ -62,7 +67,10 @@ def rounds(runs: Mapping[str, Callable[[], float]], count: int) -> dict[str, lis
 def share(found: Mapping[str, Sequence[float]], base: str, name: str) -> dict[str, Any]:
     """The share of the base's speed that is left: its seconds over those of another run, round by round."""
     ratios = [a / b for a, b in zip(found[base], found[name], strict=True)]
-    return {"ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios]}
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
 
 
 def at_least_1(words: str) -> int:
@@ -75,7 +83,9 @@ def at_least_1(words: str) -> int:
 def parser(description: str | None, workloads: Mapping[str, Workload]) -> argparse.ArgumentParser:
     """The options that all such benchmarks have."""
     found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     found.add_argument("--rounds", type=at_least_1, default=5)
     found.add_argument("--model", default=DEFAULT_MODEL)

@@ -46,7 +46,9 @@ def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Fol
         started = time.perf_counter()
         (mask,) = masks([MaskRow(matcher, tokens[:i], (), 0, stops)], 1)
         seconds.append(time.perf_counter() - started)
-        if matcher.error is not None or not mask[token // 32] >> np.uint32(token % 32) & np.uint32(1):
+        if matcher.error is not None or not mask[token // 32] >> np.uint32(token % 32) & np.uint32(
+            1
+        ):
             return Followed(False, seconds)
     return Followed(True, seconds)
 
@@ -55,12 +57,18 @@ def files(folder: Path, limit: int | None) -> Iterator[tuple[Any, list[dict[str,
     """(schema, instances) of each file; with a limit, of files that are spread over the folder."""
     paths = sorted(folder.rglob("*.json"))
     if not paths:
-        raise ValueError(f"{folder} has no .json file; name the folder of schemas, such as maskbench/data")
+        raise ValueError(
+            f"{folder} has no .json file; name the folder of schemas, such as maskbench/data"
+        )
     step = 1 if limit is None else max(1, len(paths) // limit)
     for path in paths[::step][:limit]:
         content = json.loads(path.read_text("utf-8"))
         tests = content.get("tests") if isinstance(content, dict) else None
-        yield (content["schema"], tests) if isinstance(tests, list) and "schema" in content else (content, [])
+        yield (
+            (content["schema"], tests)
+            if isinstance(tests, list) and "schema" in content
+            else (content, [])
+        )
 
 
 def reason(error: ValueError) -> str:
@@ -87,7 +95,9 @@ def measured(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, A
         counts["compiled"] += 1
         wrong = False
         for test in tests:
-            tokens = grammars.tokenizer.encode(json.dumps(test["data"], ensure_ascii=False, separators=(",", ":")))
+            tokens = grammars.tokenizer.encode(
+                json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
+            )
             found = follow(grammar, tokens, grammars.eos_token_ids)
             masking += found.mask_seconds
             counts["valid" if test["valid"] else "invalid"] += 1
@@ -112,7 +122,9 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--limit", type=int, help="so many files, spread over the folder")
@@ -125,7 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in found.items():
         print(f"{name}: {json.dumps(value)}")
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), "model": args.model, **found}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": environment(), "model": args.model, **found}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

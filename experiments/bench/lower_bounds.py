@@ -70,13 +70,23 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
     shapes = [matrix for _, matrix in weights_of(model)]
     heads = tokens if samples is None else samples
     counts = [heads if m.outputs == model.config.vocab_size else tokens for m in shapes]
-    rows = {(n, m.inputs): jnp.ones((n, m.inputs), model.dtype) for n, m in zip(counts, shapes, strict=True)}
+    rows = {
+        (n, m.inputs): jnp.ones((n, m.inputs), model.dtype)
+        for n, m in zip(counts, shapes, strict=True)
+    }
 
-    def multiply(weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], none: jax.Array) -> Any:
+    def multiply(
+        weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], none: jax.Array
+    ) -> Any:
         found = []
         for n, w, m in zip(counts, weights, shapes, strict=True):
-            options: dict[str, Any] = {"impl": impl, "activation": model.config.activation if m.gated else None}
-            y = jax.lax.optimization_barrier(linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options))
+            options: dict[str, Any] = {
+                "impl": impl,
+                "activation": model.config.activation if m.gated else None,
+            }
+            y = jax.lax.optimization_barrier(
+                linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options)
+            )
             found.append(y[0, 0].astype(jnp.float32))
             # 0, and the next product waits for it, unless its implementation ignores `sizes`: to allocate memory for
             # all results would take longer than the products
@@ -90,9 +100,13 @@ def paged_attention(llm: LLM, batch: int, context: int) -> Run:
     """The attention of all layers for a decode of `batch` contexts over the engine's kind of pages, shuffled."""
     config, c = llm.engine.config, llm.engine.model.config
     width = -(-context // config.block_size)
-    block = block_shape(config.block_size, llm.engine.model, config.kv_cache_dtype, config.attention_impl)
+    block = block_shape(
+        config.block_size, llm.engine.model, config.kv_cache_dtype, config.attention_impl
+    )
     pages = cache.init(blocks=batch * width, **block)
-    tables = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32).reshape(batch, width)
+    tables = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32).reshape(
+        batch, width
+    )
     rows = tables, np.full(batch, context, np.int32), np.arange(batch + 1, dtype=np.int32)
     attend = attention.attend(config.attention_impl, c.attn_scale)
     q = jnp.ones((batch, c.heads, c.head_dim), llm.engine.model.dtype)
@@ -108,12 +122,26 @@ def paged_attention(llm: LLM, batch: int, context: int) -> Run:
 def read_cache(llm: LLM, batch: int, context: int) -> Run:
     """Read the bytes of `batch` contexts' keys and values once, as `read_weights` does."""
     config, c = llm.engine.config, llm.engine.model.config
-    numbers = 2 * batch * context * c.kv_heads * c.head_dim * jnp.dtype(config.kv_cache_dtype).itemsize // 4
+    numbers = (
+        2
+        * batch
+        * context
+        * c.kv_heads
+        * c.head_dim
+        * jnp.dtype(config.kv_cache_dtype).itemsize
+        // 4
+    )
     return _read([np.full(numbers, 1 + i, np.float32) for i in range(c.layers)])
 
 
-def make_llm(tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]) -> LLM:
-    sizes: dict[str, Any] = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, "max_model_len": length}
+def make_llm(
+    tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]
+) -> LLM:
+    sizes: dict[str, Any] = {
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": seqs,
+        "max_model_len": length,
+    }
     return LLM(**model, **sizes, token_buckets=sorted({*buckets, tokens}), compilation="eager")
 
 
@@ -125,7 +153,9 @@ def beside_lower_bounds(
     Args:
         model: the arguments of `LLM` that name it.
     """
-    prefills = -(-max(batches) * context // TOKENS) + 1  # the first sequences decode in these steps already
+    prefills = (
+        -(-max(batches) * context // TOKENS) + 1
+    )  # the first sequences decode in these steps already
     length = context + prefills + repeats + 2
     llm, rows = make_llm(TOKENS, max(batches), length, batches, model), []
     for batch in batches:
@@ -140,11 +170,15 @@ def beside_lower_bounds(
         while _prefilling(llm):
             llm.engine.step()
         rows.append({"batch": batch, "context": context, **_in_turn(llm, parts, repeats)})
-        assert len(llm.engine.scheduler_state.running.seqs) == batch, "a sequence ended: steps had fewer rows"
+        assert len(llm.engine.scheduler_state.running.seqs) == batch, (
+            "a sequence ended: steps had fewer rows"
+        )
     return rows
 
 
-def prompts_beside_products(tokens: Sequence[int], repeats: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+def prompts_beside_products(
+    tokens: Sequence[int], repeats: int, model: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The median step that computes a whole prompt of so many tokens, and its products with weights, in ms.
 
     The products are those of all layers. Of the last one, a step computes less: keys and values only, but for the last
@@ -154,7 +188,9 @@ def prompts_beside_products(tokens: Sequence[int], repeats: int, model: dict[str
     for count in tokens:
         llm = make_llm(count, 1, count + 1, (), model | {"enable_prefix_caching": False})
         parts = {"weight products": weight_products(llm.engine.model, count, 1)}
-        rows.append({"prompt": count, **_in_turn(llm, parts, repeats, partial(_add, llm, 1, count, 1))})
+        rows.append(
+            {"prompt": count, **_in_turn(llm, parts, repeats, partial(_add, llm, 1, count, 1))}
+        )
     return rows
 
 
@@ -192,11 +228,20 @@ def _prefilling(llm: LLM) -> bool:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("median milliseconds; context", rows[0]["context"])
-    print("batch    step   host   read weights (step/it)   products (step/them)   attention", end="")
+    print(
+        "batch    step   host   read weights (step/it)   products (step/them)   attention", end=""
+    )
     print("   (step/products and it)   read cache (it/attention)")
     for r in rows:
-        step, read, products, attending = r["step"], r["read weights"], r["weight products"], r["attention"]
-        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})", end="")
+        step, read, products, attending = (
+            r["step"],
+            r["read weights"],
+            r["weight products"],
+            r["attention"],
+        )
+        print(
+            f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})", end=""
+        )
         print(
             f" {products:13.1f} ({step / products:5.2f}) {attending:11.1f} ({step / (products + attending):22.2f})",
             end="",
@@ -208,15 +253,21 @@ def show_prompts(rows: Sequence[dict[str, Any]]) -> None:
     print("prompt    step   host   weight products (step/them)")
     for r in rows:
         step, weights = r["step"], r["weight products"]
-        print(f"{r['prompt']:6} {step:7.1f} {r['host']:6.2f} {weights:14.1f} ({step / weights:5.2f})")
+        print(
+            f"{r['prompt']:6} {step:7.1f} {r['host']:6.2f} {weights:14.1f} ({step / weights:5.2f})"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompts", type=int, nargs="*", default=[512], help="tokens of a prompt; none for none")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[512], help="tokens of a prompt; none for none"
+    )
     parser.add_argument("--context", type=int, default=253)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -229,7 +280,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
-        model = {"model": args.model, "dtype": args.dtype, "weight_dtype": args.weight_dtype, "progress": False}
+        model = {
+            "model": args.model,
+            "dtype": args.dtype,
+            "weight_dtype": args.weight_dtype,
+            "progress": False,
+        }
         rows = beside_lower_bounds(args.batches, args.context, args.repeats, model)
         prompts = prompts_beside_products(args.prompts, args.repeats, model)
     except (OSError, ValueError) as error:  # the model is missing, or a length is beyond it

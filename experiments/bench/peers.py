@@ -36,7 +36,9 @@ from experiments.core.environment import cpu_model, git_state, processor_time, s
 from experiments.core.workloads import Tokens, read_tokens
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = sorted(file.stem.removeprefix("run_") for file in (ROOT / "bench" / "peer_adapters").glob("run_*.py"))
+ADAPTERS = sorted(
+    file.stem.removeprefix("run_") for file in (ROOT / "bench" / "peer_adapters").glob("run_*.py")
+)
 STOLEN = 0.05  # rounds with a larger share of stolen processor time are shown but not counted
 EXTRA = 2  # at most EXTRA * repeats additional rounds replace those that are not counted
 COMPARED = 8, 24  # (requests, tokens of each) that are compared before timing
@@ -59,7 +61,9 @@ class Contender:
 
     def __post_init__(self) -> None:
         if self.adapter not in ADAPTERS and not Path(self.adapter).is_file():
-            raise ValueError(f"adapter is {self.adapter!r}; it must be one of {', '.join(ADAPTERS)}, or a file")
+            raise ValueError(
+                f"adapter is {self.adapter!r}; it must be one of {', '.join(ADAPTERS)}, or a file"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ValueError(f"--file is {file!r}, which cannot be read: {why}; name a JSON list of requests") from None
+            raise ValueError(
+                f"--file is {file!r}, which cannot be read: {why}; name a JSON list of requests"
+            ) from None
         prompts, counts = read_tokens(Tokens("tokens", file), text, vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     rng = np.random.default_rng(seed)
@@ -103,10 +109,15 @@ def write_out(model: str, folder: Path) -> Path:
     target = folder / checkpoint.path.stem
     if not (target / "config.json").exists():  # config.json is written last
         target.mkdir(parents=True, exist_ok=True)
-        tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}
+        tensors = {
+            name: np.ascontiguousarray(tensor.read(), np.float32)
+            for name, tensor in checkpoint.tensors.items()
+        }
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
-        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]  # needed by llama.cpp's converter
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[
+            checkpoint.config["model_type"]
+        ]  # needed by llama.cpp's converter
         config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
@@ -120,7 +131,10 @@ class Peer:
         adapter = ROOT / "bench" / "peer_adapters" / f"run_{contender.adapter}.py"
         script = adapter if contender.adapter in ADAPTERS else Path(contender.adapter)
         python = os.path.expanduser(contender.python) or sys.executable
-        paths = [str(ROOT / "bench" / "peer_adapters"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(ROOT / "bench" / "peer_adapters"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with log.open("w", encoding="utf-8") as errors:
             try:
@@ -159,7 +173,9 @@ class Peer:
             line = ""
         answer = json.loads(line) if line else {"error": "it ended without an answer"}
         if "error" in answer:
-            raise SystemExit(f"error: {self.name}: {answer['error']}; what it printed is in {self.log}")
+            raise SystemExit(
+                f"error: {self.name}: {answer['error']}; what it printed is in {self.log}"
+            )
         self._signal(signal.SIGSTOP)
         return answer
 
@@ -194,7 +210,10 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
     answers = {peer.name: peer.generate(part)[0] for peer in peers}
     shares = {name: equal_share(answers[peers[0].name], tokens) for name, tokens in answers.items()}
     for peer in peers:
-        print(f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same tokens", flush=True)
+        print(
+            f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same tokens",
+            flush=True,
+        )
         if peer.contender.exact and shares[peer.name] < 1:
             raise SystemExit(
                 f"error: {peer.name} gives other tokens than {peers[0].name}, so the work differs; nothing was "
@@ -254,7 +273,10 @@ def show(rows: Sequence[Mapping[str, Any]], first: str) -> None:
     print(f"\n{'':36} output tokens/s             {first} is so many times as fast")
     print(f"{'':36}  median     min     max    median     min     max")
     for r in rows:
-        print(f"{r['contender']:36} {r['tokens_per_s']:7.1f} {r['least']:7.1f} {r['most']:7.1f}", end="   ")
+        print(
+            f"{r['contender']:36} {r['tokens_per_s']:7.1f} {r['least']:7.1f} {r['most']:7.1f}",
+            end="   ",
+        )
         print(f"{r['ratio']:7.2f} {r['ratio_least']:7.2f} {r['ratio_most']:7.2f}")
 
 
@@ -265,8 +287,16 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(8, 0.6 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
     medians = [r["tokens_per_s"] for r in rows]
-    spread = [[r["tokens_per_s"] - r["least"] for r in rows], [r["most"] - r["tokens_per_s"] for r in rows]]
-    axes.barh([r["contender"] for r in rows], medians, xerr=spread, color=["#2b6cb0"] + ["#a0aec0"] * (len(rows) - 1))
+    spread = [
+        [r["tokens_per_s"] - r["least"] for r in rows],
+        [r["most"] - r["tokens_per_s"] for r in rows],
+    ]
+    axes.barh(
+        [r["contender"] for r in rows],
+        medians,
+        xerr=spread,
+        color=["#2b6cb0"] + ["#a0aec0"] * (len(rows) - 1),
+    )
     axes.invert_yaxis()
     axes.set_xlabel("output tokens per second: median, with the least and the most")
     axes.spines[["top", "right"]].set_visible(False)
@@ -275,14 +305,20 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
     parser.add_argument("--requests", type=int, help="only so many of them")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", help="names of contenders; ratios are relative to the first")
-    parser.add_argument("--work", default="build/peers", help="folder for the checkpoint and the contenders' output")
+    parser.add_argument(
+        "--only", nargs="+", help="names of contenders; ratios are relative to the first"
+    )
+    parser.add_argument(
+        "--work", default="build/peers", help="folder for the checkpoint and the contenders' output"
+    )
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", help="draw them into this file (.svg, .png)")
     args = parser.parse_args(argv)
@@ -301,11 +337,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     peers: list[Peer] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no stopped contender is left
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that no stopped contender is left
     try:
         for i, (name, contender) in enumerate(contenders.items()):
             peers.append(Peer(name, contender, model.resolve(), folder / f"peer{i}.log"))
-            print(f"  {name:36} {peers[-1].version}, ready after {peers[-1].load_seconds:.1f} s", flush=True)
+            print(
+                f"  {name:36} {peers[-1].version}, ready after {peers[-1].load_seconds:.1f} s",
+                flush=True,
+            )
         first = peers[0].name
         shares = compare(peers, work)
         rows = table(rounds(peers, work, args.repeats), first)
@@ -334,7 +375,9 @@ def main(argv: list[str] | None = None) -> int:
 def _chosen(config: Config, names: Sequence[str] | None) -> dict[str, Contender]:
     for name in names or ():
         if name not in config.contenders:
-            raise ValueError(f"--only names {name!r}; the config has {', '.join(map(repr, config.contenders))}")
+            raise ValueError(
+                f"--only names {name!r}; the config has {', '.join(map(repr, config.contenders))}"
+            )
     return {name: config.contenders[name] for name in names or config.contenders}
 
 

@@ -41,7 +41,9 @@ class Costs(NamedTuple):
 def measure(sequences: int, steps: int, connection: Connection) -> Costs:
     """Decode `sequences` sequences for `steps` steps."""
     blocks = sequences * (1 + (PROMPT + steps) // 16)
-    state = scheduler.init(SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2))
+    state = scheduler.init(
+        SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2)
+    )
     for i in range(sequences):
         state = scheduler.submit(state, Request(f"r{i}", PROMPT, steps + 1))
     digest, found = Digest(), []
@@ -52,18 +54,36 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
         digest.schedule(plan)
         text, digest.lines = digest._hash.hexdigest(), []
         counted = perf_counter()
-        connection.send(encoded({"input": "step", "number": number, "drafts": 0, "digest": text, "at": perf_counter()}))
+        connection.send(
+            encoded(
+                {
+                    "input": "step",
+                    "number": number,
+                    "drafts": 0,
+                    "digest": text,
+                    "at": perf_counter(),
+                }
+            )
+        )
         sent = perf_counter()
         sampled = [7] * len(plan.seqs)
         state, events = scheduler.commit(state, plan, sampled)
         committed = perf_counter()
         digest.commit(sampled, {}, {}, events)
         done = perf_counter()
-        found.append((scheduled - began + committed - sent, counted - scheduled + done - committed, sent - counted))
+        found.append(
+            (
+                scheduled - began + committed - sent,
+                counted - scheduled + done - committed,
+                sent - counted,
+            )
+        )
         sleep(0.002)  # the device's part, in which the other process reads
     connection.send(encoded({"input": "end"}))
     arrivals = (connection.receive() or {})["arrivals"]
-    columns = [1e6 * median(column) for column in zip(*found[1:], strict=True)]  # the first step computes the prompts
+    columns = [
+        1e6 * median(column) for column in zip(*found[1:], strict=True)
+    ]  # the first step computes the prompts
     return Costs(sequences, *(round(value, 1) for value in (*columns, 1e6 * median(arrivals[1:]))))
 
 
@@ -76,13 +96,17 @@ def receive(address: tuple[str, int], runs: int) -> None:
             for message in connection.messages():
                 if message["input"] == "end":
                     break
-                arrivals.append(perf_counter() - message["at"])  # one clock for all processes of a machine
+                arrivals.append(
+                    perf_counter() - message["at"]
+                )  # one clock for all processes of a machine
             connection.send(encoded({"arrivals": arrivals}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=300)

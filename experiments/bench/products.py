@@ -27,14 +27,21 @@ from experiments.core.environment import environment
 from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
 
 HIDDEN, WIDTH, HEADS, LAYERS = 576, 1536, 960, 30
-LAYER = Matrix(HEADS, HIDDEN), Matrix(HIDDEN, HIDDEN), Matrix(2 * WIDTH, HIDDEN, gated=True), Matrix(HIDDEN, WIDTH)
+LAYER = (
+    Matrix(HEADS, HIDDEN),
+    Matrix(HIDDEN, HIDDEN),
+    Matrix(2 * WIDTH, HIDDEN, gated=True),
+    Matrix(HIDDEN, WIDTH),
+)
 EXPERTS, CHOSEN, MODEL, EXPERT = 64, 8, 2048, 768  # of a layer of Qwen3-MoE
 SCALE = 1 / 2000  # of int8 weights
 
 
 def weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: str) -> jax.Array:
     numbers = (rng.random((matrix.outputs, matrix.inputs), np.float32) - 0.5) / 24
-    stored = (numbers * 2000).astype(np.int8) if dtype == "int8" else numbers.astype(np_dtype(dtype))
+    stored = (
+        (numbers * 2000).astype(np.int8) if dtype == "int8" else numbers.astype(np_dtype(dtype))
+    )
     return jax.device_put(IMPLS[impl].pack(stored, matrix))
 
 
@@ -62,7 +69,9 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
     return jax.jit(run)
 
 
-def in_turn(contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int) -> dict[str, float]:
+def in_turn(
+    contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
+) -> dict[str, float]:
     """The median seconds of each, in turn.
 
     Each runs twice in its turn, and the second run counts. XLA frees what it has widened when it ends, hundreds of MB,
@@ -78,13 +87,22 @@ def in_turn(contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], r
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def of_layers(dtype: str, tokens: Sequence[int], impls: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    rng, ones = np.random.default_rng(0), jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32")
-    weights = {impl: [weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in LAYER] for impl in impls}
+def of_layers(
+    dtype: str, tokens: Sequence[int], impls: Sequence[str], repeats: int
+) -> list[dict[str, Any]]:
+    rng, ones = (
+        np.random.default_rng(0),
+        jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32"),
+    )
+    weights = {
+        impl: [weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in LAYER] for impl in impls
+    }
     found = []
     for t in tokens:
         x = jnp.asarray(rng.random((t, HIDDEN), np.float32)).astype(ones.dtype)
-        seconds = in_turn({impl: (layers(impl, dtype), (x, weights[impl], ones)) for impl in impls}, repeats)
+        seconds = in_turn(
+            {impl: (layers(impl, dtype), (x, weights[impl], ones)) for impl in impls}, repeats
+        )
         numbers = LAYERS * sum(m.outputs * m.inputs for m in LAYER)
         size = sum(w.nbytes for w in weights[impls[0]])
         for impl, each in seconds.items():
@@ -96,10 +114,15 @@ def of_layers(dtype: str, tokens: Sequence[int], impls: Sequence[str], repeats: 
 def mixture(count: int, tokens: int, impl: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A layer of `count` experts, each token of which goes through CHOSEN of them, evenly."""
     rng = np.random.default_rng(0)
-    up, down = Matrix(count * 2 * EXPERT, MODEL, True, count), Matrix(count * MODEL, EXPERT, False, count)
+    up, down = (
+        Matrix(count * 2 * EXPERT, MODEL, True, count),
+        Matrix(count * MODEL, EXPERT, False, count),
+    )
     weights = [weight(rng, m, "float32", impl) for m in (up, down)]
     pairs = tokens * CHOSEN
-    sizes = jnp.asarray(np.full(count, pairs // count) + (np.arange(count) < pairs % count), jnp.int32)
+    sizes = jnp.asarray(
+        np.full(count, pairs // count) + (np.arange(count) < pairs % count), jnp.int32
+    )
 
     def run(x: jax.Array, up_weight: jax.Array, down_weight: jax.Array) -> jax.Array:
         y = linear(x, up_weight, up, activation="silu", sizes=sizes, impl=impl)
@@ -113,19 +136,29 @@ def of_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     for t in tokens:
         seconds = in_turn({str(n): mixture(n, t, "cpu") for n in (CHOSEN, EXPERTS)}, repeats)
         few, many = seconds[str(CHOSEN)], seconds[str(EXPERTS)]
-        found.append({"tokens": t, "ms_of_8": 1e3 * few, "ms_of_64": 1e3 * many, "ratio": many / few})
+        found.append(
+            {"tokens": t, "ms_of_8": 1e3 * few, "ms_of_64": 1e3 * many, "ratio": many / few}
+        )
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     dtypes = ("float32", "bfloat16", "int8")
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--impls", nargs="+", choices=sorted(IMPLS), default=["cpu", "xla"])
-    parser.add_argument("--experts", type=int, nargs="*", default=[1, 512], help="tokens of a mixture; none for none")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        nargs="*",
+        default=[1, 512],
+        help="tokens of a mixture; none for none",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)

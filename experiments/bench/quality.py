@@ -74,22 +74,32 @@ def windows_of(llm: LLM, count: int, length: int) -> list[list[int]]:
         ValueError: the text is too short.
     """
     text = "\n\n".join(topic for _, topic in sorted(topics.items()))
-    tokens = llm.tokenizer.encode(text[: 8 * count * length])  # an English token has about four letters
+    tokens = llm.tokenizer.encode(
+        text[: 8 * count * length]
+    )  # an English token has about four letters
     if len(tokens) < count * length:
-        raise ValueError(f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take fewer")
+        raise ValueError(
+            f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take fewer"
+        )
     return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
 
 
 def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
     params = SamplingParams(
-        temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, prompt_logprobs=1, detokenize=False
+        temperature=0,
+        max_tokens=GREEDY_TOKENS,
+        ignore_eos=True,
+        prompt_logprobs=1,
+        detokenize=False,
     )
     logprobs, best, greedy = [], [], []
     for output, window in zip(llm.generate(list(windows), params), windows, strict=True):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = [row for row in output.prompt_logprobs[1:] if row is not None]
         logprobs.append([row[token].logprob for row, token in zip(rows, window[1:], strict=True)])
-        best.append([next(token for token, entry in row.items() if entry.rank == 1) for row in rows])
+        best.append(
+            [next(token for token, entry in row.items() if entry.rank == 1) for row in rows]
+        )
         greedy.append(output.outputs[0].token_ids)
     return Reading(np.array(logprobs), np.array(best), greedy)
 
@@ -129,7 +139,11 @@ def compare(
     variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
 ) -> list[Row]:
     size = length + max(GREEDY_TOKENS, steps + 8)
-    sizes: dict[str, Any] = {"max_num_seqs": TOGETHER, "max_model_len": size, "max_num_batched_tokens": 512}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": TOGETHER,
+        "max_model_len": size,
+        "max_num_batched_tokens": 512,
+    }
     blocks = TOGETHER * -(-size // 16)
     sizes |= {"token_buckets": (TOGETHER, 512), "num_blocks": blocks}
     common: dict[str, Any] = {"compilation": "eager", "dtype": dtype, **sizes}
@@ -157,13 +171,17 @@ def compare(
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| | perplexity | difference, nats | same best | same greedy | weights, MiB | cache, B a token | step |"]
+    lines = [
+        "| | perplexity | difference, nats | same best | same greedy | weights, MiB | cache, B a token | step |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for r in rows:
         shares = f"{100 * r.same_best:.1f} % | {100 * r.same_greedy:.0f} %"
         sizes = f"{r.weights / 2**20:.0f} | {r.cache:,}"
         step = r.step / rows[0].step
-        lines.append(f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | {step:.2f} |")
+        lines.append(
+            f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | {step:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -173,16 +191,22 @@ def kv_policy(text: str) -> Any:
         EngineConfig(kv_policy=(found := json.loads(text)))
     except ValueError as error:
         example = '{"name": "quest", "tokens": 128}'
-        raise argparse.ArgumentTypeError(f"{text!r} is no KV policy ({error}); write JSON such as {example}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no KV policy ({error}); write JSON such as {example}"
+        ) from None
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the default is the device's")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="the default is the device's"
+    )
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--steps", type=int, default=15, help="decode steps to time")
@@ -196,12 +220,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         more = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
         names = [*args.variants, *more]
-        rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, names, VARIANTS | more)
-    except (OSError, ValueError) as error:  # the model is missing, or a length is beyond the model or the text
+        rows = compare(
+            args.model, args.dtype, args.windows, args.length, args.steps, names, VARIANTS | more
+        )
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))
     if args.json:
-        sizes = {"windows": args.windows, "length": args.length, "steps": args.steps, "model": args.model}
+        sizes = {
+            "windows": args.windows,
+            "length": args.length,
+            "steps": args.steps,
+            "model": args.model,
+        }
         kept = {"environment": environment(), **sizes, "rows": [row._asdict() for row in rows]}
         Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

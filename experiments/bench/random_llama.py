@@ -31,16 +31,31 @@ from pagedjax.device.models import Decoder, Model, llama
 from pagedjax.device.models.decoder import angle_tables
 
 SHAPES = {
-    "tinyllama-1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000}
+    "tinyllama-1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "vocab_size": 32000,
+    }
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 8192},
-    "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+    }
     | {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": 1000,
+    }
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
 }
 
@@ -64,7 +79,9 @@ def _parameters(key: jax.Array, shapes: tuple[tuple[tuple[int, ...], Any], ...])
         return 0.02 * jax.random.normal(key, shape, dtype)
 
     keys = jax.random.split(key, len(shapes))
-    return [fill(leaf_key, shape, dtype) for leaf_key, (shape, dtype) in zip(keys, shapes, strict=True)]
+    return [
+        fill(leaf_key, shape, dtype) for leaf_key, (shape, dtype) in zip(keys, shapes, strict=True)
+    ]
 
 
 def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:
@@ -83,13 +100,21 @@ def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:
         else:
             prompts += seconds
     if not decodes:
-        raise ValueError(f"no step decoded all {seqs} sequences and nothing else; raise --tokens or --budget")
-    return {"prompt_seconds": prompts, "decode_step": statistics.median(decodes), "compilations": compiled}
+        raise ValueError(
+            f"no step decoded all {seqs} sequences and nothing else; raise --tokens or --budget"
+        )
+    return {
+        "prompt_seconds": prompts,
+        "decode_step": statistics.median(decodes),
+        "compilations": compiled,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
@@ -98,10 +123,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--bandwidth", type=float, help="bytes/s of the device (see hardware.gpu_attention)")
+    parser.add_argument(
+        "--bandwidth", type=float, help="bytes/s of the device (see hardware.gpu_attention)"
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, least in (("seqs", 1), ("context", 1), ("tokens", 2), ("budget", 1)):  # the first token is not a decode
+    for name, least in (
+        ("seqs", 1),
+        ("context", 1),
+        ("tokens", 2),
+        ("budget", 1),
+    ):  # the first token is not a decode
         if (value := getattr(args, name)) < least:
             parser.error(f"--{name} is {value}; it must be at least {least}")
     model = random_model(SHAPES[args.shape], args.dtype)
@@ -126,9 +158,14 @@ def main(argv: list[str] | None = None) -> int:
             continue
         keys = 2 * c.layers * c.kv_heads * c.head_dim * jnp.dtype(args.dtype).itemsize
         read = (
-            sum(a.nbytes for a in jax.tree.leaves(model.params)) + args.seqs * (args.context + args.tokens / 2) * keys
+            sum(a.nbytes for a in jax.tree.leaves(model.params))
+            + args.seqs * (args.context + args.tokens / 2) * keys
         )
-        share = f", {read / found['decode_step'] / args.bandwidth:.0%} of the bandwidth" if args.bandwidth else ""
+        share = (
+            f", {read / found['decode_step'] / args.bandwidth:.0%} of the bandwidth"
+            if args.bandwidth
+            else ""
+        )
         figures["runs"][impl] = {**found, "bytes_a_step": read}
         times = f"prompts {found['prompt_seconds']:.2f} s, decode step {1e3 * found['decode_step']:.2f} ms{share}"
         print(f"{impl:12} {times}, {found['compilations']} compilations on the way", flush=True)

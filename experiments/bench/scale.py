@@ -72,7 +72,12 @@ class Setup(NamedTuple):
 
 # The base model's 80 MiB exceed a processor's caches, as the weights of a real model do.
 FULL = Setup(
-    {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
     | {"tie_word_embeddings": True},
     Shape(sequences=16, context=256, layers=4, vocabulary=16384),
     {
@@ -109,7 +114,9 @@ class Seconds(NamedTuple):
 
 def shapes_of(shape: Shape) -> Shapes:
     longest = shape.context + ROOM
-    return Shapes((shape.sequences,), shape.sequences, BLOCK, -(-longest // BLOCK), longest, shape.vocabulary)
+    return Shapes(
+        (shape.sequences,), shape.sequences, BLOCK, -(-longest // BLOCK), longest, shape.vocabulary
+    )
 
 
 def prompted(shapes: Shapes, context: int, lead: int) -> Host:
@@ -156,12 +163,16 @@ class Device:
         c, self.shapes = self.model.config, shapes_of(shape)
         heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
         sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
-        self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes)
+        self.impl = attention.choose(
+            None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes
+        )
         blocks = shape.sequences * self.shapes.table_width
         size: dict[str, Any] = {"layers": c.layers, "blocks": blocks, "block_size": BLOCK}
         self.blanks = {shape.sequences: jax.device_put(blank_sampling(shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
-        step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())
+        step = make_step(
+            self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile()
+        )
         pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
         self.program = step.lower(self.model.leaves, pages, joined(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
         self.pages = cache.init(**size, **heads, dtype=DTYPE)
@@ -172,7 +183,9 @@ class Device:
 
 
 def model_of(shape: Shape, body: Mapping[str, Any]) -> Model:
-    return random_model({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary}, DTYPE)
+    return random_model(
+        {**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary}, DTYPE
+    )
 
 
 def timed_steps(device: Device, context: int, steps: int) -> list[Seconds]:
@@ -246,7 +259,12 @@ def probed(probe: Probe, times: int = 3) -> list[float]:
 
 def run(setup: Setup, steps: int) -> dict[str, Any]:
     """Measure every point once, and the rates of the device at each of them."""
-    began, own, processors, load = time.perf_counter(), time.process_time(), processor_time(), load_average()
+    began, own, processors, load = (
+        time.perf_counter(),
+        time.process_time(),
+        processor_time(),
+        load_average(),
+    )
     model, found = model_of(setup.base, setup.body), {}
     named = probes(model)
     warm_up(setup.base)
@@ -255,7 +273,11 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
         found[shape] = measure(shape, setup.body, steps)
         for name, probe in named.items():
             rates[name] += probed(probe)
-        print(f"  {shape}: {statistics.median(found[shape]['step_ms']):.2f} ms", file=sys.stderr, flush=True)
+        print(
+            f"  {shape}: {statistics.median(found[shape]['step_ms']):.2f} ms",
+            file=sys.stderr,
+            flush=True,
+        )
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "where": environment(),
@@ -267,7 +289,9 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
         "base": setup.base._asdict(),
         "steps": steps,
         "rates": rates,
-        "factors": {f: [found[setup.base._replace(**{f: v})] for v in vs] for f, vs in setup.values.items()},
+        "factors": {
+            f: [found[setup.base._replace(**{f: v})] for v in vs] for f, vs in setup.values.items()
+        },
     }
 
 
@@ -282,13 +306,17 @@ def elsewhere(since: tuple[int, int] | None, own: float) -> float | None:
 
 def points(setup: Setup) -> list[Shape]:
     """All points, each once; the base belongs to every factor."""
-    return list(dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs))
+    return list(
+        dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs)
+    )
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None) -> Setup:
+def chosen(
+    setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None
+) -> Setup:
     """The setup with other values of some factors, ascending, and a rotary table for the longest context.
 
     Args:
@@ -298,7 +326,9 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
         ValueError: a value cannot be measured, or shows no growth; the message has the limit and a remedy.
     """
     if not 1 <= steps <= MOST_STEPS:
-        raise ValueError(f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}")
+        raise ValueError(
+            f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}"
+        )
     taken = dict(setup.values)
     taken.update({f: tuple(sorted(set(vs))) for f, vs in values.items() if vs is not None})
     for name, several in taken.items():
@@ -306,7 +336,9 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
         if least < 1:
             raise ValueError(f"--{name} has {least}; each value must be at least 1: leave it out")
         if least == most:
-            raise ValueError(f"--{name} has {least} only; growth needs at least 2 values: add another one")
+            raise ValueError(
+                f"--{name} has {least} only; growth needs at least 2 values: add another one"
+            )
     least = WARM + steps // 2 + BLOCK // 2 + 2
     if taken["context"][0] < least:
         raise ValueError(
@@ -317,7 +349,9 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
     setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, taken)
     need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:
-        factor = next((f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context")
+        factor = next(
+            (f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context"
+        )
         raise ValueError(
             f"--{factor} has {getattr(largest, factor)}, which takes {memory.size(need)}, and {memory.size(free)} are "
             f"free; lower it, or free some memory"
@@ -334,9 +368,13 @@ def kept(path: Path) -> dict[str, Any]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--show is {path}, which cannot be read: {error}; give a file that --json wrote") from None
+        raise ValueError(
+            f"--show is {path}, which cannot be read: {error}; give a file that --json wrote"
+        ) from None
     if not isinstance(figures, dict) or set(figures.get("factors", ())) != set(Shape._fields):
-        raise ValueError(f"--show is {path}, which has no factors {Shape._fields}; give a file that --json wrote")
+        raise ValueError(
+            f"--show is {path}, which has no factors {Shape._fields}; give a file that --json wrote"
+        )
     return figures
 
 
@@ -352,21 +390,33 @@ def command(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for factor in Shape._fields:
-        parser.add_argument(f"--{factor}", type=int, nargs="+", help="values to measure", metavar="N")
-    parser.add_argument("--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)")
+        parser.add_argument(
+            f"--{factor}", type=int, nargs="+", help="values to measure", metavar="N"
+        )
+    parser.add_argument(
+        "--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and few points")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--show", type=Path, help="measure nothing; print the section of this file, written by --json")
+    parser.add_argument(
+        "--show",
+        type=Path,
+        help="measure nothing; print the section of this file, written by --json",
+    )
     args = parser.parse_args(argv)
     try:
         if args.show:
             figures = kept(args.show)
         else:
             if args.json and not args.json.absolute().parent.is_dir():
-                raise ValueError(f"--json is {args.json}, in a folder that does not exist; make it first")
+                raise ValueError(
+                    f"--json is {args.json}, in a folder that does not exist; make it first"
+                )
             steps = (3 if args.quick else 15) if args.steps is None else args.steps
             values = {factor: getattr(args, factor) for factor in Shape._fields}
             device = memory.read(jax.devices()[0])

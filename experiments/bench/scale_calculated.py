@@ -64,11 +64,17 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
 
 def batch_bytes(sequences: int, longest: int) -> int:
     """Of a step with one token a sequence: see `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`."""
-    numbers = 8 + 5  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    numbers = (
+        8 + 5
+    )  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
     numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
-    row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2  # block table; listed tokens, their biases, two counts
+    row = (
+        numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2
+    )  # block table; listed tokens, their biases, two counts
     row += 3 * MAX_TOKENS  # of bad words: their tokens, and where each is in its word
-    return sequences * (NUMBER * row + 1 + 6) + NUMBER  # bytes: only listed tokens, and which of six features are on
+    return (
+        sequences * (NUMBER * row + 1 + 6) + NUMBER
+    )  # bytes: only listed tokens, and which of six features are on
 
 
 class Rates(NamedTuple):

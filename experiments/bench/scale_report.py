@@ -40,18 +40,31 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
 def report(figures: Mapping[str, Any]) -> str:
     """A section for experiments/results/README.md: for each factor a table, and its growth in words."""
     rates = Rates(*(float(np.percentile(figures["rates"][name], 90)) for name in Rates._fields))
-    factors = {name: [medians(point, rates) for point in several] for name, several in figures["factors"].items()}
+    factors = {
+        name: [medians(point, rates) for point in several]
+        for name, several in figures["factors"].items()
+    }
     parts = [heading(figures), conditions(figures, rates)]
     for name, several in factors.items():
-        others = ", ".join(f"{other} {value:,}" for other, value in figures["base"].items() if other != name)
-        parts += [f"**{name.capitalize()}** ({others}):", table(name, several), growth(name, several)]
+        others = ", ".join(
+            f"{other} {value:,}" for other, value in figures["base"].items() if other != name
+        )
+        parts += [
+            f"**{name.capitalize()}** ({others}):",
+            table(name, several),
+            growth(name, several),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def medians(point: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
     """A point with one time of each kind: of the step and the host, and on paper."""
     on_paper = 1e3 * roofline(Paper(**point["paper"]), rates)
-    return {**point, **{name: statistics.median(point[name]) for name in ("step_ms", "host_us")}, "paper_ms": on_paper}
+    return {
+        **point,
+        **{name: statistics.median(point[name]) for name in ("step_ms", "host_us")},
+        "paper_ms": on_paper,
+    }
 
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
@@ -94,9 +107,16 @@ def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
     ratios = [COLUMNS["step / paper"](p) for p in several]
     hosts = [COLUMNS["host, us"](p) for p in several]
     planned = [p["compiled"]["activations"] / p["paper"]["activations"] for p in several]
-    times = [along("step, ms", "Step", "ms"), along("paper, ms", "on paper", "ms"), f"step / paper {between(ratios)}"]
+    times = [
+        along("step, ms", "Step", "ms"),
+        along("paper, ms", "on paper", "ms"),
+        f"step / paper {between(ratios)}",
+    ]
     sizes = [along("weights, MiB", "Weights", "MiB"), along("cache, MiB", "cache", "MiB")]
-    sizes += [along("as compiled, MiB", "activations as compiled", "MiB"), f"{between(planned)} times those on paper"]
+    sizes += [
+        along("as compiled, MiB", "activations as compiled", "MiB"),
+        f"{between(planned)} times those on paper",
+    ]
     host = [along("host, us", "Host", "us"), between(hosts, " us in all")]
     return wrapped(*("; ".join(parts) + "." for parts in (times, host, sizes)))
 

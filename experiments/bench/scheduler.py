@@ -73,7 +73,10 @@ class Load(NamedTuple):
 
 
 def _decode(i: int, room: int) -> tuple[int, int]:
-    return 1 + i * 7 % 64, 1 << 30  # different lengths, so that block boundaries are crossed in different steps
+    return (
+        1 + i * 7 % 64,
+        1 << 30,
+    )  # different lengths, so that block boundaries are crossed in different steps
 
 
 def _arrivals(i: int, room: int) -> tuple[int, int]:
@@ -101,7 +104,9 @@ LOADS = (
     Load("decode+hashes", 4, 50, _decode, hashes=True),
     Load("decode+branches", 4, 50, _decode, branches=BRANCHES),
     Load("decode+all", 4, 50, _decode, hashes=True, branches=BRANCHES, swap=True),
-    Load("arrivals+hashes", 4, 2500, _arrivals, hashes=True),  # until the pool is full of computed blocks
+    Load(
+        "arrivals+hashes", 4, 2500, _arrivals, hashes=True
+    ),  # until the pool is full of computed blocks
     Load("arrivals+branches", 4, 300, _arrivals, branches=BRANCHES),
     Load("arrivals+swap", 4, 300, _arrivals, swap=True),
     Load("arrivals+all", 4, 2500, _arrivals, hashes=True, branches=BRANCHES, swap=True),
@@ -182,7 +187,16 @@ def advance(stream: Stream, steps: int) -> tuple[Stream, list[Step]]:
         stream = stream._replace(state=state)
         ended = sum(isinstance(event, Finished) for event in events)
         moved = len(plan.preempted), len(plan.swapped), len(plan.copies), sum(plan.cached)
-        timed.append(Step(scheduled - begun, committed - dispatched, len(plan.seqs), plan.num_tokens, ended, *moved))
+        timed.append(
+            Step(
+                scheduled - begun,
+                committed - dispatched,
+                len(plan.seqs),
+                plan.num_tokens,
+                ended,
+                *moved,
+            )
+        )
     return stream, timed
 
 
@@ -197,7 +211,9 @@ def refill(stream: Stream) -> Stream:
         which = number if load.tight else number % PROMPTS  # a recurring prompt would free blocks
         hashes = prompt_hashes(which, prompt // state.config.block_size) if load.hashes else ()
         first, *forks = branch_ids(f"r{number}", width)
-        state = scheduler.submit(state, Request(first, prompt, output, forks=tuple(forks), hashes=hashes))
+        state = scheduler.submit(
+            state, Request(first, prompt, output, forks=tuple(forks), hashes=hashes)
+        )
         places, number = places + width, number + 1
     return Stream(load, state, number)
 
@@ -258,7 +274,9 @@ def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfi
     Raises:
         ValueError: the pool is too small; the message has a remedy.
     """
-    need = max(LONGEST, steps + LOADS[0].warm_up + 65)  # under `decode`, every sequence grows by a token a step
+    need = max(
+        LONGEST, steps + LOADS[0].warm_up + 65
+    )  # under `decode`, every sequence grows by a token a step
     if seqs * -(-need // block_size) > blocks:
         raise ValueError(
             f"--blocks is {blocks}; {seqs} sequences of {need} tokens need {seqs * -(-need // block_size)} blocks of "
@@ -274,7 +292,12 @@ def device_seconds(path: Path) -> float:
         ValueError: the file is missing or is no steps.jsonl.
     """
     try:
-        return median([float(json.loads(line)["device_seconds"]) for line in path.read_text("utf-8").splitlines()])
+        return median(
+            [
+                float(json.loads(line)["device_seconds"])
+                for line in path.read_text("utf-8").splitlines()
+            ]
+        )
     except (KeyError, OSError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         said = f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})"
@@ -288,22 +311,36 @@ def verdict(timings: Sequence[Timing]) -> dict[str, bool]:
 
 def table(timings: Sequence[Timing]) -> str:
     met = verdict(timings)
-    rows = [(*Timing._fields, ""), *((*map(str, t), "" if met[t.load] else "MISSED") for t in timings)]
+    rows = [
+        (*Timing._fields, ""),
+        *((*map(str, t), "" if met[t.load] else "MISSED") for t in timings),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Microseconds that the scheduler (schedule + commit) costs a step.", allow_abbrev=False
+        description="Microseconds that the scheduler (schedule + commit) costs a step.",
+        allow_abbrev=False,
     )
     parser.add_argument("--seqs", type=int, default=256, help="running sequences (256)")
     parser.add_argument("--blocks", type=int, default=32768, help="cache blocks (32768)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
     parser.add_argument("--measure", type=int, default=1000, help="steps to measure (1000)")
-    parser.add_argument("--loads", nargs="+", choices=[load.name for load in LOADS], help="only these", metavar="LOAD")
-    parser.add_argument("--steps", type=Path, help="steps.jsonl of a run, to compare with its device time")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        choices=[load.name for load in LOADS],
+        help="only these",
+        metavar="LOAD",
+    )
+    parser.add_argument(
+        "--steps", type=Path, help="steps.jsonl of a run, to compare with its device time"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     args = parser.parse_args(arguments)
     if args.seqs < BRANCHES:
         parser.error(f"--seqs is {args.seqs}; a request of {BRANCHES} branches needs as many")
@@ -320,7 +357,11 @@ def main(arguments: list[str] | None = None) -> int:
     met = verdict(timings)
     if args.json:
         limits = {"target_us": TARGET_US, "limit_us": LIMIT_US, "met": met}
-        print(json.dumps({"loads_us": [t._asdict() for t in timings], **limits, "device_seconds": device}))
+        print(
+            json.dumps(
+                {"loads_us": [t._asdict() for t in timings], **limits, "device_seconds": device}
+            )
+        )
         return 0
     print(f"{args.seqs} sequences, {args.blocks} blocks of {args.block_size}; microseconds a step")
     print(table(timings))

@@ -62,16 +62,29 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
     async def one(prompt: list[int], count: int) -> None:
         # a new salt for each pass, so that it finds nothing in the prefix cache
-        body = {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "ignore_eos": True, "stream": stream}
-        body |= {"cache_salt": f"{began}", "stream_options": {"include_usage": True} if stream else None}
+        body = {
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        body |= {
+            "cache_salt": f"{began}",
+            "stream_options": {"include_usage": True} if stream else None,
+        }
         if stream:
             async with client.stream("POST", "/v1/completions", json=body) as answer:
-                lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: {")]
+                lines = [
+                    line[6:] async for line in answer.aiter_lines() if line.startswith("data: {")
+                ]
             usage = json.loads(lines[-1])["usage"]
         else:
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
         if usage["completion_tokens"] != count:
-            raise RuntimeError(f"an answer has {usage['completion_tokens']} tokens instead of {count}")
+            raise RuntimeError(
+                f"an answer has {usage['completion_tokens']} tokens instead of {count}"
+            )
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
@@ -82,9 +95,25 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
 def serve(model: str, *more: str) -> tuple[subprocess.Popen[str], str]:
     """`pagedjax serve` with the same engine -> its process and url. `more`: options."""
-    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _option(value))]
+    options = [
+        word
+        for name, value in ENGINE.items()
+        for word in (f"--{name.replace('_', '-')}", _option(value))
+    ]
     options += ["--compilation", "eager"]  # before it listens, as the library does
-    words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options, *more]
+    words = [
+        sys.executable,
+        "-m",
+        "pagedjax",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        *options,
+        *more,
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -102,7 +131,9 @@ def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, li
     """Output tokens/s of each pass, by way."""
     llm = LLM(model, progress=False, compilation="eager", **ENGINE)
     work = requests(count, llm.tokenizer.vocab_size)
-    ways: dict[str, Callable[[Sequence[tuple[list[int], int]]], float]] = {"library": partial(by_library, llm)}
+    ways: dict[str, Callable[[Sequence[tuple[list[int], int]]], float]] = {
+        "library": partial(by_library, llm)
+    }
     servers = {"": (), **({", ingress": ("--replicas", "1")} if replicas else {})}
     with ExitStack() as stop:
         for name, options in servers.items():
@@ -125,22 +156,31 @@ def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> floa
 
 
 def table(found: dict[str, list[float]]) -> str:
-    lines = ["| way | output tokens/s (low to high) | of the library's, round by round |", "|---|---:|---:|"]
+    lines = [
+        "| way | output tokens/s (low to high) | of the library's, round by round |",
+        "|---|---:|---:|",
+    ]
     for way, values in found.items():
         ratios = [a / b for a, b in zip(values, found["library"], strict=True)]
         rate = f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
-        lines.append(f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |")
+        lines.append(
+            f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--replicas", action="store_true", help="one engine behind an ingress too; needs ray")
+    parser.add_argument(
+        "--replicas", action="store_true", help="one engine behind an ingress too; needs ray"
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
@@ -148,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = measure(args.model, args.requests, args.rounds, args.replicas)
     print(table(found))
     if args.json:
-        kept: dict[str, Any] = {"environment": environment(), "requests": args.requests, "output_tokens_per_s": found}
+        kept: dict[str, Any] = {
+            "environment": environment(),
+            "requests": args.requests,
+            "output_tokens_per_s": found,
+        }
         Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

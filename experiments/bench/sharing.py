@@ -37,7 +37,14 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from experiments.core.distributions import AT_ONCE, Arrivals, Exponential, Poisson, draw_arrivals, draw_lengths
+from experiments.core.distributions import (
+    AT_ONCE,
+    Arrivals,
+    Exponential,
+    Poisson,
+    draw_arrivals,
+    draw_lengths,
+)
 from experiments.core.workloads import branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
@@ -62,8 +69,12 @@ class Dataset(NamedTuple):
 
 
 # for ShareGPT, the paper gives ranges
-ALPACA = Dataset("alpaca", 19.31, 58.45, {2: 6.09, 4: 8.53, 6: 9.79}, {2: 37.56, 4: 53.13, 6: 55.16})
-SHAREGPT = Dataset("sharegpt", 161.31, 337.99, {2: 16.2, 4: None, 6: 30.5}, {2: 44.3, 4: None, 6: 66.3})
+ALPACA = Dataset(
+    "alpaca", 19.31, 58.45, {2: 6.09, 4: 8.53, 6: 9.79}, {2: 37.56, 4: 53.13, 6: 55.16}
+)
+SHAREGPT = Dataset(
+    "sharegpt", 161.31, 337.99, {2: 16.2, 4: None, 6: 30.5}, {2: 44.3, 4: None, 6: 66.3}
+)
 
 
 class SampledRequest(NamedTuple):
@@ -88,10 +99,17 @@ class Saved(NamedTuple):
 
 
 def draw(
-    data: Dataset, count: int, branches: int, lengths: Lengths, seed: int, arrivals: Arrivals = AT_ONCE
+    data: Dataset,
+    count: int,
+    branches: int,
+    lengths: Lengths,
+    seed: int,
+    arrivals: Arrivals = AT_ONCE,
 ) -> list[SampledRequest]:
     """`count` requests. Prompts are the same for every number of branches; `arrivals` count in steps, not seconds."""
-    prompt_rng, output_rng, arrival_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
+    prompt_rng, output_rng, arrival_rng = (
+        np.random.default_rng([seed, stream]) for stream in range(3)
+    )
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, prompt_rng)
     each = branches if lengths == "own" else 1
     outputs, _ = draw_lengths(Exponential("exponential", data.output), count * each, output_rng)
@@ -117,9 +135,13 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
         while sent < len(requests) and requests[sent].arrival <= step:
             one = requests[sent]
             names = branch_ids(f"r{sent}", len(one.outputs))
-            ends |= {name: one.prompt + output for name, output in zip(names, one.outputs, strict=True)}
+            ends |= {
+                name: one.prompt + output for name, output in zip(names, one.outputs, strict=True)
+            }
             stops = frozenset({STOP})
-            request = Request(names[0], one.prompt, max(one.outputs), stop_token_ids=stops, forks=names[1:])
+            request = Request(
+                names[0], one.prompt, max(one.outputs), stop_token_ids=stops, forks=names[1:]
+            )
             state = scheduler.submit(state, request)
             sent += 1
         step += 1
@@ -151,11 +173,19 @@ class Row(NamedTuple):
 
 
 def measure(
-    data: Dataset, branches: int, lengths: Lengths, requests: int, block_size: int, seed: int, arrivals: Arrivals
+    data: Dataset,
+    branches: int,
+    lengths: Lengths,
+    requests: int,
+    block_size: int,
+    seed: int,
+    arrivals: Arrivals,
 ) -> Row:
     """One row of the table. `requests` is the number in all, at least BATCHES."""
     sizes = [len(part) for part in np.array_split(np.arange(requests), BATCHES)]
-    batches = [draw(data, size, branches, lengths, seed + i, arrivals) for i, size in enumerate(sizes)]
+    batches = [
+        draw(data, size, branches, lengths, seed + i, arrivals) for i, size in enumerate(sizes)
+    ]
     runs = [simulate(batch, block_size, seed + i) for i, batch in enumerate(batches)]
     assert not any(run.preemptions for run in runs), "the pool is large enough for all requests"
     shares = [100 * run.share for run in runs]
@@ -166,26 +196,44 @@ def measure(
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines: list[tuple[str, ...]] = [("data set", "n", "lengths", "saved %", "+-", "paper %", "steps")]
+    lines: list[tuple[str, ...]] = [
+        ("data set", "n", "lengths", "saved %", "+-", "paper %", "steps")
+    ]
     for row in rows:
         paper = "-" if row.paper is None else f"{row.paper:.4g}"
         numbers = (f"{row.saved:.2f}", f"{row.error:.2f}", paper, str(row.steps))
         lines.append((row.dataset, str(row.n), row.lengths, *numbers))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Share of cache blocks that parallel sampling saves, beside Fig. 15.", allow_abbrev=False
+        description="Share of cache blocks that parallel sampling saves, beside Fig. 15.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--requests", type=int, default=800, help=f"requests of each row, in {BATCHES} batches (800)")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=800,
+        help=f"requests of each row, in {BATCHES} batches (800)",
+    )
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
-    parser.add_argument("--rate", type=float, help="Poisson arrivals a step; default: all requests arrive at once")
+    parser.add_argument(
+        "--rate", type=float, help="Poisson arrivals a step; default: all requests arrive at once"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     args = parser.parse_args(arguments)
-    for name, value, least in (("requests", args.requests, BATCHES), ("block-size", args.block_size, 1)):
+    for name, value, least in (
+        ("requests", args.requests, BATCHES),
+        ("block-size", args.block_size, 1),
+    ):
         if value < least:
             parser.error(f"--{name} is {value}; it must be at least {least}")
     try:
@@ -201,7 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"block_size": args.block_size, "rows": [row._asdict() for row in rows]}))
         return 0
-    print(f"blocks of {args.block_size}, {args.requests} requests a row, parallel sampling without prefix caching")
+    print(
+        f"blocks of {args.block_size}, {args.requests} requests a row, parallel sampling without prefix caching"
+    )
     print(table(rows))
     return 0
 

@@ -69,7 +69,9 @@ def points_of(config_file: Path, settings: Sequence[str], ways: Sequence[str]) -
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -83,18 +85,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     about = facts(points[args.ways[-1]])
     print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
-    found = rounds({way: lambda way=way: seconds(points[way], way) for way in args.ways}, args.rounds)
+    found = rounds(
+        {way: lambda way=way: seconds(points[way], way) for way in args.ways}, args.rounds
+    )
     shares = {way: share(found, args.ways[0], way) for way in args.ways[1:]}
     print("| way | seconds of a processor, median and all | times as fast |\n|---|---:|---:|")
     for way, times in found.items():
         middle = sorted(times)[len(times) // 2]
-        print(f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {cell(shares[way]) if way in shares else ''} |")
+        print(
+            f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {cell(shares[way]) if way in shares else ''} |"
+        )
     most = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
     print(f"{most} GiB at most, all ways together")
     if args.json:
         made = {"environment": environment(device=False), "config": args.config.name}
         changed = list(map(_nameless, args.set))
-        kept = {**made, "set": changed, **about, "seconds": found, "shares": shares, "most_gib": most}
+        kept = {
+            **made,
+            "set": changed,
+            **about,
+            "seconds": found,
+            "shares": shares,
+            "most_gib": most,
+        }
         args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -39,8 +39,17 @@ FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
     (statistics.median, "data", "values"),
     (inspect.cleandoc, "lines", "rows"),
 ]
-ONE_AT_A_TIME: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "max_model_len": 2048}
-W1: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 384, "num_blocks": 1536}
+ONE_AT_A_TIME: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 2048,
+}
+W1: dict[str, Any] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 384,
+    "num_blocks": 1536,
+}
 REQUESTS = 64
 PROMPT = 256  # tokens of prose
 
@@ -73,7 +82,9 @@ def workloads(
     held_out = [tokens for topic in texts()[1] if len(tokens := list(encode(topic))) >= PROMPT]
     prose = [tokens[:PROMPT] for tokens in held_out[: len(FUNCTIONS)]]
     draw = np.random.default_rng(1234)
-    random = [draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)]
+    random = [
+        draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)
+    ]
     lengths = [output] * len(edits)
     found = [
         Workload("edit", edits, lengths, ONE_AT_A_TIME),
@@ -88,7 +99,9 @@ def run(llm: LLM, work: Workload) -> Pass:
     engine, tokens, drafts, accepted, rows = llm.engine, dict[str, list[int]](), 0, 0, 0
     engine.reset()
     for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
-        engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+        engine.add(
+            str(i), prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        )
     started = time.perf_counter()
     while engine.has_work:
         result = engine.step()
@@ -97,10 +110,14 @@ def run(llm: LLM, work: Workload) -> Pass:
             if isinstance(event, Verified):
                 drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
                 rows += len(event.request_ids)
-            for name, token in zip(getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False):
+            for name, token in zip(
+                getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
+            ):
                 tokens.setdefault(name, []).append(token)
     seconds = time.perf_counter() - started
-    return Pass(seconds, [tuple(tokens[str(i)]) for i in range(len(work.prompts))], drafts, accepted, rows)
+    return Pass(
+        seconds, [tuple(tokens[str(i)]) for i in range(len(work.prompts))], drafts, accepted, rows
+    )
 
 
 def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[str, Any]]:
@@ -119,7 +136,10 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
             passes[name].append(run(llm, work))
     rows = []
     for name, several in passes.items():
-        ratios = [plain.seconds / mine.seconds for plain, mine in zip(passes["plain"], several, strict=True)]
+        ratios = [
+            plain.seconds / mine.seconds
+            for plain, mine in zip(passes["plain"], several, strict=True)
+        ]
         one, total = several[-1], sum(work.lengths)
         rows.append(
             {
@@ -137,7 +157,9 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| workload | engine | output tokens/s | times as fast | accepted | tokens a step with drafts |"]
+    lines = [
+        "| workload | engine | output tokens/s | times as fast | accepted | tokens a step with drafts |"
+    ]
     lines += ["|---|---|---:|---:|---:|---:|"]
     for row in rows:
         ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
@@ -151,17 +173,27 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the default is the device's")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="the default is the device's"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=int, default=128, help="output tokens of an edit and of prose")
-    parser.add_argument("--tokens", type=int, default=7, help="draft tokens of a sequence in a step, at most")
+    parser.add_argument(
+        "--output", type=int, default=128, help="output tokens of an edit and of prose"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=7, help="draft tokens of a sequence in a step, at most"
+    )
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"], help="drafters")
     parser.add_argument("--head", help="folder of a trained head: the method eagle is measured too")
     parser.add_argument("--draft", help="a smaller model: the method draft is measured too")
-    parser.add_argument("--workloads", nargs="+", choices=("edit", "prose", "w1"), default=("edit", "prose", "w1"))
+    parser.add_argument(
+        "--workloads", nargs="+", choices=("edit", "prose", "w1"), default=("edit", "prose", "w1")
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if min(args.rounds, args.output) < 1:
@@ -181,8 +213,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.json:
-        kept = {"environment": environment(), "rounds": args.rounds, "tokens": args.tokens, "model": args.model}
-        Path(args.json).write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        kept = {
+            "environment": environment(),
+            "rounds": args.rounds,
+            "tokens": args.tokens,
+            "model": args.model,
+        }
+        Path(args.json).write_text(
+            json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

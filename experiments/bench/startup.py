@@ -106,7 +106,11 @@ def environment(caches: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the library's setting for its own folder
     }
     root = str(Path(__file__).parents[2])
-    return {**os.environ, **kept, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return {
+        **os.environ,
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
 
 
 def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
@@ -120,7 +124,10 @@ def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "pagedjax", *words], env=environment(caches), stdout=subprocess.PIPE, stderr=errors
+            [sys.executable, "-m", "pagedjax", *words],
+            env=environment(caches),
+            stdout=subprocess.PIPE,
+            stderr=errors,
         ) as child,
     ):
         assert child.stdout
@@ -168,20 +175,28 @@ def timed_answer(url: str) -> float:
 def asked(url: str) -> str:
     """16 greedy tokens after the prompt, as text."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0}).encode()
-    request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)["choices"][0]["text"]
 
 
 def missing_programs(url: str) -> int:
     with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
-        (value,) = re.findall(r"^pagedjax:missing_programs\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+        (value,) = re.findall(
+            r"^pagedjax:missing_programs\S* (\S+)$", answer.read().decode(), re.MULTILINE
+        )
     return round(float(value))
 
 
-def measure(model: str, kinds: Sequence[str], dtype: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    model: str, kinds: Sequence[str], dtype: str, repeats: int
+) -> dict[str, list[dict[str, Any]]]:
     """By "kind, cold" and "kind, warm": `repeats` processes each, in turn. The cold one fills the caches."""
-    runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {state}": [] for kind in kinds for state in ("cold", "warm")}
+    runs: dict[str, list[dict[str, Any]]] = {
+        f"{kind}, {state}": [] for kind in kinds for state in ("cold", "warm")
+    }
     for _ in range(repeats):
         for kind in kinds:
             with tempfile.TemporaryDirectory() as caches:
@@ -191,15 +206,31 @@ def measure(model: str, kinds: Sequence[str], dtype: str, repeats: int) -> dict[
                     else:
                         run = start(model, KINDS[kind] | {"dtype": dtype}, Path(caches))
                     runs[f"{kind}, {state}"].append(run)
-                    note = f", {run['stolen']:.0%} of the processors stolen" if run["stolen"] > 0.005 else ""
-                    print(f"  {kind}, {state}: {run['total']:.2f} s{note}", file=sys.stderr, flush=True)
+                    note = (
+                        f", {run['stolen']:.0%} of the processors stolen"
+                        if run["stolen"] > 0.005
+                        else ""
+                    )
+                    print(
+                        f"  {kind}, {state}: {run['total']:.2f} s{note}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     return runs
 
 
 def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Medians of the counted processes. Medians of stages need not sum to the median of the totals."""
     columns = (*STAGES, "total")
-    lines = [" ".join([f"{'seconds':16}", *(f"{name:>11}" for name in columns), f"{'programs':>9} {'from disk':>9}"])]
+    lines = [
+        " ".join(
+            [
+                f"{'seconds':16}",
+                *(f"{name:>11}" for name in columns),
+                f"{'programs':>9} {'from disk':>9}",
+            ]
+        )
+    ]
     for name, several in runs.items():
         several = counted(several)
         medians = [statistics.median(run[column] for run in several) for column in columns]
@@ -210,20 +241,34 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Medians and extremes of the counted commands, and the ratios of their answers to those of the first kind."""
-    lines = [" ".join([f"{'seconds':22}", *(f"{name:>20}" for name in TIMES), f"{'times the first':>20}"])]
+    lines = [
+        " ".join(
+            [f"{'seconds':22}", *(f"{name:>20}" for name in TIMES), f"{'times the first':>20}"]
+        )
+    ]
     first = next(iter(runs)).partition(",")[0]
     for name, several in runs.items():
-        pairs = zip(several, runs[f"{first},{name.partition(',')[2]}"], strict=True)  # of the same round
-        valid = [(mine, base) for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN]
+        pairs = zip(
+            several, runs[f"{first},{name.partition(',')[2]}"], strict=True
+        )  # of the same round
+        valid = [
+            (mine, base) for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN
+        ]
         ratios = [mine["total"] / base["total"] for mine, base in valid]
-        cells = [spread([run[column] for run in counted(several) if column in run]) for column in TIMES]
-        lines.append(" ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))]))
+        cells = [
+            spread([run[column] for run in counted(several) if column in run]) for column in TIMES
+        ]
+        lines.append(
+            " ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))])
+        )
     return "\n".join(lines)
 
 
 def spread(values: Sequence[float]) -> str:
     """The median, and the extremes."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
+    return (
+        f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
+    )
 
 
 def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
@@ -233,12 +278,16 @@ def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", default="smollm2-135m", help="as in LLM(model=...)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *COMMANDS], default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each kind, cold and warm")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="processes of each kind, cold and warm"
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.repeats < 1:
@@ -253,10 +302,20 @@ def main(argv: list[str] | None = None) -> int:
         print(table(stages))
     if commands:
         print(answers_table(commands))
-        print("answers:", {name: sorted({run["text"] for run in several}) for name, several in commands.items()})
+        print(
+            "answers:",
+            {name: sorted({run["text"] for run in several}) for name, several in commands.items()},
+        )
     if args.json:
-        facts = {**git_state(Path(__file__).parent), "cpu": cpu_model(), "cores": os.cpu_count(), "model": args.model}
-        Path(args.json).write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        facts = {
+            **git_state(Path(__file__).parent),
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "model": args.model,
+        }
+        Path(args.json).write_text(
+            json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

@@ -36,7 +36,12 @@ def item(**text: Any) -> dict[str, Any]:
         "tags": {"type": "array", "items": {"type": "string", **text}, "maxItems": 4},
         "more": {"anyOf": [{"type": "null"}, {"type": "number"}, {"type": "boolean"}]},
     }
-    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
 
 
 ITEMS = {"texts of any length": item(), "texts of 24 characters": item(maxLength=24)}
@@ -69,13 +74,17 @@ def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Pass:
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     expected = len(prompts) * params.max_tokens
     if tokens != expected:
-        raise RuntimeError(f"{tokens} tokens came and {expected} were expected; a form has ended early")
+        raise RuntimeError(
+            f"{tokens} tokens came and {expected} were expected; a form has ended early"
+        )
     return Pass(tokens / seconds, spent[0] / seconds)
 
 
 def measured(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
     # an item has ten tokens at least
-    form = StructuredOutputsParams(json={"type": "array", "items": ITEMS[name], "minItems": 1 + tokens // 10})
+    form = StructuredOutputsParams(
+        json={"type": "array", "items": ITEMS[name], "minItems": 1 + tokens // 10}
+    )
     began = time.perf_counter()
     llm.session.grammars.compiled(form)
     compiling = time.perf_counter() - began
@@ -102,7 +111,9 @@ def measured(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> di
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
@@ -110,10 +121,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    sizes = {"max_num_seqs": args.requests, "max_num_batched_tokens": 512, "max_model_len": 64 + args.tokens}
+    sizes = {
+        "max_num_seqs": args.requests,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 64 + args.tokens,
+    }
     llm = LLM(args.model, progress=False, compilation="eager", **sizes)
     found = [measured(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
-    print("| form | output tokens/s without / with | ratio | time in masks | compile, ms |\n|---|---:|---:|---:|---:|")
+    print(
+        "| form | output tokens/s without / with | ratio | time in masks | compile, ms |\n|---|---:|---:|---:|---:|"
+    )
     for one in found:
         free, bound = (statistics.median(one[name]) for name in ("free", "bound"))
         ratio = f"{one['ratio']:.3f} ({min(one['ratios']):.3f} to {max(one['ratios']):.3f})"
@@ -121,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"| {one['form']} | {free:.0f} / {bound:.0f} | {ratio} | {shares} |")
     if args.json:
         args.json.write_text(
-            json.dumps({"environment": environment(), "model": args.model, "forms": found}, indent=1) + "\n"
+            json.dumps(
+                {"environment": environment(), "model": args.model, "forms": found}, indent=1
+            )
+            + "\n"
         )
 
 

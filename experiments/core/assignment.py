@@ -90,7 +90,11 @@ def idle(state: Assignment) -> list[int]:
 
 def kinds(state: Assignment) -> dict[Hashable, Kind]:
     """The kind of machine of each engine that has a result or a run in progress."""
-    now = {engine_key(at.run.point.experiment): at.kind for at in state.workers.values() if at.run is not None}
+    now = {
+        engine_key(at.run.point.experiment): at.kind
+        for at in state.workers.values()
+        if at.run is not None
+    }
     return {**state.made, **now}
 
 

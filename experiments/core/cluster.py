@@ -30,7 +30,11 @@ from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, one_run
 from experiments.core.sweep import Begins, make_engines
 
-NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # of an option of Ray: its name in a node's totals
+NAMES = {
+    "num_cpus": "CPU",
+    "num_gpus": "GPU",
+    "memory": "memory",
+}  # of an option of Ray: its name in a node's totals
 STRANDED = (
     "other runs of this engine were made on a kind of machine ({}) that has no worker any more, and repeats on another "
     "kind would differ by more than noise. The same command makes this run where it can; --no-resume makes all again"
@@ -39,7 +43,17 @@ PATIENCE = 30.0  # seconds without a worker, after which a note says that the cl
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
 LEAST = 0.0001  # of a resource: Ray counts in such parts
-WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")  # above 1, for Ray 2.60
+WHOLE = (
+    "num_gpus",
+    "TPU",
+    "NPU",
+    "HPU",
+    "RBLN",
+    "MBLT",
+    "TTNPU",
+    "FURIOSA",
+    "neuron_cores",
+)  # above 1, for Ray 2.60
 
 Resources = Mapping[
     str, float
@@ -76,13 +90,19 @@ def parse_resources(text: str) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if not name or not 0 < value < math.inf or name in found:
-            raise ValueError(f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}")
+            raise ValueError(
+                f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}"
+            )
         if name in ("CPU", "GPU", "cpu", "gpu"):
             raise ValueError(f"--worker-resources has {name!r}; its name is num_{name.lower()}s")
         if name in ("object_store_memory", "bundle"):
-            raise ValueError(f"--worker-resources has {name!r}, which Ray reserves for no worker; leave it out")
+            raise ValueError(
+                f"--worker-resources has {name!r}, which Ray reserves for no worker; leave it out"
+            )
         if value < LEAST:
-            raise ValueError(f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}")
+            raise ValueError(
+                f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}"
+            )
         if name in WHOLE and value > 1 and value % 1:
             less = math.floor(value)
             one = f"above 1 Ray reserves only whole ones; write {name}={less} or {name}={less + 1}"
@@ -91,7 +111,9 @@ def parse_resources(text: str) -> dict[str, float]:
     return found
 
 
-def places_of(nodes: Sequence[Mapping[str, Any]], resources: Resources | None, *, measured: bool) -> tuple[Place, ...]:
+def places_of(
+    nodes: Sequence[Mapping[str, Any]], resources: Resources | None, *, measured: bool
+) -> tuple[Place, ...]:
     """The workers that the nodes have room for, if nothing else runs there.
 
     By default a simulated run takes one processor, and a measured one all that could disturb it: a GPU with its part of
@@ -112,24 +134,42 @@ def places_of(nodes: Sequence[Mapping[str, Any]], resources: Resources | None, *
         found = [Place(wanted) for _, totals in present for _ in range(_room(totals, wanted))]
     if found:
         return tuple(found)
-    asked = "a worker needs num_cpus=1" if resources is None else f"--worker-resources is {_words(resources)}"
+    asked = (
+        "a worker needs num_cpus=1"
+        if resources is None
+        else f"--worker-resources is {_words(resources)}"
+    )
     have = "; ".join(_totals(totals) for _, totals in present) or "nothing: there is no node"
-    raise ValueError(f"{asked}, and no node of the Ray cluster has so much. Its nodes have {have}. Ask for less")
+    raise ValueError(
+        f"{asked}, and no node of the Ray cluster has so much. Its nodes have {have}. Ask for less"
+    )
 
 
 def _whole(present: Sequence[tuple[str, Resources]]) -> list[Place]:
-    gpus = [(node, totals, int(totals.get("GPU", 0))) for node, totals in present if totals.get("GPU", 0) >= 1]
+    gpus = [
+        (node, totals, int(totals.get("GPU", 0)))
+        for node, totals in present
+        if totals.get("GPU", 0) >= 1
+    ]
     if not gpus:
-        return [Place({"num_cpus": totals["CPU"]}, node) for node, totals in present if totals.get("CPU", 0) >= 1]
+        return [
+            Place({"num_cpus": totals["CPU"]}, node)
+            for node, totals in present
+            if totals.get("CPU", 0) >= 1
+        ]
     found = []
     for node, totals, count in gpus:
         part = int(totals.get("CPU", 0) / count)
-        found += [Place({"num_gpus": 1.0, **({"num_cpus": float(part)} if part else {})}, node)] * count
+        found += [
+            Place({"num_gpus": 1.0, **({"num_cpus": float(part)} if part else {})}, node)
+        ] * count
     return found
 
 
 def _room(totals: Resources, wanted: Resources) -> int:
-    return min(int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in wanted.items())
+    return min(
+        int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in wanted.items()
+    )
 
 
 def _words(resources: Resources) -> str:
@@ -138,7 +178,11 @@ def _words(resources: Resources) -> str:
 
 def _totals(totals: Resources) -> str:
     names = {there: name for name, there in NAMES.items()}
-    return ",".join(f"{names.get(k, k)}={v:g}" for k, v in sorted(totals.items()) if ":" not in k and "memory" not in k)
+    return ",".join(
+        f"{names.get(k, k)}={v:g}"
+        for k, v in sorted(totals.items())
+        if ":" not in k and "memory" not in k
+    )
 
 
 class Worker:
@@ -156,7 +200,9 @@ class Worker:
         return one_run(run, self._engines, self._where)
 
 
-def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: int | None) -> Workers:
+def connect(
+    runs: Sequence[Run], alive: int, resources: Resources | None, jobs: int | None
+) -> Workers:
     """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
 
     Raises:
@@ -170,7 +216,9 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"--backend is ray, and there is no cluster to connect with: {error}") from error
+            raise ValueError(
+                f"--backend is ray, and there is no cluster to connect with: {error}"
+            ) from error
     measured = any(run.point.experiment.simulate is None for run in runs)
     try:
         places = places_of(ray.nodes(), resources, measured=measured)
@@ -192,7 +240,9 @@ def listens(address: str, seconds: float = 5.0) -> None:
         socket.create_connection((host.strip("[]"), int(port)), seconds).close()
     except (OSError, OverflowError) as error:
         remedy = "`ray start --head` starts a cluster; unset RAY_ADDRESS for one of this machine"
-        raise ValueError(f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). {remedy}") from error
+        raise ValueError(
+            f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). {remedy}"
+        ) from error
 
 
 def results(
@@ -216,12 +266,18 @@ def results(
 class _Team:
     """The actors of the workers, and what each of them does."""
 
-    def __init__(self, workers: Workers, runs: Iterable[Run], where: dict[str, Any], begins: Begins) -> None:
+    def __init__(
+        self, workers: Workers, runs: Iterable[Run], where: dict[str, Any], begins: Begins
+    ) -> None:
         self._workers, self._where, self._begins = workers, where, begins
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
-        self._machines: dict[int, dict[str, Any]] = {}  # environment of each worker that has answered
-        self._busy: dict[Any, int] = {}  # reference -> the place of a worker that starts or has a run
+        self._machines: dict[
+            int, dict[str, Any]
+        ] = {}  # environment of each worker that has answered
+        self._busy: dict[
+            Any, int
+        ] = {}  # reference -> the place of a worker that starts or has a run
         self._reason, self._patient = "", True
 
     def start(self) -> None:
@@ -266,13 +322,17 @@ class _Team:
             self._give(place)
         return found
 
-    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None], node: str) -> None:
+    def _began(
+        self, place: int, machine: dict[str, Any], its: dict[str, str | None], node: str
+    ) -> None:
         if its != code():
             other = f"a node has other code ({its}) than this process ({code()}); install the same on all"
             self._lost(place, other, node)
             return
         self._machines[place] = machine
-        self._state = assignment.began(self._state, place, kind_of(machine) if self._workers.device else "")
+        self._state = assignment.began(
+            self._state, place, kind_of(machine) if self._workers.device else ""
+        )
 
     def _give(self, place: int) -> None:
         least = 2 if self._workers.device else 1  # a simulated engine costs nothing
@@ -315,7 +375,9 @@ class _Team:
 
 def kind_of(machine: Mapping[str, Any]) -> assignment.Kind:
     """What numbers of a measured run depend on, of an environment: device, processor, cores."""
-    return f"{machine['device']['kind']}, {machine['cpu']['model']}, {machine['cpu']['cores']} cores"
+    return (
+        f"{machine['device']['kind']}, {machine['cpu']['model']}, {machine['cpu']['cores']} cores"
+    )
 
 
 def _options(place: Place) -> dict[str, Any]:
@@ -338,7 +400,9 @@ def _accept(place: Place) -> None:
     try:
         ray.remote(Worker).options(**_options(place))
     except ValueError as error:
-        raise ValueError(f"--worker-resources is {_words(place.resources)}, which Ray refuses: {error}") from error
+        raise ValueError(
+            f"--worker-resources is {_words(place.resources)}, which Ray refuses: {error}"
+        ) from error
 
 
 def check() -> None:

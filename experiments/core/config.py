@@ -64,7 +64,9 @@ class Warmup:
         for name in ("requests", "max_tokens"):
             value = getattr(self, name)
             if value < (0 if name == "requests" else 1):
-                raise ValueError(f"{name} is {value!r}; it must be at least {0 if name == 'requests' else 1}")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be at least {0 if name == 'requests' else 1}"
+                )
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Slo:
         for name in ("ttft", "itl"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value!r}; it must be above 0 seconds, or null for no target")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be above 0 seconds, or null for no target"
+                )
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,18 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
-            raise ValueError(f"name is {self.name!r}; a folder gets it: letters, digits, '-', '_' and inner dots")
+            raise ValueError(
+                f"name is {self.name!r}; a folder gets it: letters, digits, '-', '_' and inner dots"
+            )
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
         for name, instead in NEED_TEXT.items():
             if getattr(self.sampling, name):
-                raise ValueError(f"sampling.{name}: an experiment runs on token ids, without text; {instead}")
+                raise ValueError(
+                    f"sampling.{name}: an experiment runs on token ids, without text; {instead}"
+                )
         if self.sampling.taps:
             raise ValueError(
                 "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate"
@@ -164,7 +172,9 @@ class Experiment:
         """The engine's configuration with `cache_tokens` turned into blocks."""
         if self.cache_tokens is None:
             return self.engine
-        return dataclasses.replace(self.engine, num_blocks=self.cache_tokens // self.engine.block_size)
+        return dataclasses.replace(
+            self.engine, num_blocks=self.cache_tokens // self.engine.block_size
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -185,14 +195,20 @@ class Point(NamedTuple):
     def label(self) -> str:
         """The swept keys, by their last names where those are unique: `block_size=16, rate=2.0`."""
         return (
-            ", ".join(f"{short}={self.swept[path]}" for path, short in short_names(self.swept).items()) or "one point"
+            ", ".join(
+                f"{short}={self.swept[path]}" for path, short in short_names(self.swept).items()
+            )
+            or "one point"
         )
 
 
 def short_names(paths: Any) -> dict[str, str]:
     """Path -> its last name, or the whole path if two paths have the same last name."""
     last = [path.rsplit(".", 1)[-1] for path in paths]
-    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+    return {
+        path: name if last.count(name) == 1 else path
+        for path, name in zip(paths, last, strict=True)
+    }
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
@@ -214,7 +230,9 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
         values = copy.deepcopy(base)
         for path, value in swept.items():
             if path.split(".")[0] in NOT_MEASURED:
-                raise ValueError(f"sweep has the key {path!r}; {', '.join(NOT_MEASURED)} cannot be swept")
+                raise ValueError(
+                    f"sweep has the key {path!r}; {', '.join(NOT_MEASURED)} cannot be swept"
+                )
             put(values, path, copy.deepcopy(value))
         _own_output_lengths(values.get("sampling"))
         experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
@@ -223,7 +241,9 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, other in enumerate(points):
             if other.key == point.key:
-                raise ValueError(f"the sweep's points {i + 1} ({other.label}) and {len(points) + 1} are the same")
+                raise ValueError(
+                    f"the sweep's points {i + 1} ({other.label}) and {len(points) + 1} are the same"
+                )
         points.append(point)
     return points
 
@@ -239,13 +259,19 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     places = [folder / simulate.fit, Path(simulate.fit)]
     found = next((place for place in places if (place / STEPS).is_file()), None)
     if found is None:
-        raise ValueError(f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder")
+        raise ValueError(
+            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder"
+        )
     try:
         cost.fit(cost.read_steps((found / STEPS).read_text(encoding="utf-8")))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         why = f"no {error} in a step" if isinstance(error, KeyError) else error
-        raise ValueError(f"simulate.fit: {found / STEPS} cannot be fitted ({why}); give another run's folder") from None
-    return dataclasses.replace(experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve())))
+        raise ValueError(
+            f"simulate.fit: {found / STEPS} cannot be fitted ({why}); give another run's folder"
+        ) from None
+    return dataclasses.replace(
+        experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve()))
+    )
 
 
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
@@ -254,15 +280,23 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     A policy and a router are read here. The others need jax, so only their files'
     presence is checked.
     """
-    found: dict[str, Any] = {key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES}
-    found["row_features"] = tuple(_placed("row_features", one, folder) for one in experiment.engine.row_features)
+    found: dict[str, Any] = {
+        key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES
+    }
+    found["row_features"] = tuple(
+        _placed("row_features", one, folder) for one in experiment.engine.row_features
+    )
     if speculative := experiment.engine.speculative:
         method = _placed("speculative.method", speculative.method, folder)
         found["speculative"] = dataclasses.replace(speculative, method=method)
-    experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **found))
+    experiment = dataclasses.replace(
+        experiment, engine=dataclasses.replace(experiment.engine, **found)
+    )
     _readable("engine.policy", policies.find, experiment.engine.policy)
     if replicas := experiment.replicas:
-        experiment = dataclasses.replace(experiment, replicas=_with_router("replicas", replicas, folder))
+        experiment = dataclasses.replace(
+            experiment, replicas=_with_router("replicas", replicas, folder)
+        )
     if pools := experiment.pools:
         both = {name: _with_router(f"pools.{name}", getattr(pools, name), folder) for name in POOLS}
         experiment = dataclasses.replace(experiment, pools=dataclasses.replace(pools, **both))
@@ -286,7 +320,9 @@ def _readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
         if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
             raise ValueError(f"{section}.{error}") from error
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{key} is {spec!r}, whose file raises {what}; correct the file") from error
+        raise ValueError(
+            f"{key} is {spec!r}, whose file raises {what}; correct the file"
+        ) from error
 
 
 def _placed(key: str, value: str | None, folder: Path) -> str | None:
@@ -294,8 +330,12 @@ def _placed(key: str, value: str | None, folder: Path) -> str | None:
     where, colon, name = (value or "").rpartition(":")
     if not (colon and where.endswith(".py")):
         return value
-    place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
-    if key not in ("policy", "router") and not place.is_file():  # the errors for these come from their `find`
+    place = next(
+        (place for place in (folder / where, Path(where)) if place.is_file()), folder / where
+    )
+    if (
+        key not in ("policy", "router") and not place.is_file()
+    ):  # the errors for these come from their `find`
         raise ValueError(f"engine.{key} is {value!r}, but there is no file {where}")
     return f"{place.resolve()}:{name}"
 
@@ -305,7 +345,9 @@ def _own_output_lengths(sampling: Any) -> None:
     if not isinstance(sampling, dict):
         return
     if "max_tokens" in sampling:
-        raise ValueError("sampling.max_tokens: output lengths belong to the workload; set them there")
+        raise ValueError(
+            "sampling.max_tokens: output lengths belong to the workload; set them there"
+        )
     if type(sampling.get("min_tokens")) is int:  # checked against each request's own length later
         sampling["max_tokens"] = max(sampling["min_tokens"], SamplingParams.max_tokens)
 
@@ -321,6 +363,8 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
             try:
                 return place.read_text(encoding="utf-8"), str(place.resolve())
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"workload.file: {place} cannot be read as UTF-8 text ({error})") from None
+                raise ValueError(
+                    f"workload.file: {place} cannot be read as UTF-8 text ({error})"
+                ) from None
     hint = f". {AZURE}" if isinstance(spec, Trace) else ""
     raise ValueError(f"workload.file: there is no file {' or '.join(map(str, places))}{hint}")

@@ -104,7 +104,9 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
     # 2**31 avoids an overflow; a draw beyond it is clipped by `max` or refused below
     kept, cut = clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
     if max(kept, default=0) > LONGEST:
-        raise ValueError(f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`")
+        raise ValueError(
+            f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`"
+        )
     return kept, cut
 
 

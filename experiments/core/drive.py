@@ -85,7 +85,8 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
     """Run the first few requests, shortened and all at once, to touch every page and code path."""
     warm = experiment.warmup
     first = [
-        item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warm.max_tokens)) for item in items[: warm.requests]
+        item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warm.max_tokens))
+        for item in items[: warm.requests]
     ]
     sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
     drive(engine, first, sampling)
@@ -97,7 +98,9 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     several = experiment.replicas or experiment.pools
     engines = llm.engines if several else (engine,)
     seed = experiment.seed + (repeat if experiment.reseed else 0)
-    workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
+    workload = build(
+        experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode
+    )
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
@@ -109,12 +112,16 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     kept = _recorded(llm, engines, experiment, workload)
     requests = with_arrivals(kept.requests, workload.clients)
     sent = zip(workload.items, requests, strict=True)
-    workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
+    workload = workload._replace(
+        items=tuple(item._replace(arrival=request.arrival) for item, request in sent)
+    )
     present, of_steps = experiment.replicas, kept.of_steps
     replicas = present.until(of_steps.end) if present else experiment.num_replicas
     speculates = engine.config.speculative is not None
     options = {"speculates": speculates, "replicas": replicas}
-    summary = metrics.summary(requests, of_steps, kept.of_tokens, engine.config.block_size, experiment.slo, **options)
+    summary = metrics.summary(
+        requests, of_steps, kept.of_tokens, engine.config.block_size, experiment.slo, **options
+    )
     if present:
         where = [request.replica for request in requests]
         summary["replicas"] = of_replicas(where, kept.loads, summary["duration_s"], range(replicas))
@@ -141,7 +148,9 @@ def _recorded(llm: Any, engines: Sequence[Any], experiment: Experiment, workload
     items, clients, branches = workload.items, workload.clients, sampling.drawn().n
     if experiment.simulate is None and experiment.pools is None:
         start, results = drive(engine, items, sampling, clients=clients)
-        steps = step_records(results, start, engine.config.block_size, engine.scheduler_state.config)
+        steps = step_records(
+            results, start, engine.config.block_size, engine.scheduler_state.config
+        )
         return _kept(request_records(results, items, start, branches), steps)
     if experiment.pools:
         note, (prefill, decode) = Recorder(engines, items, branches), llm.fleets(routing.find)
@@ -153,7 +162,9 @@ def _recorded(llm: Any, engines: Sequence[Any], experiment: Experiment, workload
     if experiment.records == "sums":
         totals = Totals(engines, items, branches)
         where = drive_replicas(engines, router, known, items, sampling, totals, clients, present)
-        return Kept(totals.records(where), [], totals.of_steps(), totals.of_tokens(), totals.replicas)
+        return Kept(
+            totals.records(where), [], totals.of_steps(), totals.of_tokens(), totals.replicas
+        )
     note = Recorder(engines, items, branches)
     present = present._replace(anew=note.requests.anew)
     where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
@@ -171,7 +182,8 @@ class Recorder:
         self.requests = RequestRecorder(items, 0.0, branches)
         self.steps: list[list[StepRecord]] = [[] for _ in engines]
         self._recorders = [
-            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i) for i, one in enumerate(engines)
+            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i)
+            for i, one in enumerate(engines)
         ]
 
     def step(self, replica: int, result: StepResult) -> None:
@@ -194,7 +206,11 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     Raises:
         ValueError: there are such requests; the message names the first.
     """
-    cut = [item for item in items if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens]
+    cut = [
+        item
+        for item in items
+        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens
+    ]
     if cut:
         first, prompt = cut[0], len(cut[0].prompt_token_ids)
         raise ValueError(
@@ -209,7 +225,10 @@ def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | No
     """The reason why a run's numbers must not be used, or None."""
     compiled = [step for step in steps if step.compilations]
     if compiled:
-        where = ", ".join(f"{step.step} ({step.tokens} tokens, {step.sequences} sequences)" for step in compiled[:5])
+        where = ", ".join(
+            f"{step.step} ({step.tokens} tokens, {step.sequences} sequences)"
+            for step in compiled[:5]
+        )
         return (
             f"compiled in the measured run: {summary['compilations']} compilations, in step {where}"
             f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the engine's"

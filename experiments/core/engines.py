@@ -32,13 +32,22 @@ def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:
     if experiment.pools:
         return PooledLLM(experiment)
     assert experiment.simulate is not None, "a simulated experiment has the section"
-    return SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas)
+    return SimulatedLLM(
+        experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
+    )
 
 
 def weights_key(experiment: Experiment) -> tuple[Any, ...]:
     """Points with equal keys share one copy of the weights."""
     engine = experiment.engine
-    return experiment.model, engine.dtype, engine.weight_dtype, engine.mesh, engine.devices, engine.model_family
+    return (
+        experiment.model,
+        engine.dtype,
+        engine.weight_dtype,
+        engine.mesh,
+        engine.devices,
+        engine.model_family,
+    )
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
@@ -52,7 +61,9 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     not depend on other engines.
     """
     models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
-    indexed = sorted(enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment)))
+    indexed = sorted(
+        enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment))
+    )
     by_engine: dict[Hashable, list[tuple[int, Point]]] = {}
     for order, point in indexed:
         by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
@@ -61,11 +72,17 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
         members = [member for engine in group for member in engine]
         for repeat in range(max(point.experiment.repeats for _, point in members)):
             walk = members if repeat % 2 == 0 else members[::-1]
-            runs += [Run(point, repeat, order) for order, point in walk if repeat < point.experiment.repeats]
+            runs += [
+                Run(point, repeat, order)
+                for order, point in walk
+                if repeat < point.experiment.repeats
+            ]
     return runs
 
 
-def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[list[tuple[int, Point]]]]:
+def _groups(
+    engines: list[list[tuple[int, Point]]], alive: int
+) -> list[list[list[tuple[int, Point]]]]:
     def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
         experiment = engine[0][1].experiment
         return weights_key(experiment), experiment.engine_config.num_blocks is None
@@ -80,7 +97,9 @@ def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[lis
 class Engines:
     """The engines that are alive. Dropping one frees its cache; weights stay while an engine uses them."""
 
-    def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
+    def __init__(
+        self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]
+    ) -> None:
         """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=..., ...)`."""
         self._alive, self._load_model, self._make = alive, load_model, make
         self._weights: tuple[Any, Any] | None = None  # key and result of load_model
@@ -100,7 +119,9 @@ class Engines:
                 self._engines[key] = self._build(experiment)
             except Exception as error:
                 if experiment.simulate is None:
-                    self._broken[key] = f"{type(error).__name__}: {error}"  # the exception would keep arrays alive
+                    self._broken[key] = (
+                        f"{type(error).__name__}: {error}"  # the exception would keep arrays alive
+                    )
                 raise
             self.startup_seconds[key] = time.perf_counter() - began
         self._engines.move_to_end(key)
@@ -120,7 +141,10 @@ class Engines:
             gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
             names = ("dtype", "weight_dtype", "mesh", "devices", "model_family")
-            self._weights = (key, self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))))
+            self._weights = (
+                key,
+                self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))),
+            )
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)
 

@@ -36,7 +36,9 @@ def environment(*, device: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": _device() if device else {"platform": None, "kind": None, "count": 0, "processes": 1},
+        "device": _device()
+        if device
+        else {"platform": None, "kind": None, "count": 0, "processes": 1},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "flags": {
             name: value
@@ -57,7 +59,10 @@ def source() -> str:
     root = Path(__file__).parents[2]
     found = hashlib.sha256()
     for path in source_files(root):
-        found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+        found.update(
+            f"{path.relative_to(root).as_posix()}\0".encode()
+            + hashlib.sha256(path.read_bytes()).digest()
+        )
     return found.hexdigest()[:16]
 
 
@@ -117,7 +122,9 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int | None:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; respects the limits of a container
+    affinity = getattr(
+        os, "sched_getaffinity", None
+    )  # Linux only; respects the limits of a container
     return len(affinity(0)) if affinity else os.cpu_count()
 
 
@@ -132,7 +139,10 @@ def load_average() -> float | None:
 def processor_time() -> tuple[int, int] | None:
     """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on Linux."""
     try:
-        numbers = [int(number) for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+        numbers = [
+            int(number)
+            for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+        ]
         user, nice, system, _, _, irq, softirq, stolen = numbers[:8]
     except (OSError, ValueError, IndexError):
         return None

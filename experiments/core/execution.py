@@ -59,9 +59,13 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> Result:
     impls = {name: resolved[name] for name in ("attention_impl", "linear_impl")}
     facts = {**impls, "engine": resolved, "startup": startup}
     if experiment.pools:  # their engines differ
-        facts["engine"] = {name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS}
+        facts["engine"] = {
+            name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS
+        }
         simulated = {name: of_pool(experiment, name).simulate for name in POOLS}
-        facts["simulate"] = {name: dataclasses.asdict(one) for name, one in simulated.items() if one}
+        facts["simulate"] = {
+            name: dataclasses.asdict(one) for name, one in simulated.items() if one
+        }
     elif experiment.simulate:
         facts["simulate"] = dataclasses.asdict(experiment.simulate)
     elif resolved["mesh"]:
@@ -106,8 +110,12 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
         return [_branch(one) for one in request.branches]
 
     def columns(request: RequestRecord) -> dict[str, Any]:
-        kept = {key: value for key, value in request._asdict().items() if key not in (*alone, *unmoved)}
-        moved = {} if unmoved else {"transfers": [_rounded(one._asdict()) for one in request.transfers]}
+        kept = {
+            key: value for key, value in request._asdict().items() if key not in (*alone, *unmoved)
+        }
+        moved = (
+            {} if unmoved else {"transfers": [_rounded(one._asdict()) for one in request.transfers]}
+        )
         return kept | {"branches": branches(request)} | moved
 
     files = {
@@ -116,7 +124,8 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     }
     if experiment.records == "full":
         steps = [
-            {key: value for key, value in step._asdict().items() if key not in left_out} for step in measured.steps
+            {key: value for key, value in step._asdict().items() if key not in left_out}
+            for step in measured.steps
         ]
         files["steps.jsonl"] = store.json_lines(map(_rounded, steps))
     return files
@@ -131,7 +140,9 @@ def _branch(branch: BranchRecord) -> dict[str, Any]:
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
+    return {
+        key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()
+    }
 
 
 def config_files(run: Run, engine: Any) -> dict[str, str]:
@@ -144,7 +155,9 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
     """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)
-    values["engine"] = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)}
+    values["engine"] = {
+        field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)
+    }
     del values["cache_tokens"], values["sampling"]["max_tokens"]
     copies = {}
     if run.point.source:
@@ -153,7 +166,9 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
         values["workload"]["file"] = name if copies else run.point.source
     own = [(values["engine"], "policy", "policy.py")]
     own += [(values["replicas"], "router", "router.py")] if experiment.replicas else []
-    own += [(values["pools"][name], "router", f"{name}_router.py") for name in POOLS if experiment.pools]
+    own += [
+        (values["pools"][name], "router", f"{name}_router.py") for name in POOLS if experiment.pools
+    ]
     for section, key, copy in own:
         where, _, name = section[key].rpartition(":")
         if where.endswith(".py") and Path(where).is_file():

@@ -32,7 +32,9 @@ class Fleet(Generic[E_co]):
         self._state = state
         self._steps: list[tuple[float, int]] = []  # a heap
         self._due: set[int] = set()  # the replicas in it
-        self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
+        self._ended: list[
+            tuple[float, int, str]
+        ] = []  # a heap: when a request ended, where, and its id
 
     @property
     def next(self) -> float:
@@ -48,7 +50,9 @@ class Fleet(Generic[E_co]):
         """The replica gets work at `now`: its next step begins then, or when the step before it has ended."""
         engine = self.engines[replica]
         if replica not in self._due:
-            while engine.now < now:  # in the pieces in which `drive` sleeps, so that times are the same
+            while (
+                engine.now < now
+            ):  # in the pieces in which `drive` sleeps, so that times are the same
                 engine.sleep(min(now - engine.now, LONGEST_SLEEP))
             heappush(self._steps, (engine.now, replica))
             self._due.add(replica)

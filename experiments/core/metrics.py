@@ -202,7 +202,9 @@ def _share(full: int, of: int) -> float:
     return 1.0 - full / of if of else 0.0
 
 
-def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dict[str, float] | None:
+def goodput(
+    requests: Sequence[RequestRecord], duration: float, slo: Slo
+) -> dict[str, float] | None:
     """Finished requests that met every target, per second and as a share of all requests; None without a target.
 
     Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
@@ -211,10 +213,15 @@ def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dic
         return None
     good = 0
     for request in requests:
-        if any(branch.finish_reason in (None, "abort") for branch in request.branches) or request.ttft is None:
+        if (
+            any(branch.finish_reason in (None, "abort") for branch in request.branches)
+            or request.ttft is None
+        ):
             continue
         in_time = slo.ttft is None or request.ttft <= slo.ttft
-        steady = slo.itl is None or all(b.tpot is None or b.tpot <= slo.itl for b in request.branches)
+        steady = slo.itl is None or all(
+            b.tpot is None or b.tpot <= slo.itl for b in request.branches
+        )
         good += in_time and steady
     return {"requests_per_s": good / duration, "share": good / len(requests)}
 
@@ -222,5 +229,7 @@ def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dic
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:
     """sha256 over every branch's output tokens: equal digests mean equal tokens."""
     branches = [branch for request in requests for branch in request.branches]
-    text = json.dumps([[branch.branch_id, list(branch.token_ids)] for branch in branches], separators=(",", ":"))
+    text = json.dumps(
+        [[branch.branch_id, list(branch.token_ids)] for branch in branches], separators=(",", ":")
+    )
     return hashlib.sha256(text.encode()).hexdigest()

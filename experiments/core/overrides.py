@@ -31,7 +31,9 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
     for path, text in paths:
         if path not in sweeps:
             if both := next((key for key in swept if _overlap(path, key)), None):
-                raise ValueError(f"--set {path}: another --set sweeps {both}; leave one of the two out")
+                raise ValueError(
+                    f"--set {path}: another --set sweeps {both}; leave one of the two out"
+                )
             override(raw, text)
 
 
@@ -42,7 +44,9 @@ def override(raw: dict[str, Any], text: str) -> None:
     """
     path, equals, value = text.partition("=")
     if not equals or not path:
-        raise ValueError(f"--set {text!r}: write it as section.key=value, such as engine.block_size=16")
+        raise ValueError(
+            f"--set {text!r}: write it as section.key=value, such as engine.block_size=16"
+        )
     if path.startswith(_ONE_KEY):  # the rest of the path is one key
         _, form, key = path.split(".", 2)
         sweep = raw.setdefault("sweep", {})
@@ -65,11 +69,16 @@ def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
     combined = combinations(raw.get("sweep"))
     grid = (raw.get("sweep") or {}).get("grid") or {}
     if path in grid:
-        raw["sweep"] = {**raw["sweep"], "grid": {key: values for key, values in grid.items() if key != path}}
+        raw["sweep"] = {
+            **raw["sweep"],
+            "grid": {key: values for key, values in grid.items() if key != path},
+        }
         return
     for swept in {key for combination in combined for key in combination}:
         if _overlap(path, swept):
-            raise ValueError(f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself")
+            raise ValueError(
+                f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself"
+            )
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -93,21 +102,41 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         return [{}]
     known = {"grid", "zip", "list"}
     if not isinstance(sweep, dict) or not sweep or not set(sweep) <= known:
-        raise ValueError(f"sweep is {sweep!r}; it must be a mapping with keys from: grid, zip, list")
+        raise ValueError(
+            f"sweep is {sweep!r}; it must be a mapping with keys from: grid, zip, list"
+        )
     for form in ("grid", "zip"):
         part = sweep.get(form, {})
         if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
-            raise ValueError(f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more")
+            raise ValueError(
+                f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more"
+            )
     grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
-    for key in (key for part in (grid, together, *(e for e in entries if isinstance(e, dict))) for key in part):
+    for key in (
+        key
+        for part in (grid, together, *(e for e in entries if isinstance(e, dict)))
+        for key in part
+    ):
         if not isinstance(key, str):
-            raise ValueError(f"sweep has the key {key!r}; a key is a path, such as engine.block_size")
+            raise ValueError(
+                f"sweep has the key {key!r}; a key is a path, such as engine.block_size"
+            )
     if len({len(values) for values in together.values()}) > 1:
         sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
-        raise ValueError(f"sweep.zip walks its lists together, so they must be equally long: {sizes}")
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"sweep.list is {entries!r}; it must be a list of mappings from keys to values")
-    zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)] or [{}]
+        raise ValueError(
+            f"sweep.zip walks its lists together, so they must be equally long: {sizes}"
+        )
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, dict) for entry in entries)
+    ):
+        raise ValueError(
+            f"sweep.list is {entries!r}; it must be a list of mappings from keys to values"
+        )
+    zipped = [
+        dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)
+    ] or [{}]
     crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
     product = list(itertools.product(entries, zipped, crossed))
     for parts in product:

@@ -41,10 +41,14 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
     require("joblib")
 
 
-def results(runs: Iterable[Run], where: dict[str, Any], begins: Begins, *, jobs: int) -> Generator[Result, None, None]:
+def results(
+    runs: Iterable[Run], where: dict[str, Any], begins: Begins, *, jobs: int
+) -> Generator[Result, None, None]:
     """`one_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
     joblib = require("joblib")
-    warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # expected when the generator is closed
+    warnings.filterwarnings(
+        "ignore", "[0-9]+ tasks (which|have been)"
+    )  # expected when the generator is closed
 
     def task(run: Run) -> Any:
         begins(run)

@@ -25,12 +25,33 @@ NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # before these fields.
 LATER = {
     "engine": (
-        *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
-        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank", "model_family"),
+        *(
+            "speculative",
+            "mesh",
+            "devices",
+            "linear_impl",
+            "kv_policy",
+            "free_window_blocks",
+            "batch_invariant",
+        ),
+        *(
+            "row_features",
+            "max_tap_bytes",
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+            "model_family",
+        ),
     ),
     "simulate": ("mesh", "hop_s", "profile"),
     "workload": ("prefixes", "rounds"),
-    "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
+    "sampling": (
+        "structured_outputs",
+        "bad_words",
+        "bad_words_token_ids",
+        "truncate_prompt_tokens",
+        "taps",
+    ),
 }
 _KINDS = {
     "engine": (EngineConfig,),
@@ -51,14 +72,23 @@ def point_key(experiment: Experiment, content: str) -> str:
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
     if speculative := experiment.engine.speculative:
-        drafter = {"method": _own_source(speculative.method), "model": _model_source(speculative.model)}
+        drafter = {
+            "method": _own_source(speculative.method),
+            "model": _model_source(speculative.model),
+        }
         values["engine"]["speculative"] |= drafter
     if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
-        for name in ("tokens", "dense_layers", "dense_prompts"):  # not in the keys of versions before these fields
+        for name in (
+            "tokens",
+            "dense_layers",
+            "dense_prompts",
+        ):  # not in the keys of versions before these fields
             if getattr(policy, name) is None:
                 del values["engine"]["kv_policy"][name]
-    values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
+    values["engine"] |= {
+        field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES
+    }
     values["engine"]["row_features"] = tuple(map(_own_source, experiment.engine.row_features))
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]
@@ -81,7 +111,11 @@ def point_key(experiment: Experiment, content: str) -> str:
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
     for section, names in LATER.items():
-        usual = {field.name: field.default for kind in _KINDS[section] for field in dataclasses.fields(kind)}
+        usual = {
+            field.name: field.default
+            for kind in _KINDS[section]
+            for field in dataclasses.fields(kind)
+        }
         for name in names:
             if section in values and values[section].get(name, ...) == usual[name]:
                 del values[section][name]
@@ -112,9 +146,12 @@ def _model_source(model: str | None) -> str | None:
     """
     if model is None or not (place := Path(model).expanduser()).exists():
         return model
-    weights = [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
+    weights = (
+        [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
+    )
     facts: list[Any] = [
-        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in sorted(place.glob("*.json"))
+        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+        for path in sorted(place.glob("*.json"))
     ]
     for path in sorted(weights):
         if path.is_file():

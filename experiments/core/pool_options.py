@@ -32,7 +32,9 @@ class Pool:
         if self.count < 1:
             raise ValueError(f"count is {self.count}; it must be at least 1")
         if self.simulate and self.simulate.fit is not None:
-            raise ValueError("simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in simulate")
+            raise ValueError(
+                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in simulate"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Pools:
 
     def __post_init__(self) -> None:
         if self.link_gb_s is not None and self.link_gb_s <= 0:
-            raise ValueError(f"link_gb_s is {self.link_gb_s}; it must be above 0, or null for no time")
+            raise ValueError(
+                f"link_gb_s is {self.link_gb_s}; it must be above 0, or null for no time"
+            )
         if self.latency_s < 0:
             raise ValueError(f"latency_s is {self.latency_s}; it must be at least 0 seconds")
 
@@ -70,11 +74,15 @@ def of_pool(experiment: Experiment, name: str) -> Experiment:
     pool: Pool = getattr(experiment.pools, name)
     changed: dict[str, Any] = {"pools": None, "simulate": pool.simulate or experiment.simulate}
     engine: dict[str, Any] = {
-        key: value for key in ("max_num_seqs", "max_num_batched_tokens") if (value := getattr(pool, key)) is not None
+        key: value
+        for key in ("max_num_seqs", "max_num_batched_tokens")
+        if (value := getattr(pool, key)) is not None
     }
     if pool.cache_tokens is not None:
         changed["cache_tokens"], engine["num_blocks"] = pool.cache_tokens, None
-    return dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **engine), **changed)
+    return dataclasses.replace(
+        experiment, engine=dataclasses.replace(experiment.engine, **engine), **changed
+    )
 
 
 def check_pools(experiment: Experiment) -> None:
@@ -93,16 +101,26 @@ def check_pools(experiment: Experiment) -> None:
         )
     of = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
     if of["prefill"].model != of["decode"].model:
-        models = " and ".join(f"pools.{name} simulates {one.model or experiment.model}" for name, one in of.items())
-        raise ValueError(f"{models}; blocks are those of one model, so give both the same simulate.model")
+        models = " and ".join(
+            f"pools.{name} simulates {one.model or experiment.model}" for name, one in of.items()
+        )
+        raise ValueError(
+            f"{models}; blocks are those of one model, so give both the same simulate.model"
+        )
     for what, wrong, remedy in (
         ("engine.speculative", engine.speculative, "leave it out"),
-        (f"engine.reservation {engine.reservation!r}", engine.reservation != "none", "set it to none"),
+        (
+            f"engine.reservation {engine.reservation!r}",
+            engine.reservation != "none",
+            "set it to none",
+        ),
         ("simulate.kv_cache false", not all(one.kv_cache for one in of.values()), "leave it out"),
         ("simulate.whole_batches", any(one.whole_batches for one in of.values()), "leave it out"),
     ):
         if wrong:
-            raise ValueError(f"pools and {what} are both given, and such sequences are not handed over; {remedy}")
+            raise ValueError(
+                f"pools and {what} are both given, and such sequences are not handed over; {remedy}"
+            )
     for name in POOLS:
         try:
             of_pool(experiment, name)

@@ -79,7 +79,9 @@ class Where(NamedTuple):
     """Where requests ran. Numbers of `decode` follow those of `prefill`."""
 
     prefill: Mapping[str, int]
-    transfers: Mapping[str, Sequence[Transfer]]  # by request; none of a request whose first token was its last
+    transfers: Mapping[
+        str, Sequence[Transfer]
+    ]  # by request; none of a request whose first token was its last
 
 
 class Note(Protocol):
@@ -125,7 +127,9 @@ def drive_pools(
         else:
             break
     if left := [engine for engine in (*prefill.engines, *decode.engines) if engine.has_work]:
-        raise RuntimeError(f"{len(left)} engines have work but make no step: their schedulers are stuck")
+        raise RuntimeError(
+            f"{len(left)} engines have work but make no step: their schedulers are stuck"
+        )
     return Where(run.prefills, run.transfers)
 
 
@@ -133,11 +137,18 @@ class _Run:
     """The state of a run of two pools, and its events."""
 
     def __init__(
-        self, prefill: Fleet[PoolEngine], decode: Fleet[PoolEngine], link: Link, note: Note, sender: Sender
+        self,
+        prefill: Fleet[PoolEngine],
+        decode: Fleet[PoolEngine],
+        link: Link,
+        note: Note,
+        sender: Sender,
     ) -> None:
         self.prefills: dict[str, int] = {}
         self.transfers: dict[str, list[Transfer]] = {}
-        self.moves: list[tuple[float, int, int, Any]] = []  # a heap: time, 0 for an arrival, order, what moves
+        self.moves: list[
+            tuple[float, int, int, Any]
+        ] = []  # a heap: time, 0 for an arrival, order, what moves
         self._prefill, self._decode, self._link, self._note = prefill, decode, link, note
         self._count = 0  # of moves
         self._free = [0.0] * len(prefill.engines)  # when each link is free
@@ -204,7 +215,15 @@ class _Run:
         pages = sum(block != HOLE for block in found.released.blocks) * self._link.block_bytes
         sent = max(now, self._free[replica]) + pages / self._link.bandwidth
         self._free[replica] = sent
-        moving = Moving(found, request_id, replica, self._targets[request_id], pages, now, sent + self._link.latency)
+        moving = Moving(
+            found,
+            request_id,
+            replica,
+            self._targets[request_id],
+            pages,
+            now,
+            sent + self._link.latency,
+        )
         self._push(moving.arrived, 0, moving)
 
     def step_decode(self) -> None:
@@ -215,7 +234,9 @@ class _Run:
             self._adopted(waiting.popleft(), now)
         replica, result = self._decode.step()
         if result is None:
-            raise RuntimeError(f"engine {target} of pools.decode has work but makes no step: its scheduler is stuck")
+            raise RuntimeError(
+                f"engine {target} of pools.decode has work but makes no step: its scheduler is stuck"
+            )
         number = replica + len(self._prefill.engines)
         self._note.step(number, result)
         for request_id in self._sender.ended(result, result.finished):
@@ -226,7 +247,10 @@ class _Run:
 
     def _adopted(self, moving: Moving, now: float) -> None:
         """A sequence runs in `decode`, so its blocks in `prefill` are free, where others may wait for them."""
-        engine, name = self._prefill.engines[moving.replica], moving.found.released.request.request_id
+        engine, name = (
+            self._prefill.engines[moving.replica],
+            moving.found.released.request.request_id,
+        )
         engine.free(moving.found)
         self._note.left(moving.replica, name)
         if engine.has_work:
@@ -270,7 +294,10 @@ class PooledLLM:
 
 
 def of_pools(
-    requests: Iterable[RequestRecord], steps: Sequence[StepRecord], counts: Sequence[int], duration: float
+    requests: Iterable[RequestRecord],
+    steps: Sequence[StepRecord],
+    counts: Sequence[int],
+    duration: float,
 ) -> dict[str, Any]:
     """How even the engines of each pool were, their blocks, and what moving took.
 
@@ -285,7 +312,8 @@ def of_pools(
     moved = [request.transfers[0].replica for request in requests if request.transfers]
     first, second = range(counts[0]), range(counts[0], sum(counts))
     return {
-        "prefill": of_replicas([one.replica for one in requests], steps, duration, first) | _blocks(steps, first),
+        "prefill": of_replicas([one.replica for one in requests], steps, duration, first)
+        | _blocks(steps, first),
         "decode": of_replicas(moved, steps, duration, second) | _blocks(steps, second),
         "transfers": len(found),
         "moved_bytes": sum(one.bytes for one in found),
@@ -300,4 +328,7 @@ def _blocks(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
     if not found:
         return {"blocks_total": None, "blocks_used": None}
     used = [step.blocks_used for step in found]
-    return {"blocks_total": found[0].num_blocks, "blocks_used": {"mean": sum(used) / len(used), "peak": max(used)}}
+    return {
+        "blocks_total": found[0].num_blocks,
+        "blocks_used": {"mean": sum(used) / len(used), "peak": max(used)},
+    }

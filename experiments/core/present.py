@@ -26,7 +26,9 @@ class Change:
             raise ValueError(f"at is {self.at!r}; it must be at least 0 seconds, and finite")
         counts = (self.join, self.leave, self.fail)
         if min(counts) < 0 or sum(count > 0 for count in counts) != 1:
-            raise ValueError(f"join, leave and fail are {counts}; one of them must be above 0, and the others 0")
+            raise ValueError(
+                f"join, leave and fail are {counts}; one of them must be above 0, and the others 0"
+            )
 
     @property
     def more(self) -> int:
@@ -56,12 +58,16 @@ class Replicas:
                 f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the blocks of a replica"
             )
         if any(a.at > b.at for a, b in pairwise(self.changes)):
-            raise ValueError(f"changes are at {[change.at for change in self.changes]} seconds; list them by time")
+            raise ValueError(
+                f"changes are at {[change.at for change in self.changes]} seconds; list them by time"
+            )
         present = self.count
         for change in self.changes:
             present += change.more
             if present < 1:
-                raise ValueError(f"changes leave {present} replicas at {change.at:g} s; at least 1 must be present")
+                raise ValueError(
+                    f"changes leave {present} replicas at {change.at:g} s; at least 1 must be present"
+                )
 
     @property
     def ever(self) -> int:

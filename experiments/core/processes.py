@@ -38,7 +38,9 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
         if message["input"] != "run":
             continue
         if message["point"] not in experiments:
-            what = f"has no point {message['point'][:12]}; start all processes with the same command"
+            what = (
+                f"has no point {message['point'][:12]}; start all processes with the same command"
+            )
             group.report("failed", f"process {group.process} {what}")
         try:
             engine: Any = engines.get(experiments[message["point"]]).engine
@@ -53,4 +55,7 @@ def _skip(group: Follower, error: Exception) -> None:
     """Wait for the end of a run whose engine cannot be built here. If process 0 can build it, all end."""
     while (message := group.receive())["input"] != "release":
         if message["input"] in ("open", "step"):
-            group.report("failed", f"process {group.process} cannot build the engine: {type(error).__name__}: {error}")
+            group.report(
+                "failed",
+                f"process {group.process} cannot build the engine: {type(error).__name__}: {error}",
+            )

@@ -44,7 +44,9 @@ class BranchRecord(NamedTuple):
     def gaps(self) -> tuple[float, ...]:
         """Seconds between its tokens. Raises ValueError if their times were not kept."""
         if self.counted is not None:
-            raise ValueError(f"{self.branch_id} has the times of its first and last token alone; set records: full")
+            raise ValueError(
+                f"{self.branch_id} has the times of its first and last token alone; set records: full"
+            )
         return tuple(b - a for a, b in pairwise(self.token_times))
 
     @property
@@ -84,7 +86,9 @@ class RequestRecord(NamedTuple):
 
     @property
     def ttft(self) -> float | None:
-        first = min((branch.token_times[0] for branch in self.branches if branch.token_times), default=None)
+        first = min(
+            (branch.token_times[0] for branch in self.branches if branch.token_times), default=None
+        )
         return None if first is None else first - self.arrival
 
     @property
@@ -92,7 +96,9 @@ class RequestRecord(NamedTuple):
         """Seconds from arrival to the end of the last branch; None if a branch did not end."""
         if not self.done:
             return None
-        last = max((branch.token_times[-1] for branch in self.branches if branch.token_times), default=None)
+        last = max(
+            (branch.token_times[-1] for branch in self.branches if branch.token_times), default=None
+        )
         return None if last is None else last - self.arrival
 
     @property
@@ -126,11 +132,15 @@ class StepRecord(NamedTuple):
     finished: int
     waiting: int
     blocks_used: int
-    blocks_listed: int  # entries in the block tables of running sequences: their blocks without sharing
+    blocks_listed: (
+        int  # entries in the block tables of running sequences: their blocks without sharing
+    )
     num_blocks: int
     held_tokens: int
     compilations: int
-    context_tokens: int = 0  # keys and values that attention reads: each sequence's context after the step
+    context_tokens: int = (
+        0  # keys and values that attention reads: each sequence's context after the step
+    )
     pairs: int = 0  # (query, key) pairs of causal attention
     drafts: int = 0  # that were verified
     accepted: int = 0  # drafts that became output tokens
@@ -155,7 +165,9 @@ class RequestRecorder:
         self._start = start
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
         self._scheduled: dict[str, float] = {}
-        self._times: dict[str, list[float]] = {name: [] for _, names in self._requests for name in names}
+        self._times: dict[str, list[float]] = {
+            name: [] for _, names in self._requests for name in names
+        }
         self._tokens: dict[str, list[int]] = {name: [] for name in self._times}
         self._preemptions = dict.fromkeys(self._times, 0)
         self._reasons: dict[str, str] = {}
@@ -165,7 +177,9 @@ class RequestRecorder:
         started, finished = result.started - self._start, result.finished - self._start
         for seq in result.plan.seqs:
             if seq.request_id not in self._times:
-                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
+                raise ValueError(
+                    f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload"
+                )
             self._scheduled.setdefault(seq.request_id, started)
         for request_id in result.plan.preempted:
             self._preemptions[request_id] += 1
@@ -196,12 +210,18 @@ class RequestRecorder:
         return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))
 
     def records(
-        self, replicas: Mapping[str, int] | None = None, transfers: Mapping[str, Sequence[Transfer]] | None = None
+        self,
+        replicas: Mapping[str, int] | None = None,
+        transfers: Mapping[str, Sequence[Transfer]] | None = None,
     ) -> list[RequestRecord]:
         """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
         return [
             request_record(
-                item, self._scheduled.get(item.request_id), tuple(map(self._branch, names)), replicas, transfers
+                item,
+                self._scheduled.get(item.request_id),
+                tuple(map(self._branch, names)),
+                replicas,
+                transfers,
             )
             for item, names in self._requests
         ]
@@ -252,9 +272,16 @@ class StepRecorder:
     finish remove them.
     """
 
-    def __init__(self, start: float, block_size: int, config: SchedulerConfig | None = None, replica: int = 0) -> None:
+    def __init__(
+        self, start: float, block_size: int, config: SchedulerConfig | None = None, replica: int = 0
+    ) -> None:
         """See `step_records`."""
-        self._start, self._block_size, self._config, self._replica = start, block_size, config, replica
+        self._start, self._block_size, self._config, self._replica = (
+            start,
+            block_size,
+            config,
+            replica,
+        )
         self._groups = config.groups if config else 1
         self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
         self._admissions = FirstAdmissions()
@@ -293,7 +320,9 @@ class StepRecorder:
             tokens=plan.num_tokens,
             prompt_tokens=_prompt_tokens(plan),
             padded_tokens=result.padded_tokens,
-            sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
+            sampled=sum(
+                len(event.token_ids) for event in result.events if isinstance(event, Sampled)
+            ),
             admitted=len(plan.admitted),
             admitted_tokens=sum(event.num_tokens for event in entered),
             hit_tokens=sum(event.num_cached for event in entered),
@@ -316,10 +345,17 @@ class StepRecorder:
         steps, rows, size = len(span.allocated), len(span.seqs), self._block_size
         after = rows * np.arange(steps)  # tokens that the steps before each one have added
         context = sum(span.lengths) + after
-        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(span.seqs, span.lengths, strict=True)}
-        self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
+        first = {
+            seq.request_id: (seq.blocks, length)
+            for seq, length in zip(span.seqs, span.lengths, strict=True)
+        }
+        self._cached = {
+            name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()
+        }
         used = span.blocks + np.cumsum(span.allocated)
-        shared = max(0, span.listed - span.blocks)  # entries that list a block which another one lists, too
+        shared = max(
+            0, span.listed - span.blocks
+        )  # entries that list a block which another one lists, too
         held = context
         if shared:
             held = np.minimum(_held(first.values(), size, self._groups) + after, used * size)
@@ -359,12 +395,17 @@ class StepRecorder:
                 decodes=rows,
                 replica=self._replica,
             )
-            for i, (start, duration, device, host, used, listed, held, context) in enumerate(rows_of)
+            for i, (start, duration, device, host, used, listed, held, context) in enumerate(
+                rows_of
+            )
         ]
 
 
 def step_records(
-    results: Iterable[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
+    results: Iterable[StepResult],
+    start: float,
+    block_size: int,
+    config: SchedulerConfig | None = None,
 ) -> list[StepRecord]:
     """One record for each step of one replica.
 
@@ -390,4 +431,6 @@ def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: 
         for last in blocks[first : first + groups] if tokens % block_size else ():
             part[last] = max(part.get(last, 0), tokens % block_size)
     full.discard(HOLE)
-    return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
+    return len(full) * block_size + sum(
+        tokens for block, tokens in part.items() if block not in full
+    )

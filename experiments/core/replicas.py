@@ -82,7 +82,9 @@ def drive_replicas(
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
     """
     sender = Sender(items, sampling, clients)
-    cluster = _Cluster(engines, router, known_blocks, sender, notes, present or Present(len(engines)))
+    cluster = _Cluster(
+        engines, router, known_blocks, sender, notes, present or Present(len(engines))
+    )
     while cluster.happens():
         pass
     return cluster.replicas
@@ -106,11 +108,21 @@ class _Cluster:
         self._changes, self._anew = deque(present.changes), present.anew
         self._join(present.count)
         self.replicas: dict[str, int] = {}
-        self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}  # in the order in which they were sent
-        self._steps: list[tuple[float, int]] = []  # a heap: when each replica with work makes a step, or looks ahead
-        self._ahead: dict[int, StepTimes] = {}  # the steps of a replica before that one, which only decode
-        self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
-        self._again: list[tuple[float, int, str]] = []  # a heap: when a request is routed again, its order, and its id
+        self._unfinished: dict[
+            str, tuple[WorkItem, SamplingParams]
+        ] = {}  # in the order in which they were sent
+        self._steps: list[
+            tuple[float, int]
+        ] = []  # a heap: when each replica with work makes a step, or looks ahead
+        self._ahead: dict[
+            int, StepTimes
+        ] = {}  # the steps of a replica before that one, which only decode
+        self._ended: list[
+            tuple[float, int, str]
+        ] = []  # a heap: when a request ended, where, and its id
+        self._again: list[
+            tuple[float, int, str]
+        ] = []  # a heap: when a request is routed again, its order, and its id
 
     def happens(self) -> bool:
         """The next event. False: there is none."""
@@ -152,7 +164,9 @@ class _Cluster:
             return
         result = engine.step()
         if result is None:
-            raise RuntimeError(f"replica {replica} has work but makes no step: its scheduler is stuck")
+            raise RuntimeError(
+                f"replica {replica} has work but makes no step: its scheduler is stuck"
+            )
         self._notes.step(replica, result)
         for request_id in self._sender.ended(result, result.finished):
             del self._unfinished[request_id]
@@ -179,12 +193,16 @@ class _Cluster:
         size, prompt = self._engines[0].config.block_size, item.prompt_token_ids
         keys = block_hashes.of_prompt(prompt, params, size)[1] if self._hashes else ()
         tokens = len(prompt) + params.n * params.max_tokens
-        self._state, chosen = routing.route(self._state, self._router, RouterRequest(item.request_id, tokens, keys))
+        self._state, chosen = routing.route(
+            self._state, self._router, RouterRequest(item.request_id, tokens, keys)
+        )
         replica = int(chosen)
         self._interrupt(replica, at)
         engine = self._engines[replica]
         if not engine.has_work:
-            while engine.now < at:  # in the pieces in which `drive` sleeps, so that times are the same
+            while (
+                engine.now < at
+            ):  # in the pieces in which `drive` sleeps, so that times are the same
                 engine.sleep(min(at - engine.now, LONGEST_SLEEP))
             heappush(self._steps, (engine.now, replica))
         submit(engine, item, params)
@@ -232,7 +250,9 @@ class StepLoad(Protocol):
     def seconds(self) -> float: ...
 
 
-def of_replicas(where: Iterable[int], steps: Sequence[StepLoad], duration: float, replicas: range) -> dict[str, Any]:
+def of_replicas(
+    where: Iterable[int], steps: Sequence[StepLoad], duration: float, replicas: range
+) -> dict[str, Any]:
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
     Args:
@@ -250,6 +270,7 @@ def of_replicas(where: Iterable[int], steps: Sequence[StepLoad], duration: float
             busy[step.replica - first] += step.seconds / duration
     values = {"requests": asked, "tokens_computed": tokens, "busy_share": busy}
     ends = {
-        name: {"least": min(found), "mean": sum(found) / count, "most": max(found)} for name, found in values.items()
+        name: {"least": min(found), "mean": sum(found) / count, "most": max(found)}
+        for name, found in values.items()
     }
     return {"count": count, **ends}

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 from pagedjax.host.types import Event, Plan, Verified
 
-COLUMNS = "drafts", "accepted", "decodes"  # of a step record; steps.jsonl has them only with speculation
+COLUMNS = (
+    "drafts",
+    "accepted",
+    "decodes",
+)  # of a step record; steps.jsonl has them only with speculation
 
 
 class DraftCounts(NamedTuple):
@@ -40,14 +44,22 @@ def counted(plan: Plan, events: Iterable[Event]) -> DraftCounts:
 def decodes(plan: Plan) -> int:
     drafts = plan.drafts or (0,) * len(plan.seqs)
     rows = zip(plan.seqs, plan.lengths, plan.starts, plan.counts, drafts, strict=True)
-    ones = [(seq, start) for seq, length, start, count, k in rows if count - k == 1 and start + 1 == length]
+    ones = [
+        (seq, start)
+        for seq, length, start, count, k in rows
+        if count - k == 1 and start + 1 == length
+    ]
     return sum(start >= seq.request.prompt_len for seq, start in ones)
 
 
 def sums(steps: Iterable[Counted]) -> DraftCounts:
     """Over all steps."""
     counts = [(step.drafts, step.accepted, step.decodes) for step in steps]
-    return DraftCounts(*(sum(column) for column in zip(*counts, strict=True))) if counts else DraftCounts(0, 0, 0)
+    return (
+        DraftCounts(*(sum(column) for column in zip(*counts, strict=True)))
+        if counts
+        else DraftCounts(0, 0, 0)
+    )
 
 
 def summary(counts: Counted) -> dict[str, Any]:
@@ -59,5 +71,7 @@ def summary(counts: Counted) -> dict[str, Any]:
         "drafts": counts.drafts,
         "accepted": counts.accepted,
         "acceptance": counts.accepted / counts.drafts if counts.drafts else None,
-        "tokens_per_decode": (counts.decodes + counts.accepted) / counts.decodes if counts.decodes else None,
+        "tokens_per_decode": (counts.decodes + counts.accepted) / counts.decodes
+        if counts.decodes
+        else None,
     }

@@ -123,13 +123,19 @@ def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}; `python -m experiments.run CONFIG --out {root}` creates it")
+        raise ValueError(
+            f"there is no folder {root}; `python -m experiments.run CONFIG --out {root}` creates it"
+        )
     runs: list[dict[str, Any]] = []
     for index in sorted(root.rglob("runs.jsonl")):
         lines = index.read_text(encoding="utf-8").splitlines()
         runs += [{**run, "run": str(index.parent / run["run"])} for run in map(json.loads, lines)]
     if not runs:
-        found = sorted(path.parent for path in root.rglob(_SUMMARY) if not path.parent.name.startswith(_TEMPORARY))
+        found = sorted(
+            path.parent
+            for path in root.rglob(_SUMMARY)
+            if not path.parent.name.startswith(_TEMPORARY)
+        )
         runs = [{**(read_summary(path) or {}), "run": str(path)} for path in found]
     if not runs:
         raise ValueError(
@@ -150,13 +156,17 @@ def read_requests(folder: Path) -> list[RequestRecord]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise ValueError(f"there is no {path}; `python -m experiments.run` writes it into a run folder") from None
+        raise ValueError(
+            f"there is no {path}; `python -m experiments.run` writes it into a run folder"
+        ) from None
     return [_request(json.loads(line)) for line in lines]
 
 
 def _request(row: dict[str, Any]) -> RequestRecord:
     branches = [
-        BranchRecord(**{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])})
+        BranchRecord(
+            **{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])}
+        )
         for b in row["branches"]
     ]
     transfers = tuple(Transfer(**one) for one in row.get("transfers", ()))
@@ -169,7 +179,9 @@ def json_text(value: Any) -> str:
 
 
 def json_lines(values: Iterable[Any]) -> str:
-    return "".join(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n" for value in values)
+    return "".join(
+        json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n" for value in values
+    )
 
 
 def yaml_text(value: Any) -> str:
@@ -189,5 +201,9 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted names, in order: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat

@@ -34,7 +34,9 @@ class _Loader(yaml_words.Loader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if key in first_line:
-                raise ValueError(f"line {line}: the key {key!r} is given twice (first in line {first_line[key]})")
+                raise ValueError(
+                    f"line {line}: the key {key!r} is given twice (first in line {first_line[key]})"
+                )
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
 
@@ -60,7 +62,9 @@ def load_file(path: Path) -> dict[str, Any]:
     if value is None:
         raise ValueError(f"{path} is empty; a config is a mapping of sections, such as `name: ...`")
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")
+        raise ValueError(
+            f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`"
+        )
     return value
 
 
@@ -83,8 +87,16 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (collections.abc.Mapping, dict) and isinstance(value, dict):
-        return {parse(args[0], k, f"{where} key"): parse(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return {
+            parse(args[0], k, f"{where} key"): parse(args[1], v, f"{where}.{k}")
+            for k, v in value.items()
+        }
+    if (
+        kind is float
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    ):
         return float(value)
     if kind in (int, str, bool, types.NoneType) and type(value) is kind:
         return value
@@ -106,9 +118,15 @@ def _dataclass(cls: Any, value: Any, where: str) -> Any:
     prefix = f"{where}." if where else ""
     known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
     for field in dataclasses.fields(cls):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in known and set(known) <= set(hints):  # an unknown key is reported first
-            raise ValueError(f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}")
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if (
+            required and field.name not in known and set(known) <= set(hints)
+        ):  # an unknown key is reported first
+            raise ValueError(
+                f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}"
+            )
     try:
         return from_dict(cls, known, where=prefix)
     except ValueError as error:
@@ -123,9 +141,17 @@ def _example(cls: Any) -> str:
     tag, values = _tag(cls)
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.name != tag]
-    needed = [f"{one.name}: ..." for one in fields if one.default is missing and one.default_factory is missing]
+    needed = [
+        f"{one.name}: ..."
+        for one in fields
+        if one.default is missing and one.default_factory is missing
+    ]
     plain = [f"{one.name}: {one.default}" for one in fields if type(one.default) in (int, float)]
-    keys = [*[f"{tag}: {value}" for value in values], *needed] or plain[:1] or [f"{fields[0].name}: ..."]
+    keys = (
+        [*[f"{tag}: {value}" for value in values], *needed]
+        or plain[:1]
+        or [f"{fields[0].name}: ..."]
+    )
     return f"{{{', '.join(keys)}}}"
 
 
@@ -134,15 +160,21 @@ def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
     if tagged and isinstance(value, dict):
         name = _tag(next(iter(tagged.values())))[0]
         if name not in value:
-            raise ValueError(f"{where}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}")
+            raise ValueError(
+                f"{where}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
+            )
         one_of(f"{where}.{name}", value[name], tuple(tagged))
         return parse(tagged[value[name]], value, where)
     for member in members:
         if _fits(member, value):
             return parse(member, value, where)
     union = Union[members]  # noqa: UP007 - built from a tuple
-    example = next((f", such as {_example(one)}" for one in members if dataclasses.is_dataclass(one)), "")
-    raise ValueError(f"{where} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}")
+    example = next(
+        (f", such as {_example(one)}" for one in members if dataclasses.is_dataclass(one)), ""
+    )
+    raise ValueError(
+        f"{where} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}"
+    )
 
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
@@ -168,7 +200,13 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    plain = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", types.NoneType: "null"}
+    plain = {
+        int: "an integer",
+        float: "a finite number",
+        str: "text",
+        bool: "true or false",
+        types.NoneType: "null",
+    }
     if kind in plain:
         return plain[kind]
     origin, args = get_origin(kind), get_args(kind)

@@ -24,7 +24,12 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        forks: Sequence[str] = (),
     ) -> None: ...
 
     def step(self) -> StepResult | None: ...
@@ -32,7 +37,9 @@ class Engine(Protocol):
     def reset(self) -> None: ...
 
 
-def in_order(items: Sequence[WorkItem], sampling: SamplingParams) -> Iterator[tuple[WorkItem, SamplingParams]]:
+def in_order(
+    items: Sequence[WorkItem], sampling: SamplingParams
+) -> Iterator[tuple[WorkItem, SamplingParams]]:
     """Each request with its own parameters.
 
     Raises:
@@ -51,10 +58,14 @@ class Sender:
     and the client that is free for the longest time sends the next one.
     """
 
-    def __init__(self, items: Sequence[WorkItem], sampling: SamplingParams, clients: int | None = None) -> None:
+    def __init__(
+        self, items: Sequence[WorkItem], sampling: SamplingParams, clients: int | None = None
+    ) -> None:
         """`clients`: of a closed loop; None is an open loop. Raises ValueError like `in_order`."""
         self._left = deque(in_order(items, sampling))
-        self._free = None if clients is None else [0.0] * clients  # a heap: since when each free client is free
+        self._free = (
+            None if clients is None else [0.0] * clients
+        )  # a heap: since when each free client is free
         self._requests: dict[str, str] = {}  # unfinished branch -> its request
         self._unfinished: Counter[str] = Counter()  # request -> its unfinished branches
 

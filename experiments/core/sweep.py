@@ -24,7 +24,9 @@ REMEDY = "--no-resume measures them again"
 NAMED = 6  # run folders that a note names
 
 
-def finished_runs(plan: Sequence[Run], folder: Path, remedy: str = REMEDY) -> dict[tuple[str, int], dict[str, Any]]:
+def finished_runs(
+    plan: Sequence[Run], folder: Path, remedy: str = REMEDY
+) -> dict[tuple[str, int], dict[str, Any]]:
     """Summaries of the plan's finished runs; a failed run counts as missing.
 
     Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats of their point are
@@ -34,12 +36,18 @@ def finished_runs(plan: Sequence[Run], folder: Path, remedy: str = REMEDY) -> di
     for run in plan:
         summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
         if summary is not None and not summary["failed"]:
-            found[run.point.key, run.repeat] = {**summary, **head_of(run)}  # its place may be another one now
+            found[run.point.key, run.repeat] = {
+                **summary,
+                **head_of(run),
+            }  # its place may be another one now
     missing = {run.point.key for run in plan if (run.point.key, run.repeat) not in found}
     other = {key: summary for key, summary in found.items() if made_by(summary) != code()}
     again = {key: summary for key, summary in other.items() if key[0] in missing}
     note_runs(
-        again, folder, "by other code", "They are measured again, because other repeats of their points are missing"
+        again,
+        folder,
+        "by other code",
+        "They are measured again, because other repeats of their points are missing",
     )
     kept = {key: summary for key, summary in other.items() if key not in again}
     note_runs(kept, folder, "by other code", remedy)
@@ -111,12 +119,18 @@ def measure_missing(
         store.set_aside([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
         where = environment(device=here and not all(run.point.experiment.simulate for run in plan))
         device = where["device"]["kind"]
-        measured = {key: s for key, s in done.items() if not (s["device"] or SIMULATED).startswith(SIMULATED)}
+        measured = {
+            key: s
+            for key, s in done.items()
+            if not (s["device"] or SIMULATED).startswith(SIMULATED)
+        }
         if here:
             other = {key: s for key, s in measured.items() if s["device"] != device}
             note_runs(other, folder, f"on another device ({device})", remedy)
         with (
-            tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
+            tqdm(
+                total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run"
+            ) as bar,
             closing(measure_all(missing, where, partial(show, bar))) as results,
         ):
             for files, summary in results:
@@ -133,9 +147,13 @@ def show(bar: Any, run: Run) -> None:
     bar.set_description(f"{run.point.label}, repeat {run.repeat}")
 
 
-def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:
+def write_index(
+    folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Rewrite runs.jsonl: the summaries of the sweep's finished runs, in the order of the sweep."""
     runs = sorted(plan, key=lambda run: (run.order, run.repeat))
-    summaries = [done[run.point.key, run.repeat] for run in runs if (run.point.key, run.repeat) in done]
+    summaries = [
+        done[run.point.key, run.repeat] for run in runs if (run.point.key, run.repeat) in done
+    ]
     store.write_file(folder / "runs.jsonl", store.json_lines(summaries))
     return summaries

@@ -65,7 +65,10 @@ class _Counter:
         if not self._size:
             return
         arrays = [np.array(self._single), *self._arrays]
-        values, times = np.concatenate(arrays), np.repeat([1, *self._times], [len(array) for array in arrays])
+        values, times = (
+            np.concatenate(arrays),
+            np.repeat([1, *self._times], [len(array) for array in arrays]),
+        )
         self._arrays, self._times, self._single, self._size = [], [], [], 0
         self._count(values, times)
 
@@ -78,7 +81,9 @@ class Tally(_Counter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bins = np.zeros(_BINS, np.int64)  # bin 0: numbers below the least one, which count as 0
+        self._bins = np.zeros(
+            _BINS, np.int64
+        )  # bin 0: numbers below the least one, which count as 0
         self._total, self._sum, self._most = 0, 0.0, 0.0
 
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
@@ -102,11 +107,19 @@ class Tally(_Counter):
         if not self._total:
             return {"count": 0, **dict.fromkeys(("mean", *names, "max"))}
         places = [(self._total - 1) * p / 100 for p in PERCENTILES]
-        low, high = self.at([int(at) for at in places]), self.at([min(int(at) + 1, self._total - 1) for at in places])
+        low, high = (
+            self.at([int(at) for at in places]),
+            self.at([min(int(at) + 1, self._total - 1) for at in places]),
+        )
         parts = [at % 1 for at in places]
         percentiles = [a + (b - a) * part for a, b, part in zip(low, high, parts, strict=True)]
         mean = self._sum / self._total
-        return {"count": self._total, "mean": mean, **dict(zip(names, percentiles, strict=True)), "max": self._most}
+        return {
+            "count": self._total,
+            "mean": mean,
+            **dict(zip(names, percentiles, strict=True)),
+            "max": self._most,
+        }
 
 
 class Timeline(_Counter):
@@ -120,8 +133,13 @@ class Timeline(_Counter):
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
         while values.max() >= _PARTS * self._width:
             pairs = self._parts.reshape(-1, 2).sum(1)
-            self._parts, self._width = np.concatenate((pairs, np.zeros_like(pairs))), 2 * self._width
-        self._parts += np.bincount((values / self._width).astype(np.int64), times, _PARTS).astype(np.int64)
+            self._parts, self._width = (
+                np.concatenate((pairs, np.zeros_like(pairs))),
+                2 * self._width,
+            )
+        self._parts += np.bincount((values / self._width).astype(np.int64), times, _PARTS).astype(
+            np.int64
+        )
 
     def steady_rate(self) -> float | None:
         """As `metrics.steady_rate`, within 2 %. None if its two times are too near to say so much."""
@@ -184,15 +202,23 @@ class Totals:
     def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
         self.replicas = [ReplicaSums(replica) for replica in range(len(engines))]
         self._recorders = [
-            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i) for i, one in enumerate(engines)
+            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i)
+            for i, one in enumerate(engines)
         ]
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
         self._scheduled: dict[str, float] = {}
-        self._ends: dict[str, list[float]] = {}  # of each branch, the times of its first and last token
+        self._ends: dict[
+            str, list[float]
+        ] = {}  # of each branch, the times of its first and last token
         self._counts: dict[str, int] = defaultdict(int)  # tokens of each branch
         self._preemptions: dict[str, int] = defaultdict(int)
         self._reasons: dict[str, str] = {}
-        self._seconds, self._device, self._host, self._sequences = Tally(), Tally(), Tally(), Tally()
+        self._seconds, self._device, self._host, self._sequences = (
+            Tally(),
+            Tally(),
+            Tally(),
+            Tally(),
+        )
         self._gaps, self._made = Tally(), Timeline()  # of tokens
 
     def step(self, replica: int, result: StepResult) -> None:
@@ -214,7 +240,11 @@ class Totals:
                 self._reasons[event.request_id] = event.reason
 
     def span(self, replica: int, span: DecodeSpan) -> None:
-        columns, sums, rows = self._recorders[replica].columns_of(span), self.replicas[replica], len(span.seqs)
+        columns, sums, rows = (
+            self._recorders[replica].columns_of(span),
+            self.replicas[replica],
+            len(span.seqs),
+        )
         steps, seconds = len(span.allocated), span.times.finished - span.times.started
         sums.count += steps
         sums.end = float(span.times.finished[-1])
@@ -229,10 +259,14 @@ class Totals:
         sums.decodes += steps * rows
         self._seconds.add(seconds)
         self._device.add(span.times.device)
-        self._host.add(np.maximum(seconds - span.times.device, 0.0))  # without host_s, a difference of rounding
+        self._host.add(
+            np.maximum(seconds - span.times.device, 0.0)
+        )  # without host_s, a difference of rounding
         self._sequences.add(np.array([float(rows)]), steps)
         finished = span.times.finished
-        self._sampled([seq.request_id for seq in span.seqs], float(finished[0]), float(finished[-1]), steps)
+        self._sampled(
+            [seq.request_id for seq in span.seqs], float(finished[0]), float(finished[-1]), steps
+        )
         self._gaps.add(np.diff(finished), rows)
         self._made.add(finished, rows)
 
@@ -248,12 +282,19 @@ class Totals:
 
     def _branch(self, name: str) -> BranchRecord:
         ends, reason = tuple(self._ends.get(name, ())), self._reasons.get(name)
-        return BranchRecord(name, ends, (), self._preemptions.get(name, 0), reason, self._counts.get(name, 0))
+        return BranchRecord(
+            name, ends, (), self._preemptions.get(name, 0), reason, self._counts.get(name, 0)
+        )
 
     def records(self, replicas: Mapping[str, int]) -> list[RequestRecord]:
         """Of each request, with its replica."""
         return [
-            request_record(item, self._scheduled.get(item.request_id), tuple(map(self._branch, names)), replicas)
+            request_record(
+                item,
+                self._scheduled.get(item.request_id),
+                tuple(map(self._branch, names)),
+                replicas,
+            )
             for item, names in self._requests
         ]
 
@@ -262,8 +303,13 @@ class Totals:
         found = [one for one in self.replicas if one.count]
         if not found:
             raise ValueError("the run has no steps; there is nothing to summarize")
-        largest = {name: max(getattr(one, name) for one in found) for name in ("end", "most_used", "num_blocks")}
-        summed = [field.name for field in fields(ReplicaSums) if field.name not in ("replica", *largest)]
+        largest = {
+            name: max(getattr(one, name) for one in found)
+            for name in ("end", "most_used", "num_blocks")
+        }
+        summed = [
+            field.name for field in fields(ReplicaSums) if field.name not in ("replica", *largest)
+        ]
         return OfSteps(
             **largest,
             **{name: sum(getattr(one, name) for one in found) for name in summed},
@@ -274,4 +320,6 @@ class Totals:
         )
 
     def of_tokens(self) -> OfTokens:
-        return OfTokens(sum(self._counts.values()), self._gaps.spread(), self._made.steady_rate(), None, METHOD)
+        return OfTokens(
+            sum(self._counts.values()), self._gaps.spread(), self._made.steady_rate(), None, METHOD
+        )

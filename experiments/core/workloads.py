@@ -20,10 +20,20 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from experiments.core.distributions import AT_ONCE, Arrivals, ClosedLoop, Lengths, clip, draw_arrivals, draw_lengths
+from experiments.core.distributions import (
+    AT_ONCE,
+    Arrivals,
+    ClosedLoop,
+    Lengths,
+    clip,
+    draw_arrivals,
+    draw_lengths,
+)
 from pagedjax.load_client.text_files import lines, paragraphs, trace_rows
 
-FIRST_ORDINARY_TOKEN = 17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
+FIRST_ORDINARY_TOKEN = (
+    17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
+)
 AZURE = (
     "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) of the Azure Public "
     "Dataset, CC-BY 4.0, with columns TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
@@ -57,7 +67,9 @@ class Workload(NamedTuple):
 
     def drawn(self) -> Workload:
         """The same with all token ids in memory."""
-        items = [item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items]
+        items = [
+            item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items
+        ]
         return self._replace(items=tuple(items))
 
     def describe(self) -> dict[str, Any]:
@@ -108,10 +120,14 @@ class Synthetic:
     def __post_init__(self) -> None:
         _at_least_one("count", self.count)
         if self.shared_prefix < 0:
-            raise ValueError(f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens")
+            raise ValueError(
+                f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
+            )
         _at_least_one("prefixes", self.prefixes)
         if self.prefixes > 1 and not self.shared_prefix:
-            raise ValueError(f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their length")
+            raise ValueError(
+                f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their length"
+            )
 
 
 @dataclass(frozen=True)
@@ -134,7 +150,9 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.time_scale < math.inf:
-            raise ValueError(f"time_scale is {self.time_scale!r}; it must be at least 0, and finite")
+            raise ValueError(
+                f"time_scale is {self.time_scale!r}; it must be at least 0, and finite"
+            )
         if self.offset < 0:
             raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
         _at_least_one("limit", self.limit, "null for the whole file")
@@ -211,10 +229,14 @@ def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode)
         output_lens = [spec.max_tokens] * len(prompts)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
-    return Workload(_items(draw_arrivals(spec.arrivals, len(prompts), arrivals), prompts, output_lens))
+    return Workload(
+        _items(draw_arrivals(spec.arrivals, len(prompts), arrivals), prompts, output_lens)
+    )
 
 
-def random_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+def random_prompts(
+    lens: Sequence[int], vocab_size: int, rng: np.random.Generator
+) -> list[tuple[int, ...]]:
     """Raises ValueError for a vocabulary without ordinary tokens."""
     return [tuple(prompt) for prompt in drawn_later(lens, vocab_size, rng)]
 
@@ -228,14 +250,20 @@ class RandomIds(Sequence[int]):
         """The next ids that `rng`, on PCG64, draws. It is not advanced."""
         state = rng.bit_generator.state
         self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]
-        self._increment, self._length, self._vocab_size = sys.intern(str(state["state"]["inc"])), length, vocab_size
+        self._increment, self._length, self._vocab_size = (
+            sys.intern(str(state["state"]["inc"])),
+            length,
+            vocab_size,
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         bits: Any = np.random.PCG64()
         state, has_uint32, uinteger = self._drawn_from
         whole = {"bit_generator": "PCG64", "state": {"state": state, "inc": int(self._increment)}}
         bits.state = {**whole, "has_uint32": has_uint32, "uinteger": uinteger}
-        drawn = np.random.Generator(bits).integers(FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length)
+        drawn = np.random.Generator(bits).integers(
+            FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length
+        )
         return drawn if dtype is None else drawn.astype(dtype)
 
     def __len__(self) -> int:
@@ -289,17 +317,29 @@ def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[
     """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace, by arrival."""
     kept = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
     if not kept:
-        raise ValueError(f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})")
+        raise ValueError(
+            f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
+        )
     times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
-    period = times[-1] * len(times) / max(1, len(times) - 1)  # the time until the first request of the next round
+    period = (
+        times[-1] * len(times) / max(1, len(times) - 1)
+    )  # the time until the first request of the next round
     if spec.rounds > 1 and spec.time_scale and not period:
         what = f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at one time"
-        raise ValueError(f"{what}, so no gap between two rounds is known; set rounds: 1, or raise workload.limit")
-    times = [time + i * period for i in range(spec.rounds) for time in times] if spec.rounds > 1 else times
+        raise ValueError(
+            f"{what}, so no gap between two rounds is known; set rounds: 1, or raise workload.limit"
+        )
+    times = (
+        [time + i * period for i in range(spec.rounds) for time in times]
+        if spec.rounds > 1
+        else times
+    )
     return times, [row[1] for row in kept] * spec.rounds, [row[2] for row in kept] * spec.rounds
 
 
-def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def read_tokens(
+    spec: Tokens, content: str, vocab_size: int
+) -> tuple[list[tuple[int, ...]], list[int]]:
     """Prompts and output lengths of a JSON list of requests."""
     try:
         entries = json.loads(content)
@@ -314,20 +354,30 @@ def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None
         if not isinstance(prompt, list) or not prompt or type(output) is not int or output < 1:
-            raise ValueError(f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and "max_tokens" >= 1')
+            raise ValueError(
+                f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and "max_tokens" >= 1'
+            )
         wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:
-            raise ValueError(f"{spec.file}, entry {index}: token id {wrong[0]!r} is outside [0, {vocab_size})")
+            raise ValueError(
+                f"{spec.file}, entry {index}: token id {wrong[0]!r} is outside [0, {vocab_size})"
+            )
         prompts.append(tuple(prompt))
         outputs.append(output)
     return prompts, outputs
 
 
-def _items(times: Sequence[float], prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> tuple[WorkItem, ...]:
+def _items(
+    times: Sequence[float], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
+) -> tuple[WorkItem, ...]:
     rows = zip(times, prompts, outputs, strict=True)
-    return tuple(WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows))
+    return tuple(
+        WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows)
+    )
 
 
 def _at_least_one(name: str, value: int | None, none: str = "") -> None:
     if value is not None and value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be at least 1" + (f", or {none}" if none else ""))
+        raise ValueError(
+            f"{name} is {value!r}; it must be at least 1" + (f", or {none}" if none else "")
+        )

@@ -42,9 +42,19 @@ from pagedjax.device.placement import make_placement
 LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS = SHAPES | {
     "llama-3-8b": LLAMA_3
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     "llama-3-70b": LLAMA_3
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
 }
 # instructions that may have a cache array as result: an in-place kernel or scatter, and what moves nothing
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter"}
@@ -52,9 +62,14 @@ HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call",
 
 def faults(step: Step) -> list[str]:
     """What must not be in a step, as sentences."""
-    wrong = [f"whole cache arrays are made by {count} x {kind}" for kind, count in bad_copies(step).items()]
+    wrong = [
+        f"whole cache arrays are made by {count} x {kind}"
+        for kind, count in bad_copies(step).items()
+    ]
     if step.aliased < step.cache:
-        wrong.append(f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place")
+        wrong.append(
+            f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place"
+        )
     return wrong + [one.text for one in exchanges.differences(step.found, step.must) if one.wrong]
 
 
@@ -88,7 +103,9 @@ def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int,
     return "\n".join(lines)
 
 
-def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan, n: int, more: int) -> str:
+def exchange_lines(
+    step: Step, model: DecoderConfig, target: Target, plan: Plan, n: int, more: int
+) -> str:
     """The exchanges of a step, as lines; "" for one device. more: layers of the model that were not compiled."""
     network = target.network(n)
     if network is None:
@@ -96,7 +113,9 @@ def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan,
     lines = [f"exchanges of {n} devices:", exchanges.table(step.found, n, network)]
     combined = [one.text for one in exchanges.differences(step.found, step.must) if not one.wrong]
     lines += [f"  combined or split by the compiler: {text}" for text in combined]
-    lines += [f"  {count} of them by the compiler's {ring}" for ring, count in sorted(step.rings.items())]
+    lines += [
+        f"  {count} of them by the compiler's {ring}" for ring, count in sorted(step.rings.items())
+    ]
     time = exchanges.seconds(step.found, n, network)
     said = f"  {1e3 * time:.2f} ms in every step on the links of {target.chip}, by a roofline"
     if more:
@@ -107,19 +126,32 @@ def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan,
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--target", choices=TARGETS, required=True)
-    parser.add_argument("--mesh", type=sizes_of, metavar="tensor=8[,expert=N]", help="devices that share the model")
-    parser.add_argument("--topology", help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)")
+    parser.add_argument(
+        "--mesh", type=sizes_of, metavar="tensor=8[,expert=N]", help="devices that share the model"
+    )
+    parser.add_argument(
+        "--topology",
+        help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)",
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.2-1b")
     parser.add_argument("--weights", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=512, help="of the largest step (default 512)")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence at most (default 8192)")
-    parser.add_argument("--fraction", type=float, default=0.9, help="of the memory beside the weights (default 0.9)")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to compile faster")
+    parser.add_argument(
+        "--length", type=int, default=8192, help="tokens of a sequence at most (default 8192)"
+    )
+    parser.add_argument(
+        "--fraction", type=float, default=0.9, help="of the memory beside the weights (default 0.9)"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers than the model has, to compile faster"
+    )
     return parser.parse_args(argv)
 
 
@@ -127,7 +159,9 @@ def sizes_of(text: str) -> MeshConfig:
     """The sizes of a mesh, from its axes: "tensor=8" or "tensor=4,expert=2"."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and value.isdecimal() for name, _, value in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write tensor=8, or tensor=4,expert=2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh; write tensor=8, or tensor=4,expert=2"
+        )
     try:
         return from_dict(MeshConfig, {name: int(value) for name, _, value in pairs}, where="mesh.")
     except ValueError as error:
@@ -138,7 +172,9 @@ def config_of(model: str, weights: str, layers: int | None = None) -> DecoderCon
     """Raises ValueError for more layers than the model has, or less than one."""
     shape = MODELS[model]
     if layers is not None and not 1 <= layers <= shape["num_hidden_layers"]:
-        raise ValueError(f"--layers is {layers}; {model} has {shape['num_hidden_layers']}, and one is the least")
+        raise ValueError(
+            f"--layers is {layers}; {model} has {shape['num_hidden_layers']}, and one is the least"
+        )
     shape = shape | ({"num_hidden_layers": layers} if layers else {})
     return dataclasses.replace(llama.from_hf(shape), int8=weights == "int8")
 
@@ -148,7 +184,9 @@ def main(argv: list[str] | None = None) -> int:
     target, sizes = compilers.target(args.target), args.mesh or MeshConfig()
     n, plan = sizes.size, Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
     try:
-        config, whole = (config_of(args.model, args.weights, layers) for layers in (args.layers, None))
+        config, whole = (
+            config_of(args.model, args.weights, layers) for layers in (args.layers, None)
+        )
         topology = compilers.topology_of(target, n, args.topology)
         target.network(n)
         part = split.device_config(whole, sizes) if checked(whole, args.mesh) else whole
@@ -175,12 +213,19 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {name}, on {where}: {error}", file=sys.stderr)
         return 1
-    lines = [str(placement) if placement else "", memory_lines(has, step, fit, plan, (config.layers, whole.layers))]
+    lines = [
+        str(placement) if placement else "",
+        memory_lines(has, step, fit, plan, (config.layers, whole.layers)),
+    ]
     lines.append(exchange_lines(step, config, target, plan, n, left_out))
     lines.append(launches.lines(step.kinds, step.graphs) if step.kinds else "")
-    lines.append(f"{name}: compiled for {where} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}")
+    lines.append(
+        f"{name}: compiled for {where} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}"
+    )
     wrong = faults(step)
-    print("\n".join(line for line in [*lines, "the cache is updated in place" * (not wrong)] if line))
+    print(
+        "\n".join(line for line in [*lines, "the cache is updated in place" * (not wrong)] if line)
+    )
     for one in wrong:
         print(f"error: {name}, on {where}: {one}", file=sys.stderr)
     return 1 if wrong else 0

@@ -113,17 +113,23 @@ def on_mesh(placement: Placement) -> Model:
 
     def placed(keys: Any, one: Any, stored: Any) -> jax.ShapeDtypeStruct:
         shape, sharding = placement.layout(name_of(keys).split("."), stored.shape)
-        assert sharding.shard_shape(shape) == one.shape, f"{name_of(keys)}: {shape} is not split into {one.shape}"
+        assert sharding.shard_shape(shape) == one.shape, (
+            f"{name_of(keys)}: {shape} is not split into {one.shape}"
+        )
         return jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
 
-    each = [placed(keys, one, stored) for (keys, one), stored in zip(leaves, whole.leaves, strict=True)]
+    each = [
+        placed(keys, one, stored) for (keys, one), stored in zip(leaves, whole.leaves, strict=True)
+    ]
     return Model(placement.model, part.graphdef, jax.tree.unflatten(tree, each), DTYPE, placement)
 
 
 def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
     """The largest step of an engine, which computes nothing; decodes: the one of decodes alone."""
     width = -(-plan.length // plan.block_size)
-    fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size)
+    fixed = Shapes(
+        (plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size
+    )
     fixed = fixed._replace(decode_buckets=(plan.tokens,) if decodes else ())
     return pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
 
@@ -139,7 +145,9 @@ def room(part: DecoderConfig, target: Target, plan: Plan, name: str) -> Room:
     weights = memory.nbytes(one.leaves)
     device = memory.DeviceMemory(name, target.memory, max(target.memory - weights, 0))
     block = cache.block_bytes(**block_shape(plan.block_size, one, DTYPE, target.impl))
-    return Room(device, weights, block, plan.rows * -(-plan.length // plan.block_size), plan.fraction)
+    return Room(
+        device, weights, block, plan.rows * -(-plan.length // plan.block_size), plan.fraction
+    )
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
@@ -155,7 +163,9 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     where = placement.cache_sharding if placement else cache.CacheSharding(here, here)
     shape = block_shape(plan.block_size, model, model.dtype, target.impl)
     pages = cache.shapes(blocks=blocks, sharding=where, **shape)
-    step = make_step(model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0)
+    step = make_step(
+        model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0
+    )
     decodes = attention.find(target.impl).decodes_alone and plan.tokens <= plan.rows
     batch = _placed(joined(blank_batch(model, plan, decodes)), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)
@@ -169,7 +179,9 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
         if not NO_MEMORY.search(str(error)):
             raise
         return None
-    found = _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started, decodes)
+    found = _read(
+        compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started, decodes
+    )
     if not gpu:
         return found
     kinds = launches.kinds(hlo.parse(compiled.as_text()))
@@ -181,7 +193,13 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 
 def _read(
-    compiled: Any, output: StepOutput, model: Model, plan: Plan, pages: cache.KVCache, seconds: float, decodes: bool
+    compiled: Any,
+    output: StepOutput,
+    model: Model,
+    plan: Plan,
+    pages: cache.KVCache,
+    seconds: float,
+    decodes: bool,
 ) -> Step:
     program, stats = hlo.parse(compiled.as_text()), compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
@@ -196,7 +214,9 @@ def _read(
         aliased=stats.alias_size_in_bytes,
         copies=whole_arrays(program, memory.nbytes(layer)),
         found=exchanges.found(program, n),
-        must=exchanges.wanted(model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes),
+        must=exchanges.wanted(
+            model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes
+        ),
         rings=exchanges.rings(program),
         seconds=seconds,
     )
@@ -216,11 +236,17 @@ def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
     for site in hlo.sites(program):
         one = site.instruction
         if not site.fused and any(array.nbytes == nbytes for array in one.results):
-            found[hlo.root(program, hlo.called(one)[0]).opcode if one.opcode == "fusion" else one.opcode] += 1
+            found[
+                hlo.root(program, hlo.called(one)[0]).opcode
+                if one.opcode == "fusion"
+                else one.opcode
+            ] += 1
     return found
 
 
-def fitted(model: Model, target: Target, plan: Plan, has: Room, device: Any, *, all_layers: bool) -> tuple[Step, int]:
+def fitted(
+    model: Model, target: Target, plan: Plan, has: Room, device: Any, *, all_layers: bool
+) -> tuple[Step, int]:
     """The step with as many blocks as fit and are of use, by the rules of an engine; and the blocks that fit.
 
     It is compiled again if its own memory is the limit, unless layers were left out: then it fits in any case.
@@ -234,7 +260,9 @@ def fitted(model: Model, target: Target, plan: Plan, has: Room, device: Any, *, 
         if step is not None:
             break
     if step is None:
-        raise no_room(f"the compiler finds no room for a step beside {memory.size(has.weights)} of weights")
+        raise no_room(
+            f"the compiler finds no room for a step beside {memory.size(has.weights)} of weights"
+        )
     blocks = has.blocks(step.activations)
     if all_layers and (last := min(blocks, has.useful)) != tried:
         step = compile_step(model, target, plan, last, device)

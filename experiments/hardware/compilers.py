@@ -23,7 +23,13 @@ from pallas_kernels.tiles import TPUS, TpuTiles
 
 FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
-SHAPES = {"v4": CUBES, "v5e": FLAT, "v5p": CUBES, "v6e": FLAT, "tpu7x": CUBES}  # of topologies, ascending
+SHAPES = {
+    "v4": CUBES,
+    "v5e": FLAT,
+    "v5p": CUBES,
+    "v6e": FLAT,
+    "tpu7x": CUBES,
+}  # of topologies, ascending
 CORES = {"v4": 2, "tpu7x": 2}  # devices of a chip; others have one
 
 
@@ -73,9 +79,15 @@ def topology_of(target: Target, n: int, wanted: str | None = None) -> str:
     """
     if wanted is None:
         return _smallest(target, n)
-    pattern, example = (r"\d+x\d+x\d+", "1x1x8") if target.platform == "cuda" else (rf"{target.name}:\d+(x\d+)+", "")
+    pattern, example = (
+        (r"\d+x\d+x\d+", "1x1x8")
+        if target.platform == "cuda"
+        else (rf"{target.name}:\d+(x\d+)+", "")
+    )
     if not re.fullmatch(pattern, wanted):
-        raise ValueError(f"--topology is {wanted!r}; for {target.name} write {example or _smallest(target, 4)}")
+        raise ValueError(
+            f"--topology is {wanted!r}; for {target.name} write {example or _smallest(target, 4)}"
+        )
     if (has := size(target, wanted)) < n:
         raise ValueError(
             f"the mesh has {n} devices, and the topology {wanted} {has}; use a smaller --mesh, or --topology "
@@ -90,7 +102,9 @@ def _smallest(target: Target, n: int) -> str:
     for shape in SHAPES[target.name]:
         if size(target, name := f"{target.name}:{shape}") >= n:
             return name
-    raise ValueError(f"the mesh has {n} devices, and no default topology of {target.name} has so many; give --topology")
+    raise ValueError(
+        f"the mesh has {n} devices, and no default topology of {target.name} has so many; give --topology"
+    )
 
 
 def size(target: Target, topology: str) -> int:
@@ -120,7 +134,9 @@ def devices(target: Target, topology: str) -> list[Any]:
     try:
         if target.platform == "cuda":
             text = aot.HOPPER.format(**aot.TARGETS[target.name]._asdict())
-            return topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology).devices
+            return topologies.get_topology_desc(
+                platform="cuda", target_config=text, topology=topology
+            ).devices
         return topologies.get_topology_desc(topology, platform="tpu").devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the compiler has no topology {topology}: {error}") from None

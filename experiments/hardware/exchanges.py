@@ -30,7 +30,14 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.sampling import PROMPT_TILE
 
 KNOWN = get_args(Kind)
-OTHERS = ("reduce-scatter", "collective-permute", "collective-broadcast", "ragged-all-to-all", "send", "recv")
+OTHERS = (
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+    "send",
+    "recv",
+)
 OPCODES = {f"{kind}{form}": kind for kind in (*KNOWN, *OTHERS) for form in ("", "-start")}
 GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 RINGS = re.compile(r'"strategy":"(\w+)".*?\bcolors:(\d+) phases:(\d+)')
@@ -63,7 +70,8 @@ def rings(program: hlo.Program) -> Counter[str]:
     return Counter(
         f"{found[1]}, {found[2]} colors, {found[3]} phases"
         for site in hlo.sites(program)
-        if site.instruction.opcode in OPCODES and (found := RINGS.search(site.instruction.attributes))
+        if site.instruction.opcode in OPCODES
+        and (found := RINGS.search(site.instruction.attributes))
     )
 
 
@@ -84,18 +92,28 @@ def found(program: hlo.Program, n: int) -> Counter[Found]:
         kind = OPCODES.get(one.opcode)
         if kind is None:
             continue
-        operands, group = [array for name in one.operands for array in results[name]], group_size(one.attributes, n)
-        copies, kind = group if kind == "all-gather" else 1, kind if group == n else f"{kind} of {group} devices"
+        operands, group = (
+            [array for name in one.operands for array in results[name]],
+            group_size(one.attributes, n),
+        )
+        copies, kind = (
+            group if kind == "all-gather" else 1,
+            kind if group == n else f"{kind} of {group} devices",
+        )
         numbers, nbytes = sum(x.numbers for x in operands), sum(x.nbytes for x in operands)
         sizes = copies * numbers, copies * nbytes
-        counted[Found(kind, _said(operands) + _rounded(one, operands), *sizes, site.times, site.branch)] += 1
+        counted[
+            Found(kind, _said(operands) + _rounded(one, operands), *sizes, site.times, site.branch)
+        ] += 1
     return counted
 
 
 def _rounded(one: hlo.Instruction, operands: Sequence[hlo.Array]) -> str:
     """The dtype of the result where it is another one: a compiler may round in the exchange itself."""
     given = {array.dtype for array in operands}
-    others = {array.dtype for array in one.results if array.dims} - given  # a scalar is a part of the mechanism
+    others = {
+        array.dtype for array in one.results if array.dims
+    } - given  # a scalar is a part of the mechanism
     return "".join(f", rounded to {dtype}" for dtype in sorted(others))
 
 
@@ -112,7 +130,9 @@ def group_size(attributes: str, n: int) -> int:
 
 def _said(arrays: Sequence[hlo.Array]) -> str:
     """Arrays as text, equal ones with their number."""
-    return ", ".join(f"{array}" + f" x {count}" * (count > 1) for array, count in Counter(arrays).items())
+    return ", ".join(
+        f"{array}" + f" x {count}" * (count > 1) for array, count in Counter(arrays).items()
+    )
 
 
 def wanted(
@@ -136,7 +156,9 @@ def wanted(
     if n == 1:
         return ()
     rows, tile = (-(-count // n) * n for count in (samples, min(PROMPT_TILE, tokens)))
-    last = (samples, tokens) if samples < tokens else ()  # the last layer's tokens, in the two branches of the step
+    last = (
+        (samples, tokens) if samples < tokens else ()
+    )  # the last layer's tokens, in the two branches of the step
     prompts = (
         Wanted("all-to-all", part.vocab_size * tile, branch=True),
         Wanted("all-gather", columns[1] * tile, branch=True),
@@ -168,22 +190,34 @@ def differences(program: Mapping[Found, int], must: Sequence[Wanted]) -> list[Di
         if (
             difference := _difference(
                 f"{kind}{' in a branch' * branch}",
-                {one: count for one, count in program.items() if (one.kind, one.branch) == (kind, branch)},
+                {
+                    one: count
+                    for one, count in program.items()
+                    if (one.kind, one.branch) == (kind, branch)
+                },
                 [one for one in must if (one.kind, one.branch) == (kind, branch)],
             )
         )
     ]
 
 
-def _difference(name: str, program: Mapping[Found, int], must: Sequence[Wanted]) -> Difference | None:
+def _difference(
+    name: str, program: Mapping[Found, int], must: Sequence[Wanted]
+) -> Difference | None:
     has = sum(one.numbers * count for one, count in program.items())
     needs = sum(one.numbers * one.times for one in must)
     instructions, exchanges = sum(program.values()), sum(one.times for one in must)
     if has != needs:
         arrays = "; ".join(f"{count} of {one.arrays}" for one, count in program.items()) or "none"
-        return Difference(f"{name}: {has:,} numbers ({arrays}) in place of {needs:,} in {exchanges} exchanges", True)
+        return Difference(
+            f"{name}: {has:,} numbers ({arrays}) in place of {needs:,} in {exchanges} exchanges",
+            True,
+        )
     if instructions != exchanges:
-        return Difference(f"{name}: {instructions} instructions for {exchanges} exchanges of the same numbers", False)
+        return Difference(
+            f"{name}: {instructions} instructions for {exchanges} exchanges of the same numbers",
+            False,
+        )
     return None
 
 
@@ -197,11 +231,14 @@ def seconds(program: Mapping[Found, int], n: int, network: Network) -> float:
     return sum(
         collectives.seconds(_exchange(one, runs(one, count)), n, network)
         for one, count in program.items()
-        if one.kind in KNOWN and (not one.branch or (one.kind == "all-reduce" and one.numbers == min(sums)))
+        if one.kind in KNOWN
+        and (not one.branch or (one.kind == "all-reduce" and one.numbers == min(sums)))
     )
 
 
-def seconds_of_layers(model: DecoderConfig, layers: int, n: int, tokens: int, network: Network) -> float:
+def seconds_of_layers(
+    model: DecoderConfig, layers: int, n: int, tokens: int, network: Network
+) -> float:
     """The time of two sums of [T, H] in each of so many layers."""
     size = collectives.SUM_BYTES * model.hidden * tokens
     return collectives.seconds(Exchange("all-reduce", size, 2 * layers), n, network)
@@ -219,7 +256,9 @@ def runs(one: Found, count: int) -> int:
 def table(program: Mapping[Found, int], n: int, network: Network) -> str:
     """The exchanges as lines to print: how often, what, the bytes of all of them, and their time."""
     lines = []
-    for one, count in sorted(program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)):
+    for one, count in sorted(
+        program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)
+    ):
         times, time = runs(one, count), "no estimate"
         if one.kind in KNOWN:
             time = f"{1e3 * collectives.seconds(_exchange(one, times), n, network):.3f} ms"
@@ -228,5 +267,7 @@ def table(program: Mapping[Found, int], n: int, network: Network) -> str:
             where = f", for each {PROMPT_TILE} prompt tokens with log-probabilities"
             if one.kind == "all-reduce":
                 where = ", of the last layer: of sampled tokens, or of all for log-probabilities of prompts"
-        lines.append(f"  {times:4} x {one.kind:10}  {one.arrays}: {times * one.bytes / 2**20:,.3f} MiB, {time}{where}")
+        lines.append(
+            f"  {times:4} x {one.kind:10}  {one.arrays}: {times * one.bytes / 2**20:,.3f} MiB, {time}{where}"
+        )
     return "\n".join(lines)

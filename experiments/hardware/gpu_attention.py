@@ -52,7 +52,10 @@ BEYOND_L2 = 128 << 20  # least bytes of the caches of a measurement
 
 DECODES = [
     *(Shape(64, 1, 4096, 8, 4, 128, s) for s in pallas_gpu.BLOCK_SIZES),
-    *(Shape(64, 1, 4096, heads, group, d, 16) for heads, group, d in ((8, 4, 64), (4, 8, 128), (4, 8, 64))),
+    *(
+        Shape(64, 1, 4096, heads, group, d, 16)
+        for heads, group, d in ((8, 4, 64), (4, 8, 128), (4, 8, 64))
+    ),
     *(Shape(1, 1, 32768, 8, 4, 128, s) for s in (16, 128)),
     Shape(8, 1, 8192, 8, 4, 128, 16),
     Shape(256, 1, 1024, 4, 8, 64, 16),
@@ -129,7 +132,10 @@ def triton(shape: Shape) -> Contender:
 
     def make(shape: Shape, seed: int) -> tuple[Any, ...]:
         found = inputs(shape, seed)
-        swapped = found.k_pages.swapaxes(0, 1), found.v_pages.swapaxes(0, 1)  # its layout is [K, P, S, D]
+        swapped = (
+            found.k_pages.swapaxes(0, 1),
+            found.v_pages.swapaxes(0, 1),
+        )  # its layout is [K, P, S, D]
         return found.q, *swapped, found.block_tables, found.seq_lens
 
     return Contender(call, make)
@@ -146,22 +152,33 @@ def causal_from_first_key(shape: Shape) -> bool:
 
 
 def cudnn(shape: Shape) -> Contender:
-    call = partial(jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn")
+    call = partial(
+        jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn"
+    )
     return Contender(call, contiguous)
 
 
 def mosaic(shape: Shape, keys: int) -> Contender:
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    config = attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True
+    )
     # It takes float16 alone: its shared memory is float16 for any inputs (JAX 0.11.2). Products are as fast.
-    return Contender(partial(attention_mgpu.attention, config=config), partial(contiguous, dtype="float16"))
+    return Contender(
+        partial(attention_mgpu.attention, config=config), partial(contiguous, dtype="float16")
+    )
 
 
 def contiguous(shape: Shape, seed: int, dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(seed), 3)
-    q = jax.random.normal(keys[0], (shape.rows, shape.queries, shape.heads * shape.group, shape.d), dtype)
-    k, v = (jax.random.normal(k, (shape.rows, shape.context, shape.heads, shape.d), dtype) for k in keys[1:])
+    q = jax.random.normal(
+        keys[0], (shape.rows, shape.queries, shape.heads * shape.group, shape.d), dtype
+    )
+    k, v = (
+        jax.random.normal(k, (shape.rows, shape.context, shape.heads, shape.d), dtype)
+        for k in keys[1:]
+    )
     return q, k, v
 
 
@@ -174,8 +191,13 @@ def torch_times(shape: Shape, copies: int) -> Times:
         return torch.randn(shape.rows, heads, tokens, shape.d, dtype=torch.bfloat16, device="cuda")
 
     n = shape.heads * shape.group
-    sets = [(tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv")) for _ in range(copies)]
-    call: Any = partial(functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1)
+    sets = [
+        (tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv"))
+        for _ in range(copies)
+    ]
+    call: Any = partial(
+        functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1
+    )
     for one in sets:
         call(*one)
     times = []
@@ -199,7 +221,10 @@ def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
     if decode:
         found["jax triton (deprecated)"] = partial(triton, shape)
     elif square:
-        found |= {f"jax mosaic 64 x {keys}, contiguous": partial(mosaic, shape, keys) for keys in (64, 128)}
+        found |= {
+            f"jax mosaic 64 x {keys}, contiguous": partial(mosaic, shape, keys)
+            for keys in (64, 128)
+        }
     return found
 
 
@@ -213,9 +238,15 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     key = lambda row: (row["contender"], *sorted((row["shape"] | {"queries": 0}).items()))  # noqa: E731
     timed = [row for row in rows if "seconds" in row]
     decodes = {key(row): row["seconds"] for row in timed if row["shape"]["queries"] == 1}
-    drafts = [row for row in timed if 1 < row["shape"]["queries"] <= SHORT[-1] and key(row) in decodes]
+    drafts = [
+        row for row in timed if 1 < row["shape"]["queries"] <= SHORT[-1] and key(row) in decodes
+    ]
     return [
-        {"shape": row["shape"], "contender": row["contender"], "over_a_decode": row["seconds"] / decodes[key(row)]}
+        {
+            "shape": row["shape"],
+            "contender": row["contender"],
+            "over_a_decode": row["seconds"] / decodes[key(row)],
+        }
         for row in drafts
     ]
 
@@ -241,7 +272,9 @@ def prepared(shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: b
             return Row(shape, name, None, None)
         try:
             found = find()
-            made = compiled(found.call, jax.eval_shape(lambda: found.make(shape, 0)), copies_of(shape))
+            made = compiled(
+                found.call, jax.eval_shape(lambda: found.make(shape, 0)), copies_of(shape)
+            )
             return Row(shape, name, found, made)
         except Exception as error:
             return Row(shape, name, None, error)
@@ -271,7 +304,9 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
         if row.contender is None:
             times = torch_times(shape, copies)
         else:
-            times = device_times(row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS)
+            times = device_times(
+                row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS
+            )
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         print(f"  {row.name:30} {found['error'][:100]}", flush=True)
@@ -281,7 +316,10 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
     else:
         share = shape.flops / times.seconds / card["product_flops_per_s"]
     wall = "" if times.busy is None else f", {1e6 * times.wall:.1f} us with gaps"
-    print(f"  {row.name:30} {1e6 * times.seconds:10.1f} us{wall}   {share:6.1%} of the card's limit", flush=True)
+    print(
+        f"  {row.name:30} {1e6 * times.seconds:10.1f} us{wall}   {share:6.1%} of the card's limit",
+        flush=True,
+    )
     return found | {"seconds": times.seconds, **times._asdict(), "share": share}
 
 
@@ -302,13 +340,19 @@ def versions() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--json", help="write results to this file as they are measured")
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
-    parser.add_argument("--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME")
+    parser.add_argument(
+        "--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: plain XLA alone, tiny shapes, wall times")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: plain XLA alone, tiny shapes, wall times"
+    )
     args = parser.parse_args()
     device = jax.devices()[0]
     if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
@@ -325,7 +369,9 @@ def main() -> int:
 
     card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)
-    print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")
+    print(
+        f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s"
+    )
     few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
     began, rows, before = time.perf_counter(), [], None
     shapes = REHEARSED if args.rehearse else few if args.quick else all_shapes
@@ -339,7 +385,9 @@ def main() -> int:
         rows.append(measure(row, card))
         keep(rows=rows, drafts=compared(rows))
     for row in compared(rows):
-        print(f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode")
+        print(
+            f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode"
+        )
     return 0
 
 

@@ -48,20 +48,34 @@ GRAPHS = {  # what XLA puts into CUDA graphs
 TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
 REHEARSED: dict[str, Any] = {
     **{"shape": "small", "impls": ["xla"], "dtype": "float32", "lookahead": [0, 1], "profile": 4},
-    **{"requests": 4, "lengths": (8, 32), "budget": 64, "buckets": [8, 64], "bandwidth": 1e10, "rate": 1e11},
+    **{
+        "requests": 4,
+        "lengths": (8, 32),
+        "budget": 64,
+        "buckets": [8, 64],
+        "bandwidth": 1e10,
+        "rate": 1e11,
+    },
 }
 
 
 def requests_of(count: int, least: int, most: int, vocabulary: int, seed: int = 0) -> list[Request]:
     """Prompts and numbers of output tokens, both of `least` to `most`, drawn as nano-vllm's bench.py draws them."""
     draw = random.Random(seed)
-    prompts = [[draw.randint(0, vocabulary - 1) for _ in range(draw.randint(least, most))] for _ in range(count)]
+    prompts = [
+        [draw.randint(0, vocabulary - 1) for _ in range(draw.randint(least, most))]
+        for _ in range(count)
+    ]
     return [(prompt, draw.randint(least, most)) for prompt in prompts]
 
 
 def add(engine: Engine, requests: Iterable[Request]) -> None:
     for i, (prompt, tokens) in enumerate(requests):
-        engine.add(str(i), prompt, SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, seed=i))
+        engine.add(
+            str(i),
+            prompt,
+            SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, seed=i),
+        )
 
 
 def serve(engine: Engine, requests: Sequence[Request], roofline: Roofline) -> dict[str, Any]:
@@ -72,7 +86,11 @@ def serve(engine: Engine, requests: Sequence[Request], roofline: Roofline) -> di
         if (result := engine.step()) is None:
             continue
         bound += roofline(work_of(result.plan, result.plan.num_tokens))
-        steps, device, compiled = steps + 1, device + result.device_seconds, compiled + result.compilations
+        steps, device, compiled = (
+            steps + 1,
+            device + result.device_seconds,
+            compiled + result.compilations,
+        )
         if max(result.plan.counts, default=0) == 1:
             decodes.append(result.finished - result.started)
     seconds, tokens = time.perf_counter() - began, sum(tokens for _, tokens in requests)
@@ -121,7 +139,10 @@ def last_call(engine: Engine) -> tuple[Any, Any]:
 
     class Watched(dict[Any, Any]):
         def __missing__(self, shape: Any) -> Any:
-            return lambda *arguments: (calls.append((compiled[shape], arguments)), compiled[shape](*arguments))[1]
+            return lambda *arguments: (
+                calls.append((compiled[shape], arguments)),
+                compiled[shape](*arguments),
+            )[1]
 
     object.__setattr__(engine.runtime, "programs", Watched())
     engine.step()
@@ -139,7 +160,11 @@ def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> d
     cache = engine._cache()  # what that call left
     there = [jax.device_put(batch) for _ in range(2)]
     found = {}
-    for name, turns in {"device arrays": there[:1], "two sets of them": there, "host arrays": [batch]}.items():
+    for name, turns in {
+        "device arrays": there[:1],
+        "two sets of them": there,
+        "host arrays": [batch],
+    }.items():
         called = []
         for i in range(calls + 3):
             if i == 3:
@@ -176,51 +201,91 @@ def busy(kernels: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     return {"traced_s": whole / 1e9, "idle": 1 - covered / whole, "launches": len(kernels)}
 
 
-def by_name(kernels: Sequence[tuple[float, float, str]], steps: int, most: int = 25) -> list[dict[str, Any]]:
+def by_name(
+    kernels: Sequence[tuple[float, float, str]], steps: int, most: int = 25
+) -> list[dict[str, Any]]:
     """The kernels that take most of a step's time, with their launches and microseconds a step."""
     found: dict[str, list[float]] = {}
     for begin, end, name in kernels:
         found.setdefault(name, []).append(end - begin)
     longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
     return [
-        {"name": name[:120], "launches": len(times) / steps, "us": round(sum(times) / 1e3 / steps, 1)}
+        {
+            "name": name[:120],
+            "launches": len(times) / steps,
+            "us": round(sum(times) / 1e3 / steps, 1),
+        }
         for name, times in longest
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
-    parser.add_argument("--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU")
+    parser.add_argument(
+        "--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU"
+    )
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--requests", type=at_least_1, default=256)
-    parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST")
+    )
     parser.add_argument("--budget", type=at_least_1, default=2048)
-    parser.add_argument("--buckets", type=int, nargs="+", help="token buckets (default: the requests and the budget)")
+    parser.add_argument(
+        "--buckets",
+        type=int,
+        nargs="+",
+        help="token buckets (default: the requests and the budget)",
+    )
     parser.add_argument("--block-size", type=at_least_1, default=16)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--profile", type=int, default=10, metavar="STEPS", help="trace so many decode steps; 0: none")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="trace so many decode steps; 0: none",
+    )
     parser.add_argument("--no-serve", action="store_true", help="only the trace")
-    parser.add_argument("--bandwidth", type=float, default=4e12, help="bytes/s of the card, see gpu_attention")
-    parser.add_argument("--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4e12, help="bytes/s of the card, see gpu_attention"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file as they come")
-    parser.add_argument("--graphs", choices=sorted(GRAPHS), default="all", help="what XLA puts into CUDA graphs")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few requests to a tiny model")
+    parser.add_argument(
+        "--graphs", choices=sorted(GRAPHS), default="all", help="what XLA puts into CUDA graphs"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
+    )
     args = parser.parse_args(argv)
     if args.rehearse:
         parser.set_defaults(**REHEARSED)
         args = parser.parse_args(argv)
-    programs.GPU_OPTIONS |= {BUFFERS: GRAPHS[args.graphs], "xla_enable_command_buffers_during_profiling": True}
+    programs.GPU_OPTIONS |= {
+        BUFFERS: GRAPHS[args.graphs],
+        "xla_enable_command_buffers_during_profiling": True,
+    }
     model = random_model(SHAPES[args.shape], args.dtype)
     number = 4 if args.dtype == "float32" else 2
     described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]}
     shape = shape_of(described, number, number)
-    roofline = Roofline(shape, Chip(args.bandwidth, args.rate, 0.0, launch=0.0), block_size=args.block_size)
+    roofline = Roofline(
+        shape, Chip(args.bandwidth, args.rate, 0.0, launch=0.0), block_size=args.block_size
+    )
     least, most = args.lengths
     requests = requests_of(args.requests, least, most, model.config.vocab_size)
-    figures: dict[str, Any] = {"where": environment(), **{k: str(v) for k, v in vars(args).items()}, "runs": []}
+    figures: dict[str, Any] = {
+        "where": environment(),
+        **{k: str(v) for k, v in vars(args).items()},
+        "runs": [],
+    }
     blocks = (args.lengths[1] + max(args.lengths[1], TRACED)) // args.block_size
     buckets = args.buckets or sorted({args.requests, args.budget})
 

@@ -60,7 +60,10 @@ def measured(job: Job) -> dict[str, Any]:
 
     from pagedjax import LLM, load_model
 
-    began, length = time.perf_counter(), max(len(one["prompt_token_ids"]) for one in job.goldens) + job.tokens + 1
+    began, length = (
+        time.perf_counter(),
+        max(len(one["prompt_token_ids"]) for one in job.goldens) + job.tokens + 1,
+    )
     llm = LLM(
         load_model(job.model, dtype=job.dtype),
         attention_impl=job.impl,
@@ -75,7 +78,9 @@ def measured(job: Job) -> dict[str, Any]:
     )
     startup = time.perf_counter() - began
     return {
-        "decoded": decoded(llm, job.goldens, job.tokens),  # first, so that no prompt is found in the cache
+        "decoded": decoded(
+            llm, job.goldens, job.tokens
+        ),  # first, so that no prompt is found in the cache
         "forced": forced(llm, job.goldens, job.tokens),
         "device": jax.devices()[0].device_kind,
         "startup_s": round(startup, 1),
@@ -91,7 +96,10 @@ def forced(llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int) -> dict[
     params, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
     for one, out in zip(goldens, llm.generate(prompts, params, use_tqdm=False), strict=True):
         entries = out.prompt_logprobs[-tokens:]
-        found += [e[t].logprob - p for e, t, p in zip(entries, one["token_ids"], one["logprobs"], strict=False)]
+        found += [
+            e[t].logprob - p
+            for e, t, p in zip(entries, one["token_ids"], one["logprobs"], strict=False)
+        ]
     return differences(found)
 
 
@@ -104,11 +112,18 @@ def decoded(llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int) -> dict
     outputs = llm.generate([one["prompt_token_ids"] for one in goldens], params, use_tqdm=False)
     for one, out in zip(goldens, outputs, strict=True):
         got, entries = list(out.outputs[0].token_ids), out.outputs[0].logprobs
-        same = next((i for i in range(tokens) if got[i : i + 1] != one["token_ids"][i : i + 1]), tokens)
+        same = next(
+            (i for i in range(tokens) if got[i : i + 1] != one["token_ids"][i : i + 1]), tokens
+        )
         found += [entries[i][got[i]].logprob - one["logprobs"][i] for i in range(same)]
         if same < tokens:
             differ.append({"prompt": one["name"], "at": same, "margin": one["margins"][same]})
-    return {**differences(found), "identical": len(goldens) - len(differ), "of": len(goldens), "differ": differ}
+    return {
+        **differences(found),
+        "identical": len(goldens) - len(differ),
+        "of": len(goldens),
+        "differ": differ,
+    }
 
 
 def differences(found: Sequence[float]) -> dict[str, float]:
@@ -126,17 +141,23 @@ def faults(one: Mapping[str, Any], xla: Mapping[str, Any] | None) -> list[str]:
     wrong, least, dtype = [], 2 * one["forced"]["largest"], one["dtype"]
     for kind in ("forced", "decoded"):
         if not one[kind]["mean"] <= MOST[dtype]:
-            wrong.append(f"{kind}: the mean difference is {one[kind]['mean']:.2g}; the limit is {MOST[dtype]:g}")
+            wrong.append(
+                f"{kind}: the mean difference is {one[kind]['mean']:.2g}; the limit is {MOST[dtype]:g}"
+            )
         for name in ("mean", "largest"):
             limit = FACTOR * xla[kind][name] if xla and "failed" not in xla else float("inf")
             if dtype != "float32" and one[kind][name] > limit:
-                wrong.append(f"{kind}: the {name} difference is {one[kind][name]:.2g}; XLA's allows {limit:.2g}")
+                wrong.append(
+                    f"{kind}: the {name} difference is {one[kind][name]:.2g}; XLA's allows {limit:.2g}"
+                )
     if dtype == "float32":
         least = 0.0
     for at in one["decoded"]["differ"]:
         if at["margin"] > least:
             where = f"token {at['at']} of {at['prompt']!r}"
-            wrong.append(f"{where} is another, and the reference's margin is {at['margin']:.3g}, not below {least:.2g}")
+            wrong.append(
+                f"{where} is another, and the reference's margin is {at['margin']:.3g}, not below {least:.2g}"
+            )
     return wrong
 
 
@@ -150,7 +171,10 @@ def line(one: Mapping[str, Any]) -> str:
     name = f"{one['dtype']:9} {one['impl']:11}"
     if "failed" in one:
         return name + one["failed"][:100]
-    parts = [f"{kind} {one[kind]['mean']:.5f} {one[kind]['largest']:.4f}" for kind in ("forced", "decoded")]
+    parts = [
+        f"{kind} {one[kind]['mean']:.5f} {one[kind]['largest']:.4f}"
+        for kind in ("forced", "decoded")
+    ]
     same = f"{one['decoded']['identical']} of {one['decoded']['of']} identical"
     return f"{name}{'   '.join(parts)}   {same}   {one['seconds']:.0f} s"
 
@@ -159,24 +183,40 @@ def checked_model(model: str, expected: str) -> str:
     """The model, if it is the one of the goldens. Raises ValueError if it is another, or missing."""
     file = located(model)
     if not file.is_file():
-        raise ValueError(f"--model is {model}, which is no file; give the .gguf file of {DEFAULT_MODEL}")
+        raise ValueError(
+            f"--model is {model}, which is no file; give the .gguf file of {DEFAULT_MODEL}"
+        )
     if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != expected:
-        raise ValueError(f"--model is {file}, with sha256 {found[:12]}..., not that of the goldens, {expected[:12]}...")
+        raise ValueError(
+            f"--model is {file}, with sha256 {found[:12]}..., not that of the goldens, {expected[:12]}..."
+        )
     return str(file)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed"
+    )
     parser.add_argument("--impls", nargs="+", default=["xla", "pallas_gpu"])
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(MOST), default=["bfloat16", "float16"])
-    parser.add_argument("--prompts", type=int, default=ROWS, help="the shortest ones (default: all)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each continuation (default, and most: 64)")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=sorted(MOST), default=["bfloat16", "float16"]
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=ROWS, help="the shortest ones (default: all)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="of each continuation (default, and most: 64)"
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few prompts and tokens, in float32")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: few prompts and tokens, in float32"
+    )
     args = parser.parse_args(argv)
     if args.rehearse:
         parser.set_defaults(impls=["xla", "cpu"], dtypes=["float32"], prompts=8, tokens=8)
@@ -190,19 +230,31 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     goldens = sorted(kept["prompts"], key=lambda one: len(one["prompt_token_ids"]))[: args.prompts]
-    jobs = [Job(dtype, impl, model, goldens, args.tokens) for dtype in args.dtypes for impl in args.impls]
+    jobs = [
+        Job(dtype, impl, model, goldens, args.tokens)
+        for dtype in args.dtypes
+        for impl in args.impls
+    ]
     where, found = environment(device=False), []
     for job, result in results(measured, jobs, len(jobs), args.seconds):
         failed = {"failed": f"{type(result).__name__}: {str(result)[:1000]}"}
-        one = {"dtype": job.dtype, "impl": job.impl} | (failed if isinstance(result, BaseException) else result)
+        one = {"dtype": job.dtype, "impl": job.impl} | (
+            failed if isinstance(result, BaseException) else result
+        )
         found.append(one)
         print(line(one), flush=True)
         if args.json:
-            args.json.write_text(json.dumps({"where": where, "runs": judged(found)}, indent=1), encoding="utf-8")
-    wrong = [f"{one['dtype']} {one['impl']}: {fault}" for one in judged(found) for fault in one["wrong"]]
+            args.json.write_text(
+                json.dumps({"where": where, "runs": judged(found)}, indent=1), encoding="utf-8"
+            )
+    wrong = [
+        f"{one['dtype']} {one['impl']}: {fault}" for one in judged(found) for fault in one["wrong"]
+    ]
     for fault in wrong:
         print(f"wrong: {fault}")
-    print(f"{len(found)} engines, {len(wrong)} faults; differences of log-probabilities: mean and largest")
+    print(
+        f"{len(found)} engines, {len(wrong)} faults; differences of log-probabilities: mean and largest"
+    )
     return 1 if wrong else 0
 
 

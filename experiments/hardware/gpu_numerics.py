@@ -35,9 +35,19 @@ from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import Tiles
 
 GROUPS = (1, 3, 4, 8, 16)
-TOLERANCE = 2.0**-6  # of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
-ALONE = {"decodes alone": 1 << 30, "decodes alone, in parts": 64}  # in a call of their own; with this `min_split`
-KINDS = {"decode": (1, 1), "rows of 2 to 4": (2, 4), "rows of 5 to 8": (5, 8), "chunks": (9, 1 << 30)}
+TOLERANCE = (
+    2.0**-6
+)  # of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
+ALONE = {
+    "decodes alone": 1 << 30,
+    "decodes alone, in parts": 64,
+}  # in a call of their own; with this `min_split`
+KINDS = {
+    "decode": (1, 1),
+    "rows of 2 to 4": (2, 4),
+    "rows of 5 to 8": (5, 8),
+    "chunks": (9, 1 << 30),
+}
 
 
 class Case(NamedTuple):
@@ -51,12 +61,21 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {name: value for name in ("window", "soft_cap") if (value := getattr(self, name)) is not None}
+        return {
+            name: value
+            for name in ("window", "soft_cap")
+            if (value := getattr(self, name)) is not None
+        }
 
     def rows(self) -> list[tuple[int, int]]:
         """(query tokens, context) of each row: lengths around a block's border, an absent row, every kind of row."""
         s = self.s
-        rows = [(1, n) for n in (1, s - 1, s, s + 1, 700)] + [(0, 0), (2, s + 2), (130 // self.group + 3, 400), (s, s)]
+        rows = [(1, n) for n in (1, s - 1, s, s + 1, 700)] + [
+            (0, 0),
+            (2, s + 2),
+            (130 // self.group + 3, 400),
+            (s, s),
+        ]
         return [*rows, (3, s + 1), (4, 700), (5, 5), (8, 2 * s + 3)]
 
 
@@ -64,7 +83,12 @@ REHEARSED = [Case(64, 16, 3), Case(128, 32, 4, soft_cap=5.0)]
 
 
 def cases(every: int = 1) -> Iterator[Case]:
-    shapes = [Case(d, s, group) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES for group in GROUPS]
+    shapes = [
+        Case(d, s, group)
+        for d in pallas_gpu.HEAD_SIZES
+        for s in pallas_gpu.BLOCK_SIZES
+        for group in GROUPS
+    ]
     for i, shape in enumerate(shapes):
         if i % every == 0:
             yield shape
@@ -78,7 +102,9 @@ def kernels(min_split: int | None) -> Any:
     implementation = pallas_gpu.IMPLEMENTATION
     if min_split is not None:
         tiles = Tiles.of(device_kind())._replace(min_split=min_split)
-        implementation = implementation._replace(attend=partial(pallas_gpu.paged_attention, tiles=tiles))
+        implementation = implementation._replace(
+            attend=partial(pallas_gpu.paged_attention, tiles=tiles)
+        )
     return partial(paged_attention, impl=implementation)
 
 
@@ -92,9 +118,14 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
     counts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     random_bf16 = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
-    q, k, v = random_bf16(first[-1] + 5, heads * group, d), *(random_bf16(b, width * s, heads, d) for _ in "kv")
+    q, k, v = (
+        random_bf16(first[-1] + 5, heads * group, d),
+        *(random_bf16(b, width * s, heads, d) for _ in "kv"),
+    )
     tables = rng.permutation(b * width).reshape(b, width).astype(np.int32) + 1
-    k_pages, v_pages = (np.full((b * width + 1, heads, s, d), np.nan, jnp.bfloat16) for _ in range(2))
+    k_pages, v_pages = (
+        np.full((b * width + 1, heads, s, d), np.nan, jnp.bfloat16) for _ in range(2)
+    )
     for row, length in enumerate(lengths):
         positions = np.arange(length)
         at = tables[row, positions // s], slice(None), positions % s
@@ -102,12 +133,17 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
 
     def call(*arrays: Any, min_split: int | None = None) -> np.ndarray:
         function = partial(impl or kernels(min_split), scale=d**-0.5, **case.options)
-        return np.asarray(jax.jit(function)(*[None if a is None else jnp.asarray(a) for a in arrays]), np.float64)
+        return np.asarray(
+            jax.jit(function)(*[None if a is None else jnp.asarray(a) for a in arrays]), np.float64
+        )
 
     got = call(q, k_pages, v_pages, tables, lengths, first)
     singles = np.flatnonzero(counts == 1)
     decodes = q[first[singles]], k_pages, v_pages, tables[singles], lengths[singles], None
-    alone = {kind: dict(zip(singles.tolist(), call(*decodes, min_split=n), strict=True)) for kind, n in ALONE.items()}
+    alone = {
+        kind: dict(zip(singles.tolist(), call(*decodes, min_split=n), strict=True))
+        for kind, n in ALONE.items()
+    }
     found = dict.fromkeys((*KINDS, *ALONE), 0.0)
     largest = 0.0
     for row, (count, length) in enumerate(rows):
@@ -120,7 +156,9 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
         found[kind] = max(found[kind], error if np.isfinite(got[mine]).all() else float("inf"))
         for kind, result in alone.items() if count == 1 else ():
             error = float(np.abs(result[row] - expected).max())
-            found[kind] = max(found[kind], error if np.isfinite(result[row]).all() else float("inf"))
+            found[kind] = max(
+                found[kind], error if np.isfinite(result[row]).all() else float("inf")
+            )
         largest = max(largest, float(np.abs(expected).max()))
     return {kind: error / max(1.0, largest) for kind, error in found.items()}
 
@@ -162,29 +200,45 @@ def interpreted(case: Case) -> dict[str, Any]:
 
 
 def check_all(
-    chosen: Sequence[Case], processes: int, seconds: float, check: Callable[[Case], dict[str, Any]] = checked
+    chosen: Sequence[Case],
+    processes: int,
+    seconds: float,
+    check: Callable[[Case], dict[str, Any]] = checked,
 ) -> Iterator[dict[str, Any]]:
     """Yields each case as it is checked. Those that are not done after `seconds` are yielded as failed."""
     for case, found in results(check, chosen, processes, seconds):
         failed = isinstance(found, BaseException)
-        yield {"case": str(case)[4:], "failed": str(found) or repr(found), "right": False} if failed else found
+        yield (
+            {"case": str(case)[4:], "failed": str(found) or repr(found), "right": False}
+            if failed
+            else found
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--json", type=Path, help="write results to this file as they come")
-    parser.add_argument("--every", type=at_least_1, default=1, metavar="N", help="check one shape of N")
+    parser.add_argument(
+        "--every", type=at_least_1, default=1, metavar="N", help="check one shape of N"
+    )
     parser.add_argument("--processes", type=at_least_1, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: two shapes, interpreted")
     args = parser.parse_args(argv)
     if args.rehearse and jax.__version_info__ < pallas_gpu.JAX_NEEDED:
         remedy = "use Python 3.12 or newer, where pip installs it"
-        print(f"error: --rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; {remedy}", file=sys.stderr)
+        print(
+            f"error: --rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; {remedy}",
+            file=sys.stderr,
+        )
         return 2
-    chosen, check, found = (REHEARSED, interpreted, []) if args.rehearse else (list(cases(args.every)), checked, [])
+    chosen, check, found = (
+        (REHEARSED, interpreted, []) if args.rehearse else (list(cases(args.every)), checked, [])
+    )
     for result in check_all(chosen, args.processes, args.seconds, check):
         found.append(result)
         if not result["right"]:

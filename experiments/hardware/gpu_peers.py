@@ -29,7 +29,12 @@ NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name 
 WARM = 8  # requests before the timed ones
 # On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else needs it.
 ON_A_CPU: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
-REHEARSED: dict[str, Any] = {"shape": "small", "dtype": "float32", "requests": 4, "lengths": (5, 20)}
+REHEARSED: dict[str, Any] = {
+    "shape": "small",
+    "dtype": "float32",
+    "requests": 4,
+    "lengths": (5, 20),
+}
 
 
 def llama(shape: str, dtype: str) -> Any:
@@ -41,7 +46,9 @@ def llama(shape: str, dtype: str) -> Any:
     attention = "sdpa" if known >= NO_PREFIX else "paged|sdpa"
     torch.manual_seed(0)
     options = {"attn_implementation": attention, "dtype": getattr(torch, dtype)}
-    model: Any = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**SHAPES[shape]), **options)
+    model: Any = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig(**SHAPES[shape]), **options
+    )
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -57,8 +64,14 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
     settings = transformers.GenerationConfig(
         do_sample=True, temperature=0.6, max_new_tokens=most, eos_token_id=-1, pad_token_id=0
     )
-    sizes = transformers.ContinuousBatchingConfig(**(ON_A_CPU if model.device.type == "cpu" else {}))
-    options: dict[str, Any] = {"generation_config": settings, "continuous_batching_config": sizes, "timeout": 5}
+    sizes = transformers.ContinuousBatchingConfig(
+        **(ON_A_CPU if model.device.type == "cpu" else {})
+    )
+    options: dict[str, Any] = {
+        "generation_config": settings,
+        "continuous_batching_config": sizes,
+        "timeout": 5,
+    }
     end = time.perf_counter() + seconds
     with model.continuous_batching_context_manager(**options) as manager:
         run(manager, [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]], "warm", end)
@@ -74,16 +87,22 @@ def run(manager: Any, requests: Sequence[Request], name: str, end: float) -> flo
     began, wanted = time.perf_counter(), {}
     for i, (prompt, tokens) in enumerate(requests):
         wanted[f"{name} {i}"] = tokens
-        manager.add_request(prompt, request_id=f"{name} {i}", max_new_tokens=tokens, eos_token_id=-1)
+        manager.add_request(
+            prompt, request_id=f"{name} {i}", max_new_tokens=tokens, eos_token_id=-1
+        )
     while wanted:
         if (left := end - time.perf_counter()) <= 0:
-            after = f"after {time.perf_counter() - began:.0f} s, and the time is over; raise --seconds"
+            after = (
+                f"after {time.perf_counter() - began:.0f} s, and the time is over; raise --seconds"
+            )
             raise RuntimeError(f"{len(wanted)} of {len(requests)} requests were not done {after}")
         found = manager.get_result(timeout=min(left, 5.0))
         if found is None or not found.is_finished():
             continue
         if len(found.generated_tokens) != (asked := wanted.pop(found.request_id)):
-            raise RuntimeError(f"{found.request_id} has {len(found.generated_tokens)} tokens and asked for {asked}")
+            raise RuntimeError(
+                f"{found.request_id} has {len(found.generated_tokens)} tokens and asked for {asked}"
+            )
     return time.perf_counter() - began
 
 
@@ -97,21 +116,30 @@ def versions() -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--requests", type=at_least_1, default=256)
-    parser.add_argument("--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST"))
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST")
+    )
     parser.add_argument("--seconds", type=float, default=110.0, help="stop after this time")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few requests to a tiny model")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
+    )
     args = parser.parse_args(argv)
     if args.rehearse:
         parser.set_defaults(**REHEARSED)
         args = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
-        print("error: transformers' continuous batching needs torch, which is not installed", file=sys.stderr)
+        print(
+            "error: transformers' continuous batching needs torch, which is not installed",
+            file=sys.stderr,
+        )
         return 2
     least, most = args.lengths
     requests = requests_of(args.requests, least, most, SHAPES[args.shape]["vocab_size"])
@@ -119,7 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     figures = {"engine": "transformers, continuous batching", **versions(), **figures}
     print(json.dumps(figures), flush=True)
     if args.json:
-        kept = {"where": environment(device=False), "shape": args.shape, "dtype": args.dtype, "runs": [figures]}
+        kept = {
+            "where": environment(device=False),
+            "shape": args.shape,
+            "dtype": args.dtype,
+            "runs": [figures],
+        }
         args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -45,7 +45,10 @@ def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str,
         },
         "runs": {
             name: {
-                metric: {way: [study.dig(one, path) for one in summaries] for way, summaries in runs._asdict().items()}
+                metric: {
+                    way: [study.dig(one, path) for one in summaries]
+                    for way, summaries in runs._asdict().items()
+                }
                 for metric, path in study.METRICS.items()
             }
             for name, runs in found.items()
@@ -55,19 +58,31 @@ def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str,
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed"
+    )
     parser.add_argument("--impl", default="pallas_gpu", help="attention implementation")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help="to predict")
-    parser.add_argument("--json", type=Path, help="write the figures to this file after each repeat")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: one other run of few requests")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help="to predict"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write the figures to this file after each repeat"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: one other run of few requests"
+    )
     args = parser.parse_args(argv)
     if args.rehearse:
-        parser.set_defaults(impl="xla", dtype="float32", requests=8, repeats=2, runs=["four fifths of the load"])
+        parser.set_defaults(
+            impl="xla", dtype="float32", requests=8, repeats=2, runs=["four fifths of the load"]
+        )
         args = parser.parse_args(argv)
     try:
         model = located(args.model).resolve(strict=True)
@@ -87,7 +102,9 @@ def main(argv: list[str] | None = None) -> int:
             args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         print(f"{len(found[study.FIT].measured)} of {args.repeats} repeats", flush=True)
 
-    found, fit_error = study.compare(file, overrides, args.repeats, False, only=args.runs, keep=keep)
+    found, fit_error = study.compare(
+        file, overrides, args.repeats, False, only=args.runs, keep=keep
+    )
     for metric, means in summary(study, found, fit_error)["errors"].items():
         print(f"{metric:22} " + ", ".join(f"{name} {value} %" for name, value in means.items()))
     return 0

@@ -22,7 +22,9 @@ HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.+)")
 ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 OPCODE = re.compile(r"\s*([\w-]+)\(")
-CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
+CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+)
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CALLERS = (
@@ -107,7 +109,9 @@ def parse(text: str) -> Program:
             name, body = header[2], []
             entry = name if header[1] else entry
     if not entry:
-        raise ValueError(f"this is no text of a compiled program: it has no ENTRY; it begins with {text[:60]!r}")
+        raise ValueError(
+            f"this is no text of a compiled program: it has no ENTRY; it begins with {text[:60]!r}"
+        )
     return Program(found, entry)
 
 
@@ -119,7 +123,9 @@ def _instruction(match: re.Match[str]) -> Instruction | None:
         return None
     close = _closing(rest, opcode.end() - 1)
     operands = tuple(re.findall(r"%([\w.-]+)", rest[opcode.end() : close]))
-    return Instruction(match[2], opcode[1], arrays(rest[:end]), operands, rest[close + 1 :], bool(match[1]))
+    return Instruction(
+        match[2], opcode[1], arrays(rest[:end]), operands, rest[close + 1 :], bool(match[1])
+    )
 
 
 def _closing(text: str, start: int) -> int:

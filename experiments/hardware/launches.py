@@ -52,7 +52,12 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
         name = ATTENTION if "mosaic_gpu" in one.attributes else SUFFIX.sub("", one.name)
         launches[name] = launches.get(name, 0) + times
         nbytes[name] = nbytes.get(name, 0) + times * sum(array.nbytes for array in one.results)
-    return tuple(sorted((Kind(name, n, nbytes[name]) for name, n in launches.items()), key=lambda kind: -kind.launches))
+    return tuple(
+        sorted(
+            (Kind(name, n, nbytes[name]) for name, n in launches.items()),
+            key=lambda kind: -kind.launches,
+        )
+    )
 
 
 def _launched(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
@@ -81,7 +86,11 @@ def lines(found: tuple[Kind, ...], graph_count: int | None, most: int = 12) -> s
     total = sum(kind.launches for kind in found)
     said = "" if graph_count is None else f", in {graph_count} CUDA graph{'s' * (graph_count != 1)}"
     rows = [f"{total} launches outside of branches{said}:"]
-    rows += [f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in found[:most]]
+    rows += [
+        f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in found[:most]
+    ]
     if rest := found[most:]:
-        rows.append(f"  {sum(k.launches for k in rest):5}  {sum(k.nbytes for k in rest) / 2**20:9.1f} MiB  other kinds")
+        rows.append(
+            f"  {sum(k.launches for k in rest):5}  {sum(k.nbytes for k in rest) / 2**20:9.1f} MiB  other kinds"
+        )
     return "\n".join(rows)

@@ -44,7 +44,15 @@ from pagedjax.weights.pretrained import DEFAULT_MODEL
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 
 # Seconds. On an H200 with 16 processors `kernels` took 78, two of the three engines of `engine` 66, and `goldens` 25.
-LIMITS = {"right": 110, "tune": 60, "kernels": 110, "engine": 110, "goldens": 60, "predict": 120, "peers": 110}
+LIMITS = {
+    "right": 110,
+    "tune": 60,
+    "kernels": 110,
+    "engine": 110,
+    "goldens": 60,
+    "predict": 120,
+    "peers": 110,
+}
 PARTS = tuple(LIMITS)
 REMEDY = "use Python 3.12 or newer, where pip installs it"
 LEAST = 20.0  # seconds; with less time left, no part is started
@@ -58,19 +66,39 @@ class Part(NamedTuple):
     must: bool = False  # the session ends if this part fails
 
 
-def parts(name: str, out: Path, model: str, limits: Mapping[str, float], rehearse: bool = False) -> list[Part]:
+def parts(
+    name: str, out: Path, model: str, limits: Mapping[str, float], rehearse: bool = False
+) -> list[Part]:
     def part(which: str, module: str, *options: str, **more: Any) -> Part:
-        options = (module, *options, "--json", str(out / f"{which}.json"), *["--rehearse"] * rehearse)
+        options = (
+            module,
+            *options,
+            "--json",
+            str(out / f"{which}.json"),
+            *["--rehearse"] * rehearse,
+        )
         return Part(which, options, limits[which], **more)
 
-    own = {which: ("--seconds", f"{max(limits[which] - GRACE, 1):g}") for which in ("right", "goldens", "peers")}
-    goldens = () if rehearse else ("--impls", "pallas_gpu")  # plain XLA's engines take minutes on a GPU
+    own = {
+        which: ("--seconds", f"{max(limits[which] - GRACE, 1):g}")
+        for which in ("right", "goldens", "peers")
+    }
+    goldens = (
+        () if rehearse else ("--impls", "pallas_gpu")
+    )  # plain XLA's engines take minutes on a GPU
     return [
         part("right", "experiments.hardware.gpu_numerics", *own["right"], must=True),
         part("tune", "pallas_kernels.tune", "--name", name),
         part("kernels", "experiments.hardware.gpu_attention"),
         part("engine", "experiments.hardware.gpu_engine"),
-        part("goldens", "experiments.hardware.gpu_goldens", *goldens, "--model", model, *own["goldens"]),
+        part(
+            "goldens",
+            "experiments.hardware.gpu_goldens",
+            *goldens,
+            "--model",
+            model,
+            *own["goldens"],
+        ),
         part("predict", "experiments.hardware.gpu_prediction", "--model", model),
         part("peers", "experiments.hardware.gpu_peers", *own["peers"]),
     ]
@@ -82,14 +110,27 @@ def rates(out: Path) -> list[str]:
         card = json.loads((out / "kernels.json").read_text(encoding="utf-8"))["card"]
     except (OSError, ValueError, KeyError):
         return []
-    return ["--bandwidth", str(card["copy_bytes_per_s"]), "--rate", str(card["product_flops_per_s"])]
+    return [
+        "--bandwidth",
+        str(card["copy_bytes_per_s"]),
+        "--rate",
+        str(card["product_flops_per_s"]),
+    ]
 
 
 def run(part: Part, out: Path, seconds: float) -> str:
     """Run the part in a process group, stopped after `seconds`. Returns "ok" or the reason of the failure."""
-    command = [sys.executable, "-u", "-m", *part.arguments, *(rates(out) if part.name == "engine" else ())]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        *part.arguments,
+        *(rates(out) if part.name == "engine" else ()),
+    ]
     with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -97,12 +138,16 @@ def run(part: Part, out: Path, seconds: float) -> str:
         finally:  # also what a part that ended has left: it would keep its memory of the device
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a device may not end
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # one that waits for a device may not end
                 process.wait(GRACE)
     return "ok" if code == 0 else f"failed with exit code {code}"
 
 
-def session(plan: list[Part], out: Path, minutes: float, facts: Mapping[str, Any] | None = None) -> bool:
+def session(
+    plan: list[Part], out: Path, minutes: float, facts: Mapping[str, Any] | None = None
+) -> bool:
     """Run the parts in order, and write session.json after each. Returns True if all succeeded."""
     out.mkdir(parents=True, exist_ok=True)
     began, done, not_run = time.monotonic(), [], [part.name for part in plan]
@@ -122,10 +167,23 @@ def session(plan: list[Part], out: Path, minutes: float, facts: Mapping[str, Any
         result = run(part, out, min(left, part.seconds))
         now = time.monotonic()
         not_run = not_run[1:]
-        done.append({"part": part.name, "result": result, "seconds": round(now - started, 1), "limit": part.seconds})
+        done.append(
+            {
+                "part": part.name,
+                "result": result,
+                "seconds": round(now - started, 1),
+                "limit": part.seconds,
+            }
+        )
         keep()
-        print(f"{part.name}: {result}, {now - started:.0f} s; {now - began:.0f} s so far", flush=True)
-        tail = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+        print(
+            f"{part.name}: {result}, {now - started:.0f} s; {now - began:.0f} s so far", flush=True
+        )
+        tail = (
+            (out / f"{part.name}.log")
+            .read_text(encoding="utf-8", errors="replace")
+            .splitlines()[-12:]
+        )
         print("\n".join(f"  | {line[:160]}" for line in tail), flush=True)
         if part.must and result != "ok":
             print("the other parts are not run: they depend on this one", flush=True)
@@ -137,7 +195,9 @@ def facts_of(name: str, rehearse: bool) -> dict[str, Any]:
     """What session.json says beside the parts. JAX opens no device here, because it would take the device's memory."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        gpu = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         gpu = "unknown"
     where = environment(device=False)
@@ -158,22 +218,37 @@ def limit(text: str) -> tuple[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; it may exist; no default")
-    over = (
-        f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over"
+    parser.add_argument(
+        "--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200"
     )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the results; it may exist; no default"
+    )
+    over = f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over"
     over = f"{over} is stopped, and those after it are not run and are listed"
-    parser.add_argument("--minutes", type=float, default=9.5, help=f"of the session; default 9.5; {over}")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART")
-    parser.add_argument("--limits", nargs="+", type=limit, default=[], help="other limits", metavar="PART=SECONDS")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="of goldens and predict: its .gguf file")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help=f"of the session; default 9.5; {over}"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART"
+    )
+    parser.add_argument(
+        "--limits", nargs="+", type=limit, default=[], help="other limits", metavar="PART=SECONDS"
+    )
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="of goldens and predict: its .gguf file"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
     args = parser.parse_args(argv)
     if jax.__version_info__ < pallas_gpu.JAX_NEEDED:
-        print(f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}; {REMEDY}", file=sys.stderr)
+        print(
+            f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}; {REMEDY}",
+            file=sys.stderr,
+        )
         return 2
     if args.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts

@@ -27,7 +27,9 @@ def results(
     A process runs one job at a time. What a job that crashes its process leaves is done by a new one. Jobs that are not
     done after `seconds` are yielded with a TimeoutError, and their processes are killed.
     """
-    context = multiprocessing.get_context("spawn")  # a fork of a process with a device's threads hangs
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork of a process with a device's threads hangs
     end, waiting = time.monotonic() + seconds, deque(jobs)
     pools: list[ProcessPoolExecutor] = []
     running: dict[Future[Any], tuple[Job, ProcessPoolExecutor]] = {}
@@ -35,7 +37,9 @@ def results(
     def start(pool: ProcessPoolExecutor | None = None) -> None:
         if waiting:
             if pool is None:
-                pools.append(pool := ProcessPoolExecutor(1, mp_context=context, initializer=_share_memory))
+                pools.append(
+                    pool := ProcessPoolExecutor(1, mp_context=context, initializer=_share_memory)
+                )
             job = waiting.popleft()
             running[pool.submit(function, job)] = job, pool
 
@@ -59,4 +63,6 @@ def results(
             for process in alive:
                 process.kill()
                 process.join(5)  # a process that waits for a device may not end
-            pool.shutdown(wait=not any(process.is_alive() for process in alive), cancel_futures=True)
+            pool.shutdown(
+                wait=not any(process.is_alive() for process in alive), cancel_futures=True
+            )

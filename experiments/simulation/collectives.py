@@ -20,7 +20,9 @@ from pagedjax.device.batch import MAX_TOP
 
 SUM_BYTES = 4  # partial sums are added in float32 and rounded afterwards
 LOGIT_BYTES = 4
-SAMPLE_BYTES = 4 * (3 + 2 * MAX_TOP)  # token, log-probability, rank; the likeliest tokens and theirs
+SAMPLE_BYTES = 4 * (
+    3 + 2 * MAX_TOP
+)  # token, log-probability, rank; the likeliest tokens and theirs
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
 
@@ -102,6 +104,10 @@ def hops(exchange: Exchange, n: int, network: Network) -> int:
 def seconds(exchange: Exchange, n: int, network: Network) -> float:
     """The time of the exchange, all its repetitions in a step together."""
     carried = sent(exchange, n)
-    if exchange.kind == "all-to-all" and network.neighbours:  # others carry what goes to devices farther away
+    if (
+        exchange.kind == "all-to-all" and network.neighbours
+    ):  # others carry what goes to devices farther away
         carried = exchange.bytes / n * sum(min(apart, n - apart) for apart in range(1, n))
-    return exchange.times * (carried / network.sending(n) + hops(exchange, n, network) * network.hop)
+    return exchange.times * (
+        carried / network.sending(n) + hops(exchange, n, network) * network.hop
+    )

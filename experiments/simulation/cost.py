@@ -44,7 +44,9 @@ STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
-StepTime = Callable[["Work"], Any]  # seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+StepTime = Callable[
+    ["Work"], Any
+]  # seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
 
 
 class Work(NamedTuple):
@@ -64,7 +66,9 @@ class Work(NamedTuple):
     single_context: int = 0  # of `context`, that of these
 
 
-def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None) -> Work:
+def work_of(
+    plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None
+) -> Work:
     """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again.
 
     Args:
@@ -85,7 +89,16 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerCo
     sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
     pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
     alone = counts == 1
-    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved, int(alone.sum()), int(ends[alone].sum()))
+    return Work(
+        padded,
+        len(ends),
+        sampled,
+        int(ends.sum()),
+        pairs,
+        moved,
+        int(alone.sum()),
+        int(ends[alone].sum()),
+    )
 
 
 def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
@@ -102,7 +115,9 @@ def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Wo
         context, sampled = context + seen, sampled + (end >= length)
         single, alone = single + (count == 1), alone + (seen if count == 1 else 0)
         pairs += sum([at + 1 - hidden(at) for at in range(start, end)])
-    return Work(padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved, single, alone)
+    return Work(
+        padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved, single, alone
+    )
 
 
 class Shape(NamedTuple):
@@ -129,13 +144,21 @@ class Shape(NamedTuple):
     def layer_numbers(self, experts: float) -> float:
         """Numbers in the matrices of all layers, with `experts` experts of all devices in each layer of a mixture."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each intermediate channel
+        row = (
+            3 if self.gated else 2
+        ) * self.hidden  # numbers of an MLP for each intermediate channel
         mixture = self.hidden * self.experts + experts / self.dealt * row * self.expert
-        return self.layers * attention + (self.layers - self.sparse) * row * self.intermediate + self.sparse * mixture
+        return (
+            self.layers * attention
+            + (self.layers - self.sparse) * row * self.intermediate
+            + self.sparse * mixture
+        )
 
     def experts_read(self, tokens: int) -> float:
         """Experts of a layer chosen by at least one token, expected for even and independent choices."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+        return (
+            self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+        )
 
     @property
     def head_numbers(self) -> int:
@@ -143,7 +166,9 @@ class Shape(NamedTuple):
 
     def read_bytes(self, tokens: int) -> float:
         """Bytes of the weights that a step of `tokens` tokens reads: layers and head."""
-        return self.weight_bytes * (self.layer_numbers(self.experts_read(tokens)) + self.head_numbers)
+        return self.weight_bytes * (
+            self.layer_numbers(self.experts_read(tokens)) + self.head_numbers
+        )
 
     def products(self, tokens: int, sampled: int) -> float:
         """Operations of the products with weights."""
@@ -152,7 +177,9 @@ class Shape(NamedTuple):
     @property
     def total_bytes(self) -> float:
         """Bytes of all weights, with the embedding if it is not tied to the head."""
-        return self.weight_bytes * (self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers)
+        return self.weight_bytes * (
+            self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers
+        )
 
     @property
     def token_bytes(self) -> float:
@@ -161,7 +188,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(
-    config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2, *, family: Family | None = None
+    config: Mapping[str, Any],
+    weight_bytes: float = 2,
+    kv_bytes: float = 2,
+    *,
+    family: Family | None = None,
 ) -> Shape:
     """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of the loader.
 
@@ -189,7 +220,11 @@ def shape_of(
     )
     if c.experts is None:
         return shape
-    mixed = {"experts": c.experts.count, "chosen": c.experts.chosen, "expert": c.experts.intermediate}
+    mixed = {
+        "experts": c.experts.count,
+        "chosen": c.experts.chosen,
+        "expert": c.experts.intermediate,
+    }
     return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
 
 
@@ -314,7 +349,9 @@ class Roofline(NamedTuple):
     bandwidth_share: float = 1.0  # share of the bandwidth that kernels reach
     rate_share: float = 1.0  # share of the arithmetic
     block_size: int = 16
-    batched_moves: bool = True  # one copy for all moved blocks, not one for each block, layer, keys and values
+    batched_moves: bool = (
+        True  # one copy for all moved blocks, not one for each block, layer, keys and values
+    )
     devices: int = 1  # that exchange, one part of the model each
     activation_bytes: float = 2
 
@@ -324,7 +361,9 @@ class Roofline(NamedTuple):
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
         attention = 4 * s.layers * s.heads * s.head_dim * work.pairs
-        weights = max(s.read_bytes(work.tokens) / bandwidth, s.products(tokens, work.sampled) / rate)
+        weights = max(
+            s.read_bytes(work.tokens) / bandwidth, s.products(tokens, work.sampled) / rate
+        )
         return (
             chip.launch
             + weights
@@ -397,7 +436,9 @@ class Fitted(NamedTuple):
 
     def __call__(self, work: Work) -> float:
         base = float(np.interp(work.tokens, self.sizes, self.seconds))
-        if work.tokens > self.sizes[-1]:  # beyond the measured sizes, time is proportional to tokens
+        if (
+            work.tokens > self.sizes[-1]
+        ):  # beyond the measured sizes, time is proportional to tokens
             base *= work.tokens / self.sizes[-1]
         return base + self.per_context * work.context + self.per_pair * work.pairs
 
@@ -413,17 +454,23 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
     if len(steps) < 8:
         raise ValueError(f"the run to fit has {len(steps)} steps; it takes at least 8")
     if "pairs" not in steps[0]:
-        raise ValueError("the run's steps have no context_tokens and pairs (what attention reads); measure it again")
+        raise ValueError(
+            "the run's steps have no context_tokens and pairs (what attention reads); measure it again"
+        )
     seconds = np.array([step["seconds"] for step in steps])
     sizes = sorted({step["padded_tokens"] for step in steps})
     columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
     columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
     matrix = np.array(columns, np.float64).T
-    scale = np.maximum(matrix.max(0), 1)  # the coefficient of pairs (millions) would be lost in rounding
+    scale = np.maximum(
+        matrix.max(0), 1
+    )  # the coefficient of pairs (millions) would be lost in rounding
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
     *bases, per_context, per_pair = (float(x) for x in solution)
-    return Fitted(tuple(sizes), tuple(np.maximum.accumulate(bases).tolist()), per_context, per_pair, error)
+    return Fitted(
+        tuple(sizes), tuple(np.maximum.accumulate(bases).tolist()), per_context, per_pair, error
+    )
 
 
 def read_steps(text: str) -> list[dict[str, Any]]:
@@ -507,19 +554,30 @@ class Simulate:
         if self.chip is None:
             given = "a constant step (step_s) does" if self.step_s is not None else "a profile does"
             given = "measured steps (fit) do" if self.fit is not None else given
-            for name in ("chips", "bandwidth_share", "rate_share", "batched_moves", "mesh", "hop_s"):
+            for name in (
+                "chips",
+                "bandwidth_share",
+                "rate_share",
+                "batched_moves",
+                "mesh",
+                "hop_s",
+            ):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
                     said = f"{name} is {_said(value)}, and {given} not depend on it"
                     raise ValueError(f"{said}; leave it out, or give a chip in its place")
         self._check_mesh()
         if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
-            raise ValueError(f"acceptance is {self.acceptance}; it must be a probability, from 0 to 1")
+            raise ValueError(
+                f"acceptance is {self.acceptance}; it must be a probability, from 0 to 1"
+            )
         if self.draft_s < 0:
             raise ValueError(f"draft_s is {self.draft_s}; it must be at least 0 seconds")
         for name in ("bandwidth_share", "rate_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be above 0 and at most 1"
+                )
         if self.host_s < 0:
             raise ValueError(f"host_s is {self.host_s}; it must be at least 0 seconds")
 
@@ -533,7 +591,9 @@ class Simulate:
         if self.hop_s is not None and self.hop_s < 0:
             raise ValueError(f"hop_s is {self.hop_s}; it must be at least 0 seconds")
         if self.chips != 1:
-            raise ValueError(f"chips is {self.chips} and mesh is {_said(self.mesh)}; leave chips out")
+            raise ValueError(
+                f"chips is {self.chips} and mesh is {_said(self.mesh)}; leave chips out"
+            )
         if self.mesh.size > 1:
             assert self.chip is not None, "checked before"
             check_network(CHIPS[self.chip].network, self.mesh.size, self.chip)

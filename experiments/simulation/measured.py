@@ -93,5 +93,8 @@ BLOOM = {
 
 MEASURED = {
     **{f"splitwise/bloom-176b/{name}": Measured(*machine[:3]) for name, machine in BLOOM.items()},
-    **{f"splitwise-sim/bloom-176b/{name}": Measured(one.prompts, one.token_ms) for name, one in BLOOM.items()},
+    **{
+        f"splitwise-sim/bloom-176b/{name}": Measured(one.prompts, one.token_ms)
+        for name, one in BLOOM.items()
+    },
 }

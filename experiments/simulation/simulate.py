@@ -22,19 +22,45 @@ import numpy as np
 from immutables import Map
 
 from experiments.simulation import cost, profiles
-from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
+from experiments.simulation.cost import (
+    CHIPS,
+    SHAPES,
+    Roofline,
+    Shape,
+    Simulate,
+    StepTime,
+    Work,
+    work_of,
+)
 from experiments.simulation.spans import DecodeSpan, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.requests import SequenceData, Sequences, apply_events, extended, hashes_of_filled, prepare
+from pagedjax.engine.requests import (
+    SequenceData,
+    Sequences,
+    apply_events,
+    extended,
+    hashes_of_filled,
+    prepare,
+)
 from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Event, Finished, Plan, Released, Request, Seq, StepResult
+from pagedjax.host.types import (
+    EMPTY_PLAN,
+    NO_HASHES,
+    Event,
+    Finished,
+    Plan,
+    Released,
+    Request,
+    Seq,
+    StepResult,
+)
 from pagedjax.params import SamplingParams
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
@@ -51,7 +77,9 @@ class Guess(NamedTuple):
     right: int  # of the first ones, how many the target accepts
 
 
-Guesses = Callable[[Seq, int, int], Guess]  # (sequence, its known tokens, most drafts) -> its drafts
+Guesses = Callable[
+    [Seq, int, int], Guess
+]  # (sequence, its known tokens, most drafts) -> its drafts
 
 
 class Handover(NamedTuple):
@@ -64,7 +92,9 @@ class Handover(NamedTuple):
 class WholeBatch(NamedTuple):
     """A batch that is computed until its last member has ended, and answered then, as in engines before Orca."""
 
-    contexts: tuple[int, ...] = ()  # tokens that ended members see in the next step; grow with the batch
+    contexts: tuple[
+        int, ...
+    ] = ()  # tokens that ended members see in the next step; grow with the batch
     pending: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
 
@@ -135,7 +165,9 @@ class SimulatedEngine:
         self.scheduler_state = scheduler.init(self._limits)
         self._sequences: Sequences = Map()
         options = self.config.speculative
-        self._drafting = drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
+        self._drafting = (
+            drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
+        )
         self._batch = WholeBatch()
         self.now = 0.0
 
@@ -150,7 +182,12 @@ class SimulatedEngine:
         self.now += seconds
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        forks: Sequence[str] = (),
     ) -> None:
         """Like `Engine.add`. Raises ValueError for a request that could end before max_tokens or can never run."""
         if not params.ignore_eos or params.stop_token_ids:
@@ -158,9 +195,20 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
             )
         caching = self.config.enable_prefix_caching
-        limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": "", "spare": self._spare}
+        limits = {
+            "vocab_size": self._vocab_size,
+            "caching": caching,
+            "priority": 0,
+            "user": "",
+            "spare": self._spare,
+        }
         prepared = prepare(
-            self.scheduler_state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits
+            self.scheduler_state,
+            (request_id, *forks),
+            prompt_token_ids,
+            params,
+            eos_token_ids=(),
+            **limits,
         )
         self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
         if caching:  # only hashes of blocks need token values
@@ -183,7 +231,9 @@ class SimulatedEngine:
         """
         state = self.scheduler_state
         _, found = scheduler.release(state, request_id)
-        state, _ = scheduler.release(state._replace(pool=blocks.share(state.pool, found.blocks)), request_id)
+        state, _ = scheduler.release(
+            state._replace(pool=blocks.share(state.pool, found.blocks)), request_id
+        )
         data = self._sequences.get(request_id)
         if data is not None:
             self._sequences = self._sequences.delete(request_id)
@@ -193,7 +243,9 @@ class SimulatedEngine:
     def free(self, found: Handover) -> None:
         """The pages of a released sequence are elsewhere now."""
         state = self.scheduler_state
-        self.scheduler_state = state._replace(pool=blocks.release(state.pool, found.released.blocks[::-1]))
+        self.scheduler_state = state._replace(
+            pool=blocks.release(state.pool, found.released.blocks[::-1])
+        )
 
     def adopt(self, found: Handover) -> bool:
         """Go on with a sequence of another engine; False, and nothing changes, if there is no room.
@@ -203,7 +255,9 @@ class SimulatedEngine:
         """
         if not scheduler.has_room(self.scheduler_state, self._policy, found.released):
             return False
-        self.scheduler_state, _ = scheduler.adopt(self.scheduler_state, self._policy, found.released)
+        self.scheduler_state, _ = scheduler.adopt(
+            self.scheduler_state, self._policy, found.released
+        )
         if found.data is not None:
             self._sequences = self._sequences.set(found.released.request.request_id, found.data)
         return True
@@ -224,7 +278,8 @@ class SimulatedEngine:
         seconds = self._seconds(with_rows(work, ended) if ended else work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
         samples: list[Sample] = [
-            sampled(seq.arrival, length, self._vocab_size) for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+            sampled(seq.arrival, length, self._vocab_size)
+            for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         for i, k in enumerate(plan.drafts):
             seq, length = plan.seqs[i], plan.lengths[i]
@@ -241,7 +296,9 @@ class SimulatedEngine:
         if self._sequences:
             self._sequences = apply_events(self._sequences, events, state.running, self._spare)
         if self._simulate.whole_batches:
-            self._batch, events = after_step(self._batch, plan, events, over=not self.scheduler_state.running.seqs)
+            self._batch, events = after_step(
+                self._batch, plan, events, over=not self.scheduler_state.running.seqs
+            )
         self.now = started + seconds + self._simulate.host_s
         result = StepResult(plan, events, started, self.now, seconds, padded, 0)
         self._drafting = self._drafting and drafting.learned(self._drafting, result)
@@ -332,10 +389,14 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     """
     length = config.max_model_len or shape.longest
     if length > shape.longest:
-        raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
+        raise ValueError(
+            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it"
+        )
     blocks, size = config.num_blocks, config.block_size * shape.token_bytes
     if memory is None and blocks is None:
-        raise ValueError("no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks")
+        raise ValueError(
+            "no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks"
+        )
     if memory is not None:
         free = memory - shape.total_bytes
         if blocks is None:
@@ -348,13 +409,17 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
                 "lower num_blocks, or use more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
-    return dataclasses.replace(config, max_model_len=length, num_blocks=blocks, token_buckets=buckets)
+    return dataclasses.replace(
+        config, max_model_len=length, num_blocks=blocks, token_buckets=buckets
+    )
 
 
 class SimulatedLLM:
     """The attributes of an `LLM` that `experiments.core.drive.measure` uses."""
 
-    def __init__(self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1) -> None:
+    def __init__(
+        self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1
+    ) -> None:
         """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text.
 
         Args:
@@ -375,18 +440,30 @@ class SimulatedLLM:
             assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
             shares = (simulate.bandwidth_share, simulate.rate_share)
-            roofline = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
+            roofline = Roofline(
+                shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves
+            )
             if (mesh := simulate.mesh) is not None:
                 numbers = NUMBER_BYTES[config.dtype or "bfloat16"]
-                roofline = cost.of_mesh(roofline._replace(activation_bytes=numbers), mesh, simulate.hop_s)
+                roofline = cost.of_mesh(
+                    roofline._replace(activation_bytes=numbers), mesh, simulate.hop_s
+                )
                 shape, devices = roofline.shape, mesh.size  # of one device, whose memory decides
             self.step_time = roofline
         host_blocks = 0
         if config.preemption == "swap":
-            host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * devices * shape.token_bytes))
+            host_blocks = int(
+                config.swap_space_gib * 2**30 / (config.block_size * devices * shape.token_bytes)
+            )
         config = resolved(config, shape, memory)
         self.engines = tuple(
-            SimulatedEngine(config, self.step_time, vocab_size=vocabulary, host_blocks=host_blocks, simulate=simulate)
+            SimulatedEngine(
+                config,
+                self.step_time,
+                vocab_size=vocabulary,
+                host_blocks=host_blocks,
+                simulate=simulate,
+            )
             for _ in range(count)
         )
         self.engine = self.engines[0]
@@ -412,4 +489,6 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
     if simulate.model is not None:
         return SHAPES[simulate.model]._replace(weight_bytes=weights, kv_bytes=numbers)
     family = own_family(config.model_family)
-    return cost.shape_of(open_checkpoint(model, family=family).config, weights, numbers, family=family)
+    return cost.shape_of(
+        open_checkpoint(model, family=family).config, weights, numbers, family=family
+    )

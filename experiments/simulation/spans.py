@@ -44,7 +44,9 @@ class DecodeSpan(NamedTuple):
     def tokens(self) -> list[list[int]]:
         """Of each sequence, its new tokens."""
         steps, rows = np.arange(len(self.allocated)), zip(self.seqs, self.lengths, strict=True)
-        return [sampled(seq.arrival, length + steps, self.vocabulary).tolist() for seq, length in rows]
+        return [
+            sampled(seq.arrival, length + steps, self.vocabulary).tolist() for seq, length in rows
+        ]
 
 
 def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
@@ -69,7 +71,9 @@ def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: fl
         found = seconds(work._replace(context=context, pairs=context, single_context=context))
     except (TypeError, ValueError):  # it takes one step at a time
         each = context.tolist()
-        found = np.array([seconds(work._replace(context=c, pairs=c, single_context=c)) for c in each])
+        found = np.array(
+            [seconds(work._replace(context=c, pairs=c, single_context=c)) for c in each]
+        )
     device = np.broadcast_to(found, steps)
     parts = np.full((steps, 2), host_s)
     parts[:, 0] = device

@@ -24,7 +24,9 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
         has, lacks = ("engine.speculative", "simulate.acceptance")
         if config.speculative is None:
             has, lacks = lacks, has
-        raise ValueError(f"{has} is set and {lacks} is not; a simulated draft is right with a given probability")
+        raise ValueError(
+            f"{has} is set and {lacks} is not; a simulated draft is right with a given probability"
+        )
     if config.kv_policy is not None and not simulate.kv_cache:
         raise ValueError(
             "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
@@ -36,7 +38,11 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
             "a query sees; use a policy without a selection"
         )
     if config.preemption == "swap" and (simulate.fit is not None or simulate.profile is not None):
-        what = "measured steps (simulate.fit)" if simulate.fit is not None else "a profile (simulate.profile)"
+        what = (
+            "measured steps (simulate.fit)"
+            if simulate.fit is not None
+            else "a profile (simulate.profile)"
+        )
         raise ValueError(
             f"engine.preemption is 'swap', and {what} do not give the cost of moving a block; set engine.preemption: "
             "recompute, or simulate.chip in place of them"

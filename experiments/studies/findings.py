@@ -47,7 +47,9 @@ def interval(values: Sequence[float]) -> Interval:
     found = np.log(values) if positive else np.array(values, np.float64)
     half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / math.sqrt(n)
     ends = (float(found.mean() + side) for side in (-half, 0.0, half))
-    low, middle, high = (math.exp(min(x, 700.0)) if positive else x for x in ends)  # avoids overflow
+    low, middle, high = (
+        math.exp(min(x, 700.0)) if positive else x for x in ends
+    )  # avoids overflow
     return Interval(low, middle, high, n=n)
 
 
@@ -79,7 +81,11 @@ class Claim(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        return self.published if isinstance(self.published, tuple) else (self.published, self.published)
+        return (
+            self.published
+            if isinstance(self.published, tuple)
+            else (self.published, self.published)
+        )
 
     @property
     def ratio(self) -> float | None:
@@ -111,7 +117,10 @@ Summary = dict[str, Any]
 
 
 def simulated(
-    file: Path, *overrides: str, repeats: int | None = None, also: Callable[[Point, Measured], None] | None = None
+    file: Path,
+    *overrides: str,
+    repeats: int | None = None,
+    also: Callable[[Point, Measured], None] | None = None,
 ) -> list[tuple[Point, list[Summary]]]:
     """Run every point of a config in this process: its summaries, one for each repeat. Nothing is written.
 
@@ -126,7 +135,9 @@ def simulated(
     found = []
     for point in config.load(file, overrides):
         experiment = point.experiment
-        assert experiment.simulate is not None, "studies measure real engines through experiments.run"
+        assert experiment.simulate is not None, (
+            "studies measure real engines through experiments.run"
+        )
         llm = engines.simulated(experiment)
         summaries = []
         for repeat in range(repeats or experiment.repeats):
@@ -147,16 +158,22 @@ def results_of(
     found = []
     for point in config.load(file, overrides):
         experiment = point.experiment
-        assert experiment.simulate is not None, "studies measure real engines through experiments.run"
+        assert experiment.simulate is not None, (
+            "studies measure real engines through experiments.run"
+        )
         assert experiment.num_replicas == 1, "`simulated` measures several engines"
         runs = []
         for repeat in range(repeats or experiment.repeats):
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
             seed = experiment.seed + (repeat if experiment.reseed else 0)
             vocabulary, encode = llm.tokenizer.vocab_size, llm.tokenizer.encode
-            items, _, _, clients = build(experiment.workload, point.content, seed, vocabulary, encode)
+            items, _, _, clients = build(
+                experiment.workload, point.content, seed, vocabulary, encode
+            )
             engine = llm.engine
-            _, results = drive(engine, items, experiment.sampling, engine.clock, engine.sleep, clients)
+            _, results = drive(
+                engine, items, experiment.sampling, engine.clock, engine.sleep, clients
+            )
             runs.append((engine.scheduler_state.config, results))
         found.append((point, runs))
     return found

@@ -22,4 +22,9 @@ def seconds(work: Work, method: str | None) -> float:
         return step
     if method == NGRAM:
         return step * (1 + NGRAM_SHARE)
-    return step + EAGLE_S + EAGLE_TOKEN_S * work.tokens / work.sequences + EAGLE_CONTEXT_S * work.context
+    return (
+        step
+        + EAGLE_S
+        + EAGLE_TOKEN_S * work.tokens / work.sequences
+        + EAGLE_CONTEXT_S * work.context
+    )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MEANS_ALONE = "the paper prints only the means of its lengths; ours are exponential with those means"
+MEANS_ALONE = (
+    "the paper prints only the means of its lengths; ours are exponential with those means"
+)
 
 
 class Lengths(NamedTuple):

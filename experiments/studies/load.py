@@ -21,7 +21,9 @@ from experiments.studies.findings import Interval, interval, rounded, simulated
 Curves = dict[str, list[list[float]]]  # engine -> latencies by rate, then by seed
 
 
-def normalised(measured: Measured, average: Callable[[Sequence[float]], float] = statistics.median) -> float:
+def normalised(
+    measured: Measured, average: Callable[[Sequence[float]], float] = statistics.median
+) -> float:
     """The average over requests of seconds from arrival to the end, per output token."""
     return average([(r.e2e or float("inf")) / r.max_tokens for r in measured.requests])
 
@@ -51,7 +53,9 @@ def by_rate(
         def also(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
             runs.setdefault(point.label, []).append(normalised(measured, average))
 
-        simulated(config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also)
+        simulated(
+            config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also
+        )
         for name, values in zip(left, runs.values(), strict=True):
             found[name].append(values)
     return found
@@ -69,7 +73,9 @@ def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -
     return float(np.exp(np.interp(np.log(target), x, np.log(rates[failed - 1 : failed + 1]))))
 
 
-def all_highest(found: Curves, rates: Sequence[float], target: float, name: str) -> list[float | None]:
+def all_highest(
+    found: Curves, rates: Sequence[float], target: float, name: str
+) -> list[float | None]:
     """The result of `highest` for each seed."""
     return [highest(rates, seed, target) for seed in zip(*found[name], strict=True)]
 
@@ -80,10 +86,16 @@ def reached(found: Curves, rates: Sequence[float], target: float, name: str) -> 
         return f"not met at {rates[0]:g}"
     best = all_highest(found, rates, target, name)
     low = [rate for rate in best if rate is not None]
-    return rounded(interval(low).middle) if len(low) == len(best) else f">= {rounded(min([*low, rates[-1]]))}"
+    return (
+        rounded(interval(low).middle)
+        if len(low) == len(best)
+        else f">= {rounded(min([*low, rates[-1]]))}"
+    )
 
 
-def gain(found: Curves, rates: Sequence[float], target: float, above: str, below: str) -> Interval | None:
+def gain(
+    found: Curves, rates: Sequence[float], target: float, above: str, below: str
+) -> Interval | None:
     """The ratio of the rates that two engines serve at a latency, seed by seed.
 
     None if a rate is outside the grid of rates, because its ends are no result.
@@ -95,7 +107,11 @@ def gain(found: Curves, rates: Sequence[float], target: float, above: str, below
 
 def multiple(gain: Interval | None) -> str:
     """The factor as a part of a sentence."""
-    return "an unknown multiple, beyond the rates tried, of" if gain is None else f"{gain.middle:.1f} times"
+    return (
+        "an unknown multiple, beyond the rates tried, of"
+        if gain is None
+        else f"{gain.middle:.1f} times"
+    )
 
 
 def fewer(rates: Sequence[float]) -> tuple[float, ...]:
@@ -106,6 +122,8 @@ def fewer(rates: Sequence[float]) -> tuple[float, ...]:
 def lines(found: Curves, rates: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
     """The curves of a figure: means over seeds."""
     return {
-        name: [(rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=False)]
+        name: [
+            (rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=False)
+        ]
         for name, several in found.items()
     }

@@ -15,7 +15,10 @@ H100S = 8  # machines of Baseline-H100, a fifth of the paper's 40, whose power o
 SCALE = 5
 PRICE = {"a100": 2.21, "h100": 4.76}  # $/h of a GPU
 POWER = {"a100": 24.8, "h100": 44.0}
-LATENCY = {"a100": 0.008, "h100": 0.005}  # s: the part of a transfer that is not hidden (section VI-A), by its sender
+LATENCY = {
+    "a100": 0.008,
+    "h100": 0.005,
+}  # s: the part of a transfer that is not hidden (section VI-A), by its sender
 
 
 class Design(NamedTuple):
@@ -50,9 +53,15 @@ class Design(NamedTuple):
 
         kind, count = self.prompts
         if self.tokens is None:
-            return (f"simulate={simulate(kind)}", f"replicas={{count: {count}, router: least_loaded}}")
+            return (
+                f"simulate={simulate(kind)}",
+                f"replicas={{count: {count}, router: least_loaded}}",
+            )
         other, others = self.tokens
-        pools = (f"{{count: {n}, simulate: {simulate(one)}}}" for one, n in ((kind, count), (other, others)))
+        pools = (
+            f"{{count: {n}, simulate: {simulate(one)}}}"
+            for one, n in ((kind, count), (other, others))
+        )
         return ("pools={prefill: %s, decode: %s, latency_s: %g}" % (*pools, LATENCY[kind]),)  # noqa: UP031 - braces of YAML
 
 
@@ -65,7 +74,10 @@ MOST_POWER, MOST_PRICE = H100S * POWER["h100"], H100S * PRICE["h100"]
 A100S = fitting("a100", MOST_POWER, POWER)  # at equal power: a fifth of 70, as in the paper
 PRICED_A100S = fitting("a100", MOST_PRICE, PRICE)  # at equal cost: of 86 / 5
 
-BASELINE_A100, BASELINE_H100 = Design("Baseline-A100", ("a100", A100S)), Design("Baseline-H100", ("h100", H100S))
+BASELINE_A100, BASELINE_H100 = (
+    Design("Baseline-A100", ("a100", A100S)),
+    Design("Baseline-H100", ("h100", H100S)),
+)
 
 
 def of_a100s(machines: int) -> list[Design]:

@@ -17,7 +17,11 @@ from experiments.simulation.measured import BLOOM, at
 from pagedjax.load_client.text_files import trace_rows
 
 QUANTILES = (0.5, 0.9, 0.99)
-LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}  # Table VI, by QUANTILES
+LIMITS = {
+    "TTFT": (2.0, 3.0, 6.0),
+    "TBT": (1.25, 1.5, 5.0),
+    "E2E": (1.25, 1.5, 5.0),
+}  # Table VI, by QUANTILES
 START = datetime(2000, 1, 1)
 
 
@@ -65,6 +69,8 @@ def write(trace: Path, place: Path, count: int, seed: int) -> Path:
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-        for at_s, prompt, answer in zip(arrivals.tolist(), *(column.tolist() for column in lengths), strict=True):
+        for at_s, prompt, answer in zip(
+            arrivals.tolist(), *(column.tolist() for column in lengths), strict=True
+        ):
             writer.writerow(((START + timedelta(seconds=at_s)).isoformat(), prompt, answer))
     return file

@@ -42,9 +42,13 @@ def begin(out: Path, wanted: Mapping[str, Any]) -> None:
     try:
         found = dict(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); remove {out}, or give another --out") from error
+        raise ValueError(
+            f"{file} is damaged ({error}); remove {out}, or give another --out"
+        ) from error
     both = {key: (wanted.get(key), found.get(key)) for key in dict(wanted) | found}
-    different = [f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs]
+    different = [
+        f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs
+    ]
     if different:
         raise ValueError(
             f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "

@@ -43,7 +43,9 @@ def prepare(vocab: int) -> Data:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=letters, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=letters, show_progress=False
+    )
     backend.train_from_iterator(train, trainer)
 
     def tokens(parts: Sequence[str]) -> np.ndarray:
@@ -55,7 +57,9 @@ def prepare(vocab: int) -> Data:
 def windows(train: np.ndarray, setup: Setup, step: int) -> np.ndarray:
     """[batch, context + 1] tokens from random places, which depend on seed and step only, so a run can resume at any
     step."""
-    places = np.random.default_rng((setup.seed, step)).integers(len(train) - setup.context, size=setup.batch)
+    places = np.random.default_rng((setup.seed, step)).integers(
+        len(train) - setup.context, size=setup.batch
+    )
     return train[places[:, None] + np.arange(setup.context + 1)]
 
 
@@ -69,4 +73,7 @@ def held_out_batches(tokens: np.ndarray, setup: Setup) -> list[np.ndarray]:
     """Consecutive windows, [batch, context + 1] at a time; an incomplete last batch is left out."""
     size = setup.batch * setup.context
     starts = range(0, len(tokens) - size, size)
-    return [tokens[i + np.arange(size).reshape(setup.batch, -1)[:, :1] + np.arange(setup.context + 1)] for i in starts]
+    return [
+        tokens[i + np.arange(size).reshape(setup.batch, -1)[:, :1] + np.arange(setup.context + 1)]
+        for i in starts
+    ]

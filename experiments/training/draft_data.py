@@ -42,30 +42,56 @@ class Windows(NamedTuple):
     shares: Any  # [n, S, TOP] float32: their probabilities
 
 
-def prompts(encode: Callable[[str], Sequence[int]], setup: DraftSetup) -> tuple[np.ndarray, np.ndarray]:
+def prompts(
+    encode: Callable[[str], Sequence[int]], setup: DraftSetup
+) -> tuple[np.ndarray, np.ndarray]:
     """[n, prompt] and [m, prompt] tokens from random places of the training and of the held-out text."""
     found = []
     for part, topics, count in zip((0, 1), texts(), (setup.windows, setup.held_out), strict=True):
         tokens = np.array(encode("\n\n".join(topics)), np.int32)
-        places = np.random.default_rng((setup.seed, part)).integers(len(tokens) - setup.prompt, size=count)
+        places = np.random.default_rng((setup.seed, part)).integers(
+            len(tokens) - setup.prompt, size=count
+        )
         found.append(tokens[places[:, None] + np.arange(setup.prompt)])
     return found[0], found[1]
 
 
 def outputs(model: LoadedModel, several: np.ndarray, setup: DraftSetup) -> np.ndarray:
     """[n, prompt + output]: the prompts and what the model says after each."""
-    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "token_buckets": (64, 512), "compilation": "lazy"}
+    sizes = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "token_buckets": (64, 512),
+        "compilation": "lazy",
+    }
     width = setup.prompt + setup.output
-    llm = LLM(model, max_model_len=width, num_blocks=64 * -(-width // 16), **sizes, progress=False, seed=setup.seed)
+    llm = LLM(
+        model,
+        max_model_len=width,
+        num_blocks=64 * -(-width // 16),
+        **sizes,
+        progress=False,
+        seed=setup.seed,
+    )
     params = [
-        SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=setup.output, ignore_eos=True, seed=i)
+        SamplingParams(
+            temperature=TEMPERATURES[i % 2], max_tokens=setup.output, ignore_eos=True, seed=i
+        )
         for i in range(len(several))
     ]
     answers = llm.generate([p.tolist() for p in several], params, use_tqdm=sys.stderr.isatty())
-    return np.array([[*p, *a.outputs[0].token_ids] for p, a in zip(several, answers, strict=True)], np.int32)
+    return np.array(
+        [[*p, *a.outputs[0].token_ids] for p, a in zip(several, answers, strict=True)], np.int32
+    )
 
 
-def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int = 8, dtype: str = "float16") -> Windows:
+def read(
+    model: Model,
+    taps: Sequence[int],
+    windows: np.ndarray,
+    at_a_time: int = 8,
+    dtype: str = "float16",
+) -> Windows:
     """Have the model read windows [n, S]; dtype is that of the features."""
     c, (n, s) = model.config, windows.shape
     top = min(TOP, c.vocab_size)
@@ -81,7 +107,12 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
     for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False, disable=None):
         rows = windows[i : i + at_a_time]
         padded = np.concatenate([rows, np.zeros((at_a_time - len(rows), s), np.int32)])
-        parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in step(model.params, padded)])
+        parts.append(
+            [
+                np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)]
+                for x in step(model.params, padded)
+            ]
+        )
     found = Windows(windows, *(np.concatenate(column) for column in zip(*parts, strict=True)))
     if not np.isfinite(found.features).all():
         largest = np.finfo(dtype).max

@@ -40,7 +40,9 @@ def attend_over(earlier: list[Pages], scale: float):
         true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
         far = place[:, None] - place  # of each key from each query
         scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
-        own = [(shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])]  # pass s - m, at i - m
+        own = [
+            (shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])
+        ]  # pass s - m, at i - m
         for m, (key, _) in enumerate(own):
             each = jnp.einsum("bskgd,bksd->bkgs", queries, key)
             scores.append(jnp.where(place >= m, each, -jnp.inf)[..., None])
@@ -66,17 +68,29 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     outputs = windows.features.reshape(b * s, -1).astype(embedded.dtype)
     feature = head.fuse(outputs)
     for _ in range(passes):
-        before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(b * s, -1)
-        sizes = {"layers": 1, "blocks": b - 1, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(
+            b * s, -1
+        )
+        sizes = {
+            "layers": 1,
+            "blocks": b - 1,
+            "block_size": s,
+            "kv_heads": c.kv_heads,
+            "head_dim": c.head_dim,
+        }
         pages = cache.init(**sizes, dtype=str(embedded.dtype))
-        u, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale))
+        u, k, v = head.layer(
+            embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale)
+        )
         earlier.append((k, v))
         found.append(head.drafted_logits(u).reshape(b, s, -1))
         feature = u
     return found
 
 
-def loss(head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int) -> tuple[jax.Array, jax.Array]:
+def loss(
+    head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int
+) -> tuple[jax.Array, jax.Array]:
     """(mean cross entropy with the model's next tokens, [passes] share of positions where the best token is the same).
 
     Tokens that the head does not draft are no target: a position counts as much as the targets' shares that are left.
@@ -94,7 +108,9 @@ def loss(head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes
         logp = jax.nn.log_softmax(logits, axis=-1)
         each = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
         real = at >= i  # in a later pass, the first tokens have no draft before them
-        total += LATER**i * jnp.where(real, each, 0.0).sum() / jnp.where(real, shares.sum(-1), 0.0).sum()
+        total += (
+            LATER**i * jnp.where(real, each, 0.0).sum() / jnp.where(real, shares.sum(-1), 0.0).sum()
+        )
         weight += LATER**i
         best = (logits.argmax(-1) == places[..., 0]) & real
         same.append(best.sum() / (real.sum() * len(windows.tokens)))

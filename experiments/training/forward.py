@@ -22,7 +22,9 @@ def initial(config: DecoderConfig, seed: int) -> Decoder:
     for entry in llama.param_table(config):
         name, shape = ".".join(entry.path), entry.shape
         scale = 0.02 if name == "embed" else shape[-1] ** -0.5
-        if name.endswith(("out.weight", "down.weight")):  # each layer adds two of them to the residual
+        if name.endswith(
+            ("out.weight", "down.weight")
+        ):  # each layer adds two of them to the residual
             scale /= (2 * config.layers) ** 0.5
         drawn = np.float32(scale) * rng.standard_normal(shape, np.float32)
         values[name] = jnp.asarray(drawn) if len(shape) > 1 else jnp.ones(shape)

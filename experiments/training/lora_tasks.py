@@ -68,7 +68,9 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     text, held_out_text = texts()
     held_out = encoded(tokenizer, held_out_text)
     if (most := len(held_out) // setup.context) < setup.held_out:
-        raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
+        raise ValueError(
+            f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context"
+        )
 
     @cache
     def train() -> np.ndarray:
@@ -85,7 +87,9 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         return of_windows(train(), rng.integers(len(train()) - setup.context, size=setup.batch), 1)
 
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
-    return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
+    return Task(
+        batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper()
+    )
 
 
 def encoded(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
@@ -105,7 +109,9 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     """Lists of different digits to sort. The held-out lists are in no step."""
     # Every list has as many characters, of which each is one token at most.
     if (width := len("".join(question(range(DIGITS))))) > setup.context:
-        raise ValueError(f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it")
+        raise ValueError(
+            f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it"
+        )
     lists = np.random.default_rng(0).permutation(list(permutations(range(10), DIGITS)))
     if setup.held_out + setup.lists > len(lists):
         what = f"--held-out is {setup.held_out} and --lists {setup.lists}"
@@ -113,7 +119,10 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     held_out, train = lists[: setup.held_out], lists[setup.held_out :]
 
     def examples(several: np.ndarray) -> Examples:
-        pairs = [[tokenizer.encode(part, False) for part in question(digits)] for digits in several.tolist()]
+        pairs = [
+            [tokenizer.encode(part, False) for part in question(digits)]
+            for digits in several.tolist()
+        ]
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in pairs], np.int32)
         tokens = np.zeros((len(pairs), width), np.int32)
         for i, (prompt, answer) in enumerate(pairs):
@@ -121,6 +130,8 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         return Examples(tokens, lengths, np.array([len(prompt) for prompt, _ in pairs], np.int32))
 
     def batch(step: int) -> Examples:
-        return examples(np.random.default_rng((setup.seed, step, 3)).choice(train, setup.lists, replace=False))
+        return examples(
+            np.random.default_rng((setup.seed, step, 3)).choice(train, setup.lists, replace=False)
+        )
 
     return Task(batch, examples(held_out), lambda wanted, said: said == wanted)

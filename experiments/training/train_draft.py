@@ -82,14 +82,21 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     """
     config = eagle_config(model.config, len(ids))
     rng, target = np.random.default_rng((seed, 3)), named(model.params)
-    values = {name: _drawn(name, x.shape, rng) for name, x in named(blank_eagle(config, "float32")[1]).items()}
+    values = {
+        name: _drawn(name, x.shape, rng)
+        for name, x in named(blank_eagle(config, "float32")[1]).items()
+    }
     hidden = model.config.hidden
     values["fuse.weight"][:, -hidden:] = np.eye(hidden)  # the last tap is the last layer
     values["join.weight"][:, hidden:] = np.eye(hidden)
     projection = np.asarray(target.get("head.weight", target["embed"]), np.float32)
     scales = target.get("head.weight_scales", target.get("embed_scales"))
-    values["head.weight"] = (projection if scales is None else projection * np.asarray(scales)[:, None])[ids]
-    values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2  # less sure than the model
+    values["head.weight"] = (
+        projection if scales is None else projection * np.asarray(scales)[:, None]
+    )[ids]
+    values["norm.weight"] = (
+        np.asarray(target["norm.weight"], np.float32) / 2
+    )  # less sure than the model
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
@@ -100,7 +107,9 @@ def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature; norms are ones."""
     if len(shape) == 1:
         return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
-    small = 0.1 if name.endswith(("fuse.weight", "join.weight", "out.weight", "down.weight")) else 1.0
+    small = (
+        0.1 if name.endswith(("fuse.weight", "join.weight", "out.weight", "down.weight")) else 1.0
+    )
     return np.float32(small * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
 
 
@@ -109,8 +118,12 @@ def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[[State, Windows], tuple[State, jax.Array]]  # -> (state, loss); the state is donated
-    measure: Callable[[nnx.State, Windows], tuple[float, list[float]]]  # -> loss, share of right drafts by pass
+    update: Callable[
+        [State, Windows], tuple[State, jax.Array]
+    ]  # -> (state, loss); the state is donated
+    measure: Callable[
+        [nnx.State, Windows], tuple[float, list[float]]
+    ]  # -> loss, share of right drafts by pass
 
 
 def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
@@ -119,15 +132,25 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     place = np.full(model.config.vocab_size, -1, np.int32)
     place[ids] = np.arange(len(ids))
     warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 20)
-    method = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1))
+    rates = optax.warmup_cosine_decay_schedule(
+        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 20
+    )
+    method = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1)
+    )
 
-    def loss_of(params: nnx.State, model_params: Any, windows: Windows) -> tuple[jax.Array, jax.Array]:
+    def loss_of(
+        params: nnx.State, model_params: Any, windows: Windows
+    ) -> tuple[jax.Array, jax.Array]:
         head: Eagle = nnx.merge(graphdef, params, rest)
-        return loss(head, nnx.merge(model.graphdef, model_params), jnp.asarray(place), windows, setup.passes)
+        return loss(
+            head, nnx.merge(model.graphdef, model_params), jnp.asarray(place), windows, setup.passes
+        )
 
     def update(state: State, model_params: Any, windows: Windows) -> tuple[State, jax.Array]:
-        (value, _), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, model_params, windows)
+        (value, _), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            state.params, model_params, windows
+        )
         changes, after = method.update(gradients, state.optimiser, state.params)
         return State(optax.apply_updates(state.params, changes), after), value
 
@@ -154,21 +177,30 @@ def options(setup: DraftSetup) -> dict[str, Any]:
     return {**dataclasses.asdict(setup), "text": digest[:16]}
 
 
-def prepared(out: Path, model: LoadedModel, setup: DraftSetup, say: Callable[[str], None]) -> tuple[Windows, Windows]:
+def prepared(
+    out: Path, model: LoadedModel, setup: DraftSetup, say: Callable[[str], None]
+) -> tuple[Windows, Windows]:
     """The training windows and the held-out windows, from the run's folder if they are there."""
-    files, taps = (out / "windows.npz", out / "held_out.npz"), eagle_config(model.model.config, 1).taps
+    files, taps = (
+        (out / "windows.npz", out / "held_out.npz"),
+        eagle_config(model.model.config, 1).taps,
+    )
     for file, several in zip(files, draft_data.prompts(model.tokenizer.encode, setup), strict=True):
         if not file.is_file():
             began = time.perf_counter()
             windows = draft_data.outputs(model, several, setup)
             middle = time.perf_counter()
             draft_data.store(file, draft_data.read(model.model, taps, windows))
-            say(f"{file}: outputs {middle - began:.0f} s, features {time.perf_counter() - middle:.0f} s")
+            say(
+                f"{file}: outputs {middle - began:.0f} s, features {time.perf_counter() - middle:.0f} s"
+            )
     return draft_data.stored(files[0]), draft_data.stored(files[1])
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
-def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
+def train(
+    out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print
+) -> list[Loss]:
     """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every` steps.
 
     Raises:
@@ -176,7 +208,9 @@ def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None
     """
     model = load_model(setup.model, dtype="float32")
     if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
-        raise ValueError(f"{setup.model} has windows or a cap of scores; the training of a head does not support them")
+        raise ValueError(
+            f"{setup.model} has windows or a cap of scores; the training of a head does not support them"
+        )
     eagle_config(model.model.config, setup.vocabulary)  # refuses a vocabulary that is too large
     if setup.prompt + setup.output > (room := model.model.config.max_len):
         raise ValueError(
@@ -189,10 +223,17 @@ def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None
     trainer = make_trainer(setup, model.model, ids)
     with opened(out) as manager:
         done, state, losses = restore(manager, trainer.start)
-        say(about(model.model, state.params, windows, held_out, ids) + (f"; {done} steps are done" if done else ""))
+        say(
+            about(model.model, state.params, windows, held_out, ids)
+            + (f"; {done} steps are done" if done else "")
+        )
         say(f"{'step':>6} {'train':>7} {'held out':>9}  right drafts by place {'s/step':>8}")
         while done < setup.steps:
-            count, began, values = min(every - done % every, setup.steps - done), time.perf_counter(), []
+            count, began, values = (
+                min(every - done % every, setup.steps - done),
+                time.perf_counter(),
+                [],
+            )
             for step in range(done, done + count):
                 state, value = trainer.update(state, draft_data.batch(windows, setup, step))
                 values.append(value)
@@ -215,8 +256,13 @@ def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None
     return losses
 
 
-def about(model: Model, params: nnx.State, windows: Windows, held_out: Windows, ids: np.ndarray) -> str:
-    size, known = sum(x.size for x in jax.tree.leaves(params)), np.zeros(model.config.vocab_size, bool)
+def about(
+    model: Model, params: nnx.State, windows: Windows, held_out: Windows, ids: np.ndarray
+) -> str:
+    size, known = (
+        sum(x.size for x in jax.tree.leaves(params)),
+        np.zeros(model.config.vocab_size, bool),
+    )
     known[ids] = True
     share = float((known[held_out.ids] * held_out.shares).sum() / held_out.shares.sum())
     return (
@@ -237,7 +283,11 @@ def accepted(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int)
     options = {"method": "eagle", "model": str(folder), "num_tokens": DRAFTS, "adaptive": False}
     engine = LLM(model, speculative=options, compilation="lazy", progress=False, **sizes).engine
     for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt.tolist(), SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
+        engine.add(
+            str(i),
+            prompt.tolist(),
+            SamplingParams(temperature=0, max_tokens=output, ignore_eos=True),
+        )
     total = Acceptance(0, 0, 0)
     while (result := engine.step()) is not None:
         for event in result.events:
@@ -256,27 +306,47 @@ def option(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
-    parser.add_argument("--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
+    )
+    parser.add_argument(
+        "--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)"
+    )
     for field in dataclasses.fields(DraftSetup):
-        kind = {"default": field.default, "type": type(field.default), "help": "default: %(default)s"}
+        kind = {
+            "default": field.default,
+            "type": type(field.default),
+            "help": "default: %(default)s",
+        }
         parser.add_argument(f"--{option(field.name)}", **kind)
     args = parser.parse_args(argv)
-    setup = DraftSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DraftSetup)})
+    setup = DraftSetup(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(DraftSetup)}
+    )
     counts = "steps", "vocabulary", "windows", "held_out", "prompt", "output", "batch", "passes"
     for name in ("every", *counts):
         if (value := getattr(args, name)) < 1:
-            parser.error(f"--{option(name)} is {value}; it must be at least 1; leave it out for the default")
+            parser.error(
+                f"--{option(name)} is {value}; it must be at least 1; leave it out for the default"
+            )
     if setup.output < DRAFTS:
-        parser.error(f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can draft; raise it")
+        parser.error(
+            f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can draft; raise it"
+        )
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
-            parser.error(f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch")
+            parser.error(
+                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch"
+            )
     check_seed(parser, setup.seed)
     if not 0 < setup.rate < math.inf:
-        parser.error(f"--rate is {setup.rate}; it must be above 0 and finite; leave it out for the default")
+        parser.error(
+            f"--rate is {setup.rate}; it must be above 0 and finite; leave it out for the default"
+        )
     say = partial(print, flush=True)
     return exit_status(lambda: train(args.out, setup, args.every, say=say))
 

@@ -56,7 +56,9 @@ from pagedjax.weights.pretrained import LoadedModel
 optax = require("optax")
 
 BASE = "base"
-Factors = dict[str, tuple[Any, Any]]  # A [r, in] and B [out, r] by the module's name in transformers
+Factors = dict[
+    str, tuple[Any, Any]
+]  # A [r, in] and B [out, r] by the module's name in transformers
 Form = Literal["safetensors", "orbax"]
 
 # --- factors ----------------------------------------------------------------------------------------------------------
@@ -91,8 +93,12 @@ class Trainer(NamedTuple):
 def optimiser(setup: LoraSetup) -> Any:
     """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
     warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.01))
+    rates = optax.warmup_cosine_decay_schedule(
+        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.01)
+    )
 
 
 def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Trainer:
@@ -105,7 +111,11 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     graphdef, base = nnx.split(module)
 
     def chances(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
-        parts = None if factors is None else adapter_parts(factors, config, options(setup), "that is trained")
+        parts = (
+            None
+            if factors is None
+            else adapter_parts(factors, config, options(setup), "that is trained")
+        )
         return score(nnx.merge(graphdef, base), examples.tokens, examples.lengths, adapter=parts)
 
     def loss(factors: Factors, base: nnx.State, examples: Examples) -> jax.Array:
@@ -121,7 +131,9 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     state = jax.device_put(state, jax.devices()[0], may_alias=False)
     compiled, scored = jax.jit(update, donate_argnums=0), jax.jit(chances)
 
-    def update_all(state: State, examples: Mapping[str, Examples]) -> tuple[State, dict[str, jax.Array]]:
+    def update_all(
+        state: State, examples: Mapping[str, Examples]
+    ) -> tuple[State, dict[str, jax.Array]]:
         own = {name: State(state.params[name], state.optimiser[name]) for name in names}
         found = {name: compiled(own[name], base, examples[name]) for name in names}
         after = {name: one for name, (one, _) in found.items()}
@@ -155,27 +167,39 @@ class Served(NamedTuple):
     right: float
 
 
-def write(out: Path, model: Path, setup: LoraSetup, params: Mapping[str, Factors], to: Form) -> dict[str, Path]:
+def write(
+    out: Path, model: Path, setup: LoraSetup, params: Mapping[str, Factors], to: Form
+) -> dict[str, Path]:
     """Write the folder of each adapter. It is complete or absent: an older one is removed first."""
     prefix = ARCHITECTURES[read_json(model / "config.json")["model_type"]].prefix
     more = {**options(setup), "base_model_name_or_path": str(model)}
     for name, factors in params.items():
-        arrays = {prefix + module: (np.asarray(a), np.asarray(b)) for module, (a, b) in factors.items()}
+        arrays = {
+            prefix + module: (np.asarray(a), np.asarray(b)) for module, (a, b) in factors.items()
+        }
         with complete_folder((out / name).absolute()) as part:
             write_adapter(part, arrays, more, to)
             shutil.rmtree(out / name, ignore_errors=True)
     return {name: out / name for name in params}
 
 
-def serve(model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str, Task]) -> dict[str, dict[str, Served]]:
+def serve(
+    model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str, Task]
+) -> dict[str, dict[str, Served]]:
     """The base and all adapters on the held-out examples of all tasks, in one batch of one engine.
 
     Returns:
         What was served, by adapter (or `BASE`) and task.
     """
-    width = max(task.held_out.tokens.shape[1] for task in several.values()) + 1  # one token follows an example
+    width = (
+        max(task.held_out.tokens.shape[1] for task in several.values()) + 1
+    )  # one token follows an example
     rows = 32
-    sizes: dict[str, Any] = {"max_num_seqs": rows, "max_num_batched_tokens": 2 * rows, "token_buckets": (2 * rows,)}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": 2 * rows,
+        "token_buckets": (2 * rows,),
+    }
     sizes |= {"max_model_len": width, "num_blocks": rows * (width // 16 + 1)}
     ranks = max(read_json(folder / "adapter_config.json")["r"] for folder in folders.values())
     lora = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": ranks}
@@ -186,7 +210,9 @@ def serve(model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str,
         adapter = LoRARequest(name, lora_path=str(folders[name])) if name in folders else None
         for task in several.values():
             for i, length in enumerate(task.held_out.lengths.tolist()):
-                said = SamplingParams(temperature=0, max_tokens=len(task.held_out.answer(i)), ignore_eos=True)
+                said = SamplingParams(
+                    temperature=0, max_tokens=len(task.held_out.answer(i)), ignore_eos=True
+                )
                 jobs.append((task.held_out.tokens[i, :length].tolist(), whole, adapter))
                 jobs.append((task.held_out.prompt(i), said, adapter))
     prompts, params, adapters = (list(column) for column in zip(*jobs, strict=True))
@@ -199,14 +225,21 @@ def serve(model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str,
             entries: Any = given.prompt_logprobs
             pairs = zip(given.prompt_token_ids[1:], entries[1:], strict=True)
             found[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
-            right.append(task.right(llm.tokenizer.decode(task.held_out.answer(i)), answered.outputs[0].text))
+            right.append(
+                task.right(llm.tokenizer.decode(task.held_out.answer(i)), answered.outputs[0].text)
+            )
         return Served(found, float(np.mean(right)))
 
-    return {name: {key: of_task(task) for key, task in several.items()} for name in (BASE, *folders)}
+    return {
+        name: {key: of_task(task) for key, task in several.items()} for name in (BASE, *folders)
+    }
 
 
 def report(
-    trainer: Trainer, params: Mapping[str, Factors], several: Mapping[str, Task], served: dict[str, dict[str, Served]]
+    trainer: Trainer,
+    params: Mapping[str, Factors],
+    several: Mapping[str, Task],
+    served: dict[str, dict[str, Served]],
 ) -> dict[str, Any]:
     """Losses and shares of right answers as the engine gave them, and the largest difference of a log-probability from
     the trainer's."""
@@ -226,10 +259,13 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     table = found["held_out"]
     heading = "".join(f"  {key + ': loss':>12} {'right':>7}" for key in table[BASE])
     rows = [
-        f"{name:8}" + "".join(f"  {one['loss']:12.3f} {100 * one['right']:5.1f} %" for one in by_task.values())
+        f"{name:8}"
+        + "".join(f"  {one['loss']:12.3f} {100 * one['right']:5.1f} %" for one in by_task.values())
         for name, by_task in table.items()
     ]
-    last = f"the trainer's log-probabilities are the engine's within {found['largest_difference']:.1e}"
+    last = (
+        f"the trainer's log-probabilities are the engine's within {found['largest_difference']:.1e}"
+    )
     return [f"{'':8}{heading}", *rows, last]
 
 
@@ -255,29 +291,44 @@ def train(
     loaded = load_model(model, dtype="float32", linear_impl="xla")  # matrices as a trainer has them
     config = loaded.model.config
     if setup.context >= config.max_len:
-        raise ValueError(f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: lower it")
+        raise ValueError(
+            f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: lower it"
+        )
     several = tasks(loaded.tokenizer, setup)
-    trainer = make_trainer(setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(several))
+    trainer = make_trainer(
+        setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(several)
+    )
     text = hashlib.sha256(json.dumps(texts()).encode()).hexdigest()[:16]
     begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model), "text": text})
     with opened(out) as manager:
         done, state, losses = restore(manager, trainer.start)
         say(about(state.params) + (f"; {done} of {setup.steps} steps are done" if done else ""))
-        say(f"{'step':>6}" + "".join(f"  {name + ': train':>12} {'held out':>8}" for name in several))
+        say(
+            f"{'step':>6}"
+            + "".join(f"  {name + ': train':>12} {'held out':>8}" for name in several)
+        )
         while done < setup.steps:
             values = []
             for _ in range(min(every - done % every, setup.steps - done)):
-                state, value = trainer.update(state, {name: task.batch(done) for name, task in several.items()})
+                state, value = trainer.update(
+                    state, {name: task.batch(done) for name, task in several.items()}
+                )
                 values.append(value)
                 done += 1
-            means = {name: float(np.mean([value[name] for value in jax.device_get(values)])) for name in several}
+            means = {
+                name: float(np.mean([value[name] for value in jax.device_get(values)]))
+                for name in several
+            }
             held_out = {
                 name: mean_loss(trainer.chances(state.params[name], task.held_out), task.held_out)
                 for name, task in several.items()
             }
             losses = [*losses, {"step": done, "train": means, "held_out": held_out}]
             save(manager, done, state, losses)
-            say(f"{done:6}" + "".join(f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in several))
+            say(
+                f"{done:6}"
+                + "".join(f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in several)
+            )
     (out / "log.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
     trained = {name: state.params[name] for name in several}
     folders = write(out, model, setup, trained, to)
@@ -291,7 +342,9 @@ def train(
 
 def about(params: Mapping[str, Factors]) -> str:
     sizes = [sum(x.size for x in jax.tree.leaves(own)) for own in params.values()]
-    return f"{sizes[0]:,} parameters of each adapter, for {len(next(iter(params.values())))} matrices"
+    return (
+        f"{sizes[0]:,} parameters of each adapter, for {len(next(iter(params.values())))} matrices"
+    )
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -303,24 +356,44 @@ def option(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of a model, as train_tiny writes one")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of a model, as train_tiny writes one"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
+    )
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps between checkpoints (default: %(default)s)"
+    )
     forms = {"default": "safetensors", "choices": ["safetensors", "orbax"]}
-    parser.add_argument("--to", **forms, help="form of the adapters; PEFT reads safetensors (default: %(default)s)")
+    parser.add_argument(
+        "--to", **forms, help="form of the adapters; PEFT reads safetensors (default: %(default)s)"
+    )
     for field in dataclasses.fields(LoraSetup):
-        kind = {"default": field.default, "type": type(field.default), "help": "default: %(default)s"}
+        kind = {
+            "default": field.default,
+            "type": type(field.default),
+            "help": "default: %(default)s",
+        }
         parser.add_argument(f"--{option(field.name)}", **kind)
     args = parser.parse_args(argv)
-    setup = LoraSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LoraSetup)})
+    setup = LoraSetup(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(LoraSetup)}
+    )
     for name in ("every", "steps", "rank", "context", "batch", "lists", "held_out"):
         if (value := getattr(args, name)) < 1:
-            parser.error(f"--{option(name)} is {value}; it must be at least 1; leave it out for the default")
+            parser.error(
+                f"--{option(name)} is {value}; it must be at least 1; leave it out for the default"
+            )
     for name in ("alpha", "rate"):
         if not 0 < (value := getattr(args, name)) < math.inf:
-            parser.error(f"--{name} is {value}; it must be above 0 and finite; leave it out for the default")
+            parser.error(
+                f"--{name} is {value}; it must be above 0 and finite; leave it out for the default"
+            )
     check_seed(parser, setup.seed)
     check_model(parser, args.model)
     say = partial(print, flush=True)

@@ -69,16 +69,30 @@ class Rollouts(NamedTuple):
 def serving(setup: RLSetup) -> dict[str, Any]:
     """Options of the engine: one program, and a place for each answer."""
     n = setup.sums * setup.group
-    sizes = {"max_num_seqs": n, "max_num_batched_tokens": n, "token_buckets": (n,), "num_blocks": 2 * n}
-    return {**sizes, "max_model_len": ROOM + setup.answer, "batch_invariant": setup.exact, "progress": False}
+    sizes = {
+        "max_num_seqs": n,
+        "max_num_batched_tokens": n,
+        "token_buckets": (n,),
+        "num_blocks": 2 * n,
+    }
+    return {
+        **sizes,
+        "max_model_len": ROOM + setup.answer,
+        "batch_invariant": setup.exact,
+        "progress": False,
+    }
 
 
 def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
     """A group of answers to each sum of a step, as they are drawn from the model's own distribution."""
     asked = sums(setup.seed, step, setup.sums, setup.largest)
     params = [
-        SamplingParams(n=setup.group, temperature=1.0, max_tokens=setup.answer, logprobs=0, seed=seed)
-        for seed in np.random.default_rng((setup.seed, step, 1)).integers(2**31, size=setup.sums).tolist()
+        SamplingParams(
+            n=setup.group, temperature=1.0, max_tokens=setup.answer, logprobs=0, seed=seed
+        )
+        for seed in np.random.default_rng((setup.seed, step, 1))
+        .integers(2**31, size=setup.sums)
+        .tolist()
     ]
     outs = llm.generate([one.prompt for one in asked], params, use_tqdm=False)
     return gathered(asked, outs, ROOM + setup.answer)
@@ -86,8 +100,15 @@ def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
 
 def gathered(asked: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
     """Outputs of an engine, `n` to each prompt, as arrays of `width` tokens."""
-    rows = [(one, out.prompt_token_ids, branch) for one, out in zip(asked, outs, strict=True) for branch in out.outputs]
-    tokens, chances = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    rows = [
+        (one, out.prompt_token_ids, branch)
+        for one, out in zip(asked, outs, strict=True)
+        for branch in out.outputs
+    ]
+    tokens, chances = (
+        np.zeros((len(rows), width), np.int32),
+        np.zeros((len(rows), width), np.float32),
+    )
     answer = np.zeros(tokens.shape, bool)
     for i, (_, prompt, branch) in enumerate(rows):
         first, last = len(prompt), len(prompt) + len(branch.token_ids)
@@ -95,8 +116,16 @@ def gathered(asked: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
         answer[i, first:last] = True
         each = zip(branch.token_ids, branch.logprobs, strict=True)
         chances[i, first:last] = [entry[token].logprob for token, entry in each]
-    lengths = np.array([len(prompt) + len(branch.token_ids) for _, prompt, branch in rows], np.int32)
-    return Rollouts(tokens, lengths, answer, chances, np.array([reward(one, b.text) for one, _, b in rows], np.float32))
+    lengths = np.array(
+        [len(prompt) + len(branch.token_ids) for _, prompt, branch in rows], np.int32
+    )
+    return Rollouts(
+        tokens,
+        lengths,
+        answer,
+        chances,
+        np.array([reward(one, b.text) for one, _, b in rows], np.float32),
+    )
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -156,7 +185,9 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
-def train(model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[str], None] = print) -> list[Any]:
+def train(
+    model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[str], None] = print
+) -> list[Any]:
     """Train, or resume the run in `out` -> the log, an entry for each step.
 
     Raises:
@@ -175,7 +206,10 @@ def train(model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[
             rollouts = roll_out(llm, setup, done)
             state, facts = trainer.update(state, rollouts)
             done += 1
-            rewards = {"reward": float(rollouts.rewards.mean()), "right": float((rollouts.rewards == 1).mean())}
+            rewards = {
+                "reward": float(rollouts.rewards.mean()),
+                "right": float((rollouts.rewards == 1).mean()),
+            }
             log = [*log, {"step": done, **rewards, **{name: float(x) for name, x in facts.items()}}]
             if done % every == 0 or done == setup.steps:
                 save(manager, done, state, log)
@@ -189,7 +223,9 @@ def train(model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[
 
 def line(log: Sequence[Any]) -> str:
     """The means of some steps, and their largest difference, as a line of the table."""
-    reward, right, kl = (np.mean([entry[name] for entry in log]) for name in ("reward", "right", "kl"))
+    reward, right, kl = (
+        np.mean([entry[name] for entry in log]) for name in ("reward", "right", "kl")
+    )
     largest = max(entry["largest_difference"] for entry in log)
     return f"{log[-1]['step']:6} {reward:7.3f} {100 * right:5.1f} % {kl:9.2g} {largest:19.2g}"
 
@@ -199,10 +235,15 @@ def figure(logs: dict[str, Sequence[Any]], span: int = 10) -> str:
 
     def means(log: Sequence[Any], name: str) -> list[tuple[float, float]]:
         parts = [log[i : i + span] for i in range(0, len(log), span)]
-        return [(part[-1]["step"], float(np.mean([entry[name] for entry in part]))) for part in parts]
+        return [
+            (part[-1]["step"], float(np.mean([entry[name] for entry in part]))) for part in parts
+        ]
 
     titles = {"reward": "reward", "right": "right answers", "kl": "KL of engine and trainer"}
-    panels = {title: {run: means(log, name) for run, log in logs.items()} for name, title in titles.items()}
+    panels = {
+        title: {run: means(log, name) for run, log in logs.items()}
+        for name, title in titles.items()
+    }
     return curves(panels, "step", ["mean of a step", "share", "nats a token"])
 
 
@@ -220,29 +261,50 @@ def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.Sta
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", type=Path, required=True, help="folder that train_tiny wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
+    )
+    parser.add_argument(
+        "--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)"
+    )
     for field in dataclasses.fields(RLSetup):
         options: dict[str, Any] = {"default": field.default, "help": "default: %(default)s"}
         options |= (
-            {"action": argparse.BooleanOptionalAction} if field.name == "exact" else {"type": type(field.default)}
+            {"action": argparse.BooleanOptionalAction}
+            if field.name == "exact"
+            else {"type": type(field.default)}
         )
         parser.add_argument(f"--{field.name}", **options)
     args = parser.parse_args(argv)
-    setup = RLSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLSetup)})
-    for name, least in {"every": 1, "steps": 1, "sums": 1, "group": 2, "largest": 1, "answer": 1}.items():
+    setup = RLSetup(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(RLSetup)}
+    )
+    for name, least in {
+        "every": 1,
+        "steps": 1,
+        "sums": 1,
+        "group": 2,
+        "largest": 1,
+        "answer": 1,
+    }.items():
         if (value := getattr(args, name)) < least:
-            parser.error(f"--{name} is {value}; it must be at least {least}; leave it out for the default")
+            parser.error(
+                f"--{name} is {value}; it must be at least {least}; leave it out for the default"
+            )
     if setup.largest > 999:
         parser.error(
             f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} tokens at most"
         )
     for name in ("rate", "clip"):
         if not 0 < (value := getattr(args, name)) < 1:
-            parser.error(f"--{name} is {value}; it must be above 0 and below 1; leave it out for the default")
+            parser.error(
+                f"--{name} is {value}; it must be above 0 and below 1; leave it out for the default"
+            )
     check_seed(parser, setup.seed)
     check_model(parser, args.model)
     say = partial(print, flush=True)

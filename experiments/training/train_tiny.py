@@ -58,16 +58,22 @@ SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[[State, np.ndarray], tuple[State, jax.Array]]  # windows -> (state, loss); the state is donated
+    update: Callable[
+        [State, np.ndarray], tuple[State, jax.Array]
+    ]  # windows -> (state, loss); the state is donated
     held_out: Callable[[nnx.State], float]
 
 
 def optimiser(setup: Setup) -> Any:
     """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
     warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10)
+    rates = optax.warmup_cosine_decay_schedule(
+        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
+    )
     matrices = partial(jax.tree.map, lambda x: x.ndim > 1)  # norms do not decay
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.1, mask=matrices))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.1, mask=matrices)
+    )
 
 
 def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
@@ -88,7 +94,9 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     compiled = jax.jit(update, donate_argnums=0).lower(state, blank).compile()
     measure = jax.jit(loss_of).lower(params, blank).compile()
     parts = held_out_batches(data.held_out, setup)
-    return Trainer(state, compiled, lambda params: float(np.mean([measure(params, part) for part in parts])))
+    return Trainer(
+        state, compiled, lambda params: float(np.mean([measure(params, part) for part in parts]))
+    )
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -103,7 +111,9 @@ def options(setup: Setup, data: Data) -> dict[str, Any]:
 def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.State) -> None:
     """Write a folder for LLM(model=folder), atomically."""
     with complete_folder(folder.absolute()) as part:
-        (part / "config.json").write_text(json.dumps(hf_config(setup), indent=1) + "\n", encoding="utf-8")
+        (part / "config.json").write_text(
+            json.dumps(hf_config(setup), indent=1) + "\n", encoding="utf-8"
+        )
         names = json.dumps({"eos_token": END}) + "\n"
         (part / "tokenizer_config.json").write_text(names, encoding="utf-8")
         tokenizer.backend.save(str(part / "tokenizer.json"))
@@ -128,8 +138,13 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     with opened(out) as manager:
         done, state, losses = restore(manager, trainer.start)
         llm = LLM(params=state.params, config=hf, tokenizer=data.tokenizer, **serving())
-        say(about(setup, data, state.params) + (f"; {done} of {setup.steps} steps are done" if done else ""))
-        say(f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  {PROMPT!r} goes on")
+        say(
+            about(setup, data, state.params)
+            + (f"; {done} of {setup.steps} steps are done" if done else "")
+        )
+        say(
+            f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  {PROMPT!r} goes on"
+        )
         while done < setup.steps:
             count, began = min(every - done % every, setup.steps - done), time.perf_counter()
             values = []
@@ -139,10 +154,15 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
             mean = float(np.mean(jax.device_get(values)))
             rate = count * setup.batch * setup.context / (time.perf_counter() - began)
             done += count
-            losses = [*losses, {"step": done, "train": mean, "held_out": trainer.held_out(state.params)}]
+            losses = [
+                *losses,
+                {"step": done, "train": mean, "held_out": trainer.held_out(state.params)},
+            ]
             save(manager, done, state, losses)
             text, compiled = updated(llm, state.params)
-            say(f"{done:6} {mean:7.3f} {losses[-1]['held_out']:9.3f} {rate:9,.0f} {compiled:9}  {text!r}")
+            say(
+                f"{done:6} {mean:7.3f} {losses[-1]['held_out']:9.3f} {rate:9,.0f} {compiled:9}  {text!r}"
+            )
     folder = out / "model"
     if not folder.exists():
         write_model(folder, setup, data.tokenizer, state.params)
@@ -152,7 +172,12 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
 
 def serving() -> dict[str, Any]:
     """Options of an engine that starts fast: one program and few blocks."""
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "num_blocks": 64,
+    }
     return {**sizes, "dtype": "float32", "compilation": "eager", "progress": False}
 
 
@@ -180,19 +205,36 @@ def sample(llm: LLM) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
-    parser.add_argument("--steps", type=int, default=Setup.steps, help="training steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=Setup.seed, help="seed of weights and data (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=Setup.steps, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=Setup.seed,
+        help="seed of weights and data (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     for name in ("steps", "every"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default")
+            parser.error(
+                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default"
+            )
     check_seed(parser, args.seed)
     say = partial(print, flush=True)
-    return exit_status(lambda: train(args.out, Setup(steps=args.steps, seed=args.seed), args.every, say=say))
+    return exit_status(
+        lambda: train(args.out, Setup(steps=args.steps, seed=args.seed), args.every, say=say)
+    )
 
 
 if __name__ == "__main__":

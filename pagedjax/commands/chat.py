@@ -69,7 +69,9 @@ class Stats(NamedTuple):
     def text(self) -> str:
         first = "none" if self.first_token is None else f"after {self.first_token:.3f} s"
         rate = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
-        made = f"; {self.compilations} programs were compiled during it" if self.compilations else ""
+        made = (
+            f"; {self.compilations} programs were compiled during it" if self.compilations else ""
+        )
         return (
             f"{self.tokens} tokens in {self.seconds:.3f} s: the first {first}{rate}{made}\n"
             f"prompt of {self.prompt_tokens} tokens, {self.cached_tokens} of them in the cache"
@@ -91,7 +93,10 @@ class Conversation:
         """All messages, with a new line of the user, for a chat template."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for user, assistant in self.turns:
-            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+            messages += [
+                {"role": "user", "content": user},
+                {"role": "assistant", "content": assistant},
+            ]
         return messages if line is None else [*messages, {"role": "user", "content": line}]
 
 
@@ -113,13 +118,17 @@ def turn(conversation: Conversation, line: str) -> Reply:
     if not line:
         return Reply(c)
     if not line.startswith("/") or line.startswith("//"):
-        return Reply(c, action="answer", argument=line.removeprefix("/") if line.startswith("//") else line)
+        return Reply(
+            c, action="answer", argument=line.removeprefix("/") if line.startswith("//") else line
+        )
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; /help lists the commands"
-        return Reply(c, f"there is no command {name}{hint} (begin with // to send a line that begins with /)")
+        return Reply(
+            c, f"there is no command {name}{hint} (begin with // to send a line that begins with /)"
+        )
     if rest and name not in ("/system", "/save"):
         return Reply(c, f"{name} takes no argument, but there is {rest!r:.60}")
     if name == "/system":
@@ -134,17 +143,23 @@ def turn(conversation: Conversation, line: str) -> Reply:
         return Reply(c, "there is no answer yet" if c.stats is None else c.stats.text())
     if name == "/save":
         return (
-            Reply(c, action="save", argument=rest) if rest else Reply(c, "/save needs a file: /save conversation.json")
+            Reply(c, action="save", argument=rest)
+            if rest
+            else Reply(c, "/save needs a file: /save conversation.json")
         )
     return Reply(c, action="quit") if name == "/quit" else Reply(c, HELP)
 
 
 def _system(c: Conversation, text: str) -> Reply:
     if not text:
-        return Reply(c, "there is no system text" if c.system is None else f"system text: {c.system}")
+        return Reply(
+            c, "there is no system text" if c.system is None else f"system text: {c.system}"
+        )
     if text == "off":
         return Reply(replace(c, system=None), "the system text is removed")
-    return Reply(replace(c, system=text), "the system text is set; it applies from the next line on")
+    return Reply(
+        replace(c, system=text), "the system text is set; it applies from the next line on"
+    )
 
 
 # answering -----------------------------------------------------------------------------------------------------------
@@ -194,7 +209,9 @@ def answer(
     finally:
         session.abandon(branches)
     spent = time.perf_counter() - began
-    stats = Stats(len(ids), branch.num_cached or 0, len(branch.token_ids), first, spent, compilations)
+    stats = Stats(
+        len(ids), branch.num_cached or 0, len(branch.token_ids), first, spent, compilations
+    )
     return Answer(branch.text, branch.finish_reason or "abort", stats)
 
 
@@ -202,7 +219,9 @@ def too_long(tokens: int, max_model_len: int, turns: int) -> str | None:
     """The error if a conversation of so many tokens has no room for an answer; None if it has room."""
     if tokens < max_model_len:
         return None
-    what = f"the conversation has {tokens} tokens with this line, but max_model_len is {max_model_len}"
+    what = (
+        f"the conversation has {tokens} tokens with this line, but max_model_len is {max_model_len}"
+    )
     ways = "shorten the line, or start with a larger --max-model-len if the model allows it"
     return f"{what} and an answer needs one; {'/undo drops the last turn, /reset all; or ' if turns else ''}{ways}"
 
@@ -234,8 +253,12 @@ def chat(
     show, note = show or _print, note or _note
     conversation = Conversation(system)
     if llm.tokenizer.chat_template is None:
-        raise ValueError("this model has no chat template, so it cannot chat; `pagedjax generate` continues a text")
-    llm.tokenizer.apply_chat_template(conversation.messages("Hi"))  # an error now instead of at the first line
+        raise ValueError(
+            "this model has no chat template, so it cannot chat; `pagedjax generate` continues a text"
+        )
+    llm.tokenizer.apply_chat_template(
+        conversation.messages("Hi")
+    )  # an error now instead of at the first line
     session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
     for line in _read() if lines is None else lines:
         reply = turn(conversation, line)
@@ -272,7 +295,11 @@ def _answered(
             return replace(c, stats=found.stats)
     elif found.reason == "length":
         full = len(ids) + found.stats.tokens >= limit
-        what = f"max_model_len ({limit}): /undo or /reset makes room" if full else f"--max-tokens {params.max_tokens}"
+        what = (
+            f"max_model_len ({limit}): /undo or /reset makes room"
+            if full
+            else f"--max-tokens {params.max_tokens}"
+        )
         note(f"[the answer ends at {what}]")
     return replace(c, turns=(*c.turns, Exchange(line, found.text)), stats=found.stats)
 
@@ -281,7 +308,9 @@ def save(conversation: Conversation, file: str) -> str:
     """Write the messages as JSON; an existing file is replaced -> a note for the user."""
     messages = conversation.messages()
     try:
-        Path(file).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        Path(file).expanduser().write_text(
+            json.dumps(messages, ensure_ascii=False, indent=1) + "\n", "utf-8"
+        )
     except OSError as error:
         return f"not saved: {error}"
     return f"{len(messages)} messages saved to {file}"
@@ -293,7 +322,9 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
     The first Ctrl-C sets a flag, because an exception in a step rolls the step back and computes it again.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only the main thread gets signals
         yield lambda: False
         return
     pressed = threading.Event()

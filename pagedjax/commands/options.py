@@ -23,7 +23,11 @@ EXAMPLES = {  # of options that take NAME=VALUE,...
     "speculative": 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\'',
     "kv_policy": "streaming, or name=streaming,sinks=4,window=1020",
 }
-SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}  # of vLLM
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+}  # of vLLM
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +84,9 @@ class Parser(argparse.ArgumentParser):
             options = dict(row.becomes(name, value)) if row.becomes else {}
         except ValueError as reason:
             return f"{flag} is {value!r:.80}; {reason}"
-        if options and all(f"--{option.replace('_', '-')}" in self._option_string_actions for option in options):
+        if options and all(
+            f"--{option.replace('_', '-')}" in self._option_string_actions for option in options
+        ):
             return f"{flag} is vLLM's name; write {' '.join(_written(*option) for option in options.items())}"
         return f"{flag} is vLLM's, and no option of {self.prog}; in Python, LLM(...) takes {name}: {text}"
 
@@ -96,7 +102,13 @@ def _value_of(flag: str, words: Sequence[str]) -> Any:
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
-            return yaml_words.word(value) if equals else True if after.startswith("-") else yaml_words.word(after)
+            return (
+                yaml_words.word(value)
+                if equals
+                else True
+                if after.startswith("-")
+                else yaml_words.word(after)
+            )
     return True
 
 
@@ -114,13 +126,21 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
     """An option for each field of EngineConfig. `defaults`: what its help says, where the command has another one."""
     from pagedjax.config import EngineConfig
 
-    group = command.add_argument_group("the engine (the fields of EngineConfig; its docstring explains them)")
+    group = command.add_argument_group(
+        "the engine (the fields of EngineConfig; its docstring explains them)"
+    )
     hints, about = get_type_hints(EngineConfig), first_sentences(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         flag, hint = f"--{field.name.replace('_', '-')}", hints[field.name]
-        (kind, *_) = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
+        (kind, *_) = (
+            [part for part in get_args(hint) if part is not NoneType]
+            if NoneType in get_args(hint)
+            else [hint]
+        )
         usual = "" if field.default in (None, ()) else f"the default is {field.default}"
-        text = "; ".join(part for part in (about[field.name], defaults.get(field.name, usual)) if part)
+        text = "; ".join(
+            part for part in (about[field.name], defaults.get(field.name, usual)) if part
+        )
         text = text.replace("%", "%%")
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
@@ -132,13 +152,19 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
         elif get_origin(kind) is tuple and get_args(kind)[0] is str:
             group.add_argument(flag, type=names, metavar="FILE.py:NAME,...", help=text)
         elif get_origin(kind) is tuple:
-            read = integers("0,1") if field.name == "devices" else integers("8,64,512", "ascending integers")
+            read = (
+                integers("0,1")
+                if field.name == "devices"
+                else integers("8,64,512", "ascending integers")
+            )
             group.add_argument(flag, type=read, metavar="N,N,...", help=text)
         elif get_origin(kind) is Literal:
             group.add_argument(flag, choices=get_args(kind), help=text)
         else:
             read = decimal(kind) if kind in (int, float) else kind
-            group.add_argument(flag, type=read, metavar=field.name.rsplit("_", 1)[-1].upper(), help=text)
+            group.add_argument(
+                flag, type=read, metavar=field.name.rsplit("_", 1)[-1].upper(), help=text
+            )
 
 
 def first_sentences(cls: type) -> dict[str, str]:
@@ -159,7 +185,9 @@ def integers(example: str, what: str = "integers") -> Callable[[str], tuple[int,
         try:
             return tuple(decimal(int)(part.strip()) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"is {text!r}; write {what}, such as {example}") from None
+            raise argparse.ArgumentTypeError(
+                f"is {text!r}; write {what}, such as {example}"
+            ) from None
 
     return read
 
@@ -182,14 +210,18 @@ def mebibytes(text: str) -> float:
     except ValueError:
         size = math.nan
     if not 2**-20 <= size < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text}; it must be a number of MiB above 0, such as 8")
+        raise argparse.ArgumentTypeError(
+            f"is {text}; it must be a number of MiB above 0, such as 8"
+        )
     return size
 
 
 def seconds(text: str) -> int:
     """Whole seconds, 0 or more. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"is {text}; it must be a whole number of seconds, at least 0")
+        raise argparse.ArgumentTypeError(
+            f"is {text}; it must be a whole number of seconds, at least 0"
+        )
     return int(text)
 
 

@@ -33,7 +33,9 @@ class Part(NamedTuple):
     part: int  # of `DecoderConfig.parts`
 
 
-Parts = Mapping[Part, tuple[Any, Any]]  # a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
+Parts = Mapping[
+    Part, tuple[Any, Any]
+]  # a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +74,13 @@ class Slots(NamedTuple):
 
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """By layer and matrix, the shapes of a and b of all slots."""
-    pack_low, parts = find(config.linear).pack_low, {name: len(ends) for name, ends in config.parts.items()}
+    pack_low, parts = (
+        find(config.linear).pack_low,
+        {name: len(ends) for name, ends in config.parts.items()},
+    )
     return tuple(
-        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items()} for own in adapted(config)
+        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items()}
+        for own in adapted(config)
     )
 
 
@@ -133,13 +139,18 @@ def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
         for name, (a, _) in stacked.items():
             joined = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
             for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
-                a, joined = a.at[1, *of_a].set(down.astype(a.dtype)), joined.at[1, *of_b].set(up.astype(a.dtype))
+                a, joined = (
+                    a.at[1, *of_a].set(down.astype(a.dtype)),
+                    joined.at[1, *of_b].set(up.astype(a.dtype)),
+                )
             own[name] = a, pack_low(joined, known[layer][name])
         layers.append(own)
     return tuple(layers)
 
 
-def _places(config: DecoderConfig, first: Part, rows: int, parts: Parts) -> Iterator[tuple[Any, Any, Any, Any]]:
+def _places(
+    config: DecoderConfig, first: Part, rows: int, parts: Parts
+) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M], and what."""
     ends = config.parts[first.matrix]
     rank = rows // len(ends)

@@ -40,7 +40,9 @@ def find(name: str) -> Implementation:
     if name in IMPLS:
         return IMPLS[name]
     file = name.rpartition(":")[0]
-    return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
+    return _own(
+        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
+    )
 
 
 @cache  # one record for all callers, so that `prepare` and `attend` share the file's globals; a new one if it changes
@@ -95,7 +97,10 @@ def pages_of(impl: str) -> Callable[..., jax.Array]:
     return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 
 
-numbers_in, stored_in = read, stored  # the numbers in pages, and numbers as pages of a dtype have them
+numbers_in, stored_in = (
+    read,
+    stored,
+)  # the numbers in pages, and numbers as pages of a dtype have them
 
 
 def prepare(wanted: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
@@ -112,7 +117,9 @@ def is_built_in(attend: Bound) -> bool:
     impl = BUILT_IN.get(attend.impl.name)
     if impl is None:
         return False
-    forms = [form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None]
+    forms = [
+        form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None
+    ]
     others = attend.impl._replace(attend=impl.attend, decodes_alone=impl.decodes_alone)
     return attend.impl.attend in forms and others == impl
 
@@ -156,7 +163,12 @@ def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = T
 
 
 def probabilities(
-    attend: Attend, q: jax.Array, k_pages: jax.Array, rows: Batch, heads: Sequence[int], **options: Any
+    attend: Attend,
+    q: jax.Array,
+    k_pages: jax.Array,
+    rows: Batch,
+    heads: Sequence[int],
+    **options: Any,
 ) -> jax.Array:
     """Returns what the implementation weighs values with, [R, heads, M S] float32 by position.
 
@@ -169,12 +181,16 @@ def probabilities(
     """
     if not isinstance(attend, Bound) or attend.impl.probabilities is None:
         name = attend.impl.name if isinstance(attend, Bound) else attend
-        raise ValueError(f"attention {name!r} has no `probabilities`, which taps of attention read; add that field")
+        raise ValueError(
+            f"attention {name!r} has no `probabilities`, which taps of attention read; add that field"
+        )
     arrays = q, k_pages, rows.block_tables, rows.seq_lens
     return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
 
 
-def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):
+def write(
+    attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch
+):
     """Writes the keys and values of the batch's tokens into their slots, as the implementation does it.
 
     An `Attend` that is not `Bound` gets XLA's scatter.

@@ -26,7 +26,9 @@ class SamplingBatch(NamedTuple):
     """How the R samples of a step are drawn: one for each row, and one for each draft."""
 
     temperature: Any  # [R] f32; 0 is greedy
-    num_top: Any  # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
+    num_top: (
+        Any  # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
+    )
     seed: Any  # [R] u32
     position: Any  # [R] i32: index of the sampled token among the row's outputs
     prompt_len: Any  # [R] i32
@@ -105,7 +107,9 @@ class Batch(NamedTuple):
     targets: Any  # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
-    drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
+    drafted: Drafted | None = (
+        None  # in every step of an engine that accepts drafts by rejection sampling
+    )
     seen: AttentionRows | None = None  # in every step of an engine with a KV policy
     groups: GroupTables | None = None  # in every step of an engine with several groups of layers
     selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
@@ -135,7 +139,9 @@ class Batch(NamedTuple):
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it: with the tables of its group alone."""
-        batch = self if self.adapters is None else self._replace(adapters=self.adapters.of_layer(layer))
+        batch = (
+            self if self.adapters is None else self._replace(adapters=self.adapters.of_layer(layer))
+        )
         if self.groups is None:
             return batch
         layout, slots, tables = self.groups
@@ -170,7 +176,9 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
-    decodes_alone: bool = False  # every row has one token, of which no prompt's log-probability is wanted
+    decodes_alone: bool = (
+        False  # every row has one token, of which no prompt's log-probability is wanted
+    )
 
 
 @dataclass(frozen=True)
@@ -192,10 +200,14 @@ class Shapes(NamedTuple):
     vocab_size: int
     drafts: int = 0  # draft tokens of a row at most
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
-    view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
+    view: tuple[int, tuple[int, ...]] | None = (
+        None  # of a KV policy: a `host.kv_policies.View` with a window
+    )
     layout: LayerGroups | None = None  # of several groups of layers
     selection: Selection | None = None  # of a KV policy
-    decode_buckets: tuple[int, ...] = ()  # T of the steps that have a program of their own for decodes alone
+    decode_buckets: tuple[
+        int, ...
+    ] = ()  # T of the steps that have a program of their own for decodes alone
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -271,7 +283,9 @@ def blank_feed(shapes: Shapes, t: int) -> Feed:
 CORE = Batch._fields.index("sampling")  # the fields before it are arrays that every step sends
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["words", "rest"], meta_fields=["tree", "layout"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["words", "rest"], meta_fields=["tree", "layout"]
+)
 @dataclass(frozen=True)
 class OneTransfer:
     """A `Batch` as a step's program takes it.
@@ -292,7 +306,9 @@ class OneTransfer:
 def joined(batch: Batch) -> OneTransfer:
     """The batch for a step's program. Its arrays of 32-bit numbers are copied."""
     core, sampling, feed = batch[:CORE], batch.sampling, batch.feed
-    arrays, tree = jax.tree.flatten((core, sampling[:-1], feed and feed.rows, batch.seen, batch.groups))
+    arrays, tree = jax.tree.flatten(
+        (core, sampling[:-1], feed and feed.rows, batch.seen, batch.groups)
+    )
     arrays = [np.asarray(array) for array in arrays]
     words = np.concatenate([array.reshape(-1).view(np.int32) for array in arrays])
     rest = sampling.features, feed and feed.tokens, batch.drafted, batch.selecting, batch.adapters
@@ -304,9 +320,24 @@ def parted(one: OneTransfer) -> Batch:
     arrays, at = [], 0
     for shape, dtype in one.layout:
         end = at + math.prod(shape)
-        arrays.append(jax.lax.bitcast_convert_type(jax.lax.slice(one.words, (at,), (end,)).reshape(shape), dtype))
+        arrays.append(
+            jax.lax.bitcast_convert_type(
+                jax.lax.slice(one.words, (at,), (end,)).reshape(shape), dtype
+            )
+        )
         at = end
     core, sampled, rows, seen, groups = jax.tree.unflatten(one.tree, arrays)
     features, tokens, drafted, selecting, adapters = one.rest
-    own = {"sampling": SamplingBatch._make((*sampled, features)), "feed": None if rows is None else Feed(rows, tokens)}
-    return Batch(*core, **own, drafted=drafted, seen=seen, groups=groups, selecting=selecting, adapters=adapters)
+    own = {
+        "sampling": SamplingBatch._make((*sampled, features)),
+        "feed": None if rows is None else Feed(rows, tokens),
+    }
+    return Batch(
+        *core,
+        **own,
+        drafted=drafted,
+        seen=seen,
+        groups=groups,
+        selecting=selecting,
+        adapters=adapters,
+    )

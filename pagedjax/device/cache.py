@@ -42,7 +42,9 @@ class BoundedKeys(NamedTuple):
     """The keys of a layer whose queries select blocks (selection.py)."""
 
     pages: jax.Array  # as in `KVCache.k`
-    bounds: jax.Array  # [P, K, 2, D] of the pages' dtype: of each full block, the least and the largest of its keys
+    bounds: (
+        jax.Array
+    )  # [P, K, 2, D] of the pages' dtype: of each full block, the least and the largest of its keys
 
     @property
     def block_size(self) -> int:
@@ -54,13 +56,17 @@ class KVCache(NamedTuple):
     v: tuple[jax.Array, ...]
     tokens: jax.Array  # [P, S] int32
     draft: DraftPages | None = None
-    bounds: tuple[jax.Array | None, ...] = ()  # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
+    bounds: tuple[
+        jax.Array | None, ...
+    ] = ()  # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
 
     @property
     def layers(self) -> list[tuple[jax.Array | BoundedKeys, jax.Array]]:
         """The keys and values of each page array."""
         bounds = self.bounds or (None,) * len(self.k)
-        keys = [k if own is None else BoundedKeys(k, own) for k, own in zip(self.k, bounds, strict=True)]
+        keys = [
+            k if own is None else BoundedKeys(k, own) for k, own in zip(self.k, bounds, strict=True)
+        ]
         return list(zip(keys, self.v, strict=True))
 
     def with_layers(self, layers: Sequence[tuple[jax.Array | BoundedKeys, jax.Array]]) -> KVCache:
@@ -125,7 +131,9 @@ def init(
     """
     row = row or head_dim
     if row % head_dim or block_size * head_dim % row:
-        raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
+        raise ValueError(
+            f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers"
+        )
     sharding = sharding or CacheSharding()
     shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
     pages = pages or zeros
@@ -137,9 +145,23 @@ def init(
         cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
         return cache
-    own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
-    every = CacheSharding(sharding.copies, sharding.copies)  # each device has all of a drafter's heads
-    other = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, sharding=every, zeros=zeros, **own)
+    own: dict[str, Any] = {
+        "layers": draft.layers,
+        "kv_heads": draft.kv_heads,
+        "head_dim": draft.head_dim,
+    }
+    every = CacheSharding(
+        sharding.copies, sharding.copies
+    )  # each device has all of a drafter's heads
+    other = init(
+        blocks=blocks,
+        block_size=block_size,
+        dtype=dtype,
+        row=draft.row,
+        sharding=every,
+        zeros=zeros,
+        **own,
+    )
     shape = blocks + 1, block_size, draft.features
     features = zeros(shape, draft.feature_dtype, device=sharding.copies) if draft.features else None
     return cache._replace(draft=DraftPages(other.k, other.v, features))
@@ -154,19 +176,34 @@ def shapes(**sizes: Any) -> KVCache:
     return init(**sizes, zeros=shape)
 
 
-def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None) -> int:
+def kv_bytes(
+    *,
+    layers: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    row: int | None = None,
+) -> int:
     """Bytes of a block's keys and values in all layers: 2 * L * S * K * D * bytes of dtype, for rows of any length."""
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
 def block_bytes(
-    *, block_size: int, dtype: str, draft: DraftSizes | None = None, dense_layers: int | None = None, **sizes: Any
+    *,
+    block_size: int,
+    dtype: str,
+    draft: DraftSizes | None = None,
+    dense_layers: int | None = None,
+    **sizes: Any,
 ) -> int:
     """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, bounds, which are as large as one slot's, and a drafter's
     part."""
     total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
     if dense_layers is not None:
-        total += kv_bytes(block_size=1, dtype=dtype, **sizes | {"layers": sizes["layers"] - dense_layers})
+        total += kv_bytes(
+            block_size=1, dtype=dtype, **sizes | {"layers": sizes["layers"] - dense_layers}
+        )
     if draft is not None:
         own = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
         total += kv_bytes(block_size=block_size, dtype=dtype, **own)
@@ -192,7 +229,9 @@ def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
     check_shape("target", target, source.shape)
 
     def one(pages: jax.Array) -> jax.Array:
-        return pages.at[target].set(pages.at[source].get(mode="promise_in_bounds"), mode="promise_in_bounds")
+        return pages.at[target].set(
+            pages.at[source].get(mode="promise_in_bounds"), mode="promise_in_bounds"
+        )
 
     return jax.tree.map(one, cache)
 
@@ -204,5 +243,9 @@ def read_blocks(cache: KVCache, ids: jax.Array) -> KVCache:
 
 def write_blocks(cache: KVCache, ids: jax.Array, pages: KVCache) -> KVCache:
     """Put whole blocks, as `read_blocks` returns them, into `ids` [n]."""
-    jax.tree.map(lambda old, new: check_shape("pages", new, (*ids.shape, *old.shape[1:])), cache, pages)
-    return jax.tree.map(lambda old, new: old.at[ids].set(new, mode="promise_in_bounds"), cache, pages)
+    jax.tree.map(
+        lambda old, new: check_shape("pages", new, (*ids.shape, *old.shape[1:])), cache, pages
+    )
+    return jax.tree.map(
+        lambda old, new: old.at[ids].set(new, mode="promise_in_bounds"), cache, pages
+    )

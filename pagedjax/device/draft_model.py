@@ -85,22 +85,32 @@ def of_decoder(model: Model) -> DraftModel:
         ValueError: it is on a mesh; a drafter has a copy on each device.
     """
     if model.placement:
-        raise ValueError(f"the draft model is on {model.placement}; load it without mesh and devices")
-    return DraftModel(model.config, model.graphdef, model.params, model.dtype, (), 0, _observe, _next_logits)
+        raise ValueError(
+            f"the draft model is on {model.placement}; load it without mesh and devices"
+        )
+    return DraftModel(
+        model.config, model.graphdef, model.params, model.dtype, (), 0, _observe, _next_logits
+    )
 
 
-def _run(draft: Decoder, pages: DraftPages, batch: Batch, attend: Attend) -> tuple[DraftPages, jax.Array]:
+def _run(
+    draft: Decoder, pages: DraftPages, batch: Batch, attend: Attend
+) -> tuple[DraftPages, jax.Array]:
     # the model may have sampled an id that pads its vocabulary, for which the drafter has no row
     batch = batch._replace(tokens=jnp.minimum(batch.tokens, draft.config.vocab_size - 1))
     cache, hidden, _ = draft.hidden(KVCache(pages.k, pages.v, jnp.zeros(())), batch, attend)
     return pages._replace(k=cache.k, v=cache.v), hidden
 
 
-def _observe(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, outputs: Any, attend: Attend):
+def _observe(
+    draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, outputs: Any, attend: Attend
+):
     return _run(draft, pages, batch, attend)[0]  # XLA drops what only the hidden states need
 
 
-def _next_logits(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, before: None, attend: Attend):
+def _next_logits(
+    draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, before: None, attend: Attend
+):
     pages, hidden = _run(draft, pages, batch, attend)
     return pages, None, draft.logits(hidden)
 
@@ -116,18 +126,35 @@ def fitted(logits: jax.Array, size: int) -> jax.Array:
 
 def of_eagle(config: EagleConfig, graphdef: nnx.GraphDef, params: Any, dtype: str) -> DraftModel:
     hidden = config.layer.hidden
-    return DraftModel(config.layer, graphdef, params, dtype, config.taps, hidden, _observe_eagle, _next_logits_eagle)
+    return DraftModel(
+        config.layer,
+        graphdef,
+        params,
+        dtype,
+        config.taps,
+        hidden,
+        _observe_eagle,
+        _next_logits_eagle,
+    )
 
 
 def _observe_eagle(
-    head: Eagle, model: Decoder, pages: DraftPages, batch: Batch, outputs: tuple[jax.Array, ...], attend: Attend
+    head: Eagle,
+    model: Decoder,
+    pages: DraftPages,
+    batch: Batch,
+    outputs: tuple[jax.Array, ...],
+    attend: Attend,
 ) -> DraftPages:
     assert pages.features is not None
     size, t = pages.features.shape[1], len(batch.tokens)
     found = head.features(outputs).astype(pages.features.dtype)
     at = batch.slots // size, batch.slots % size
     pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
-    row = jnp.minimum(jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)
+    row = jnp.minimum(
+        jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1,
+        len(batch.seq_lens) - 1,
+    )
     before = features_before(pages, batch.block_tables, row, batch.positions)
     assert before is not None
     _, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)

@@ -23,7 +23,9 @@ def best_tokens(logits: jax.Array) -> jax.Array:
     On a CPU an argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and 0.4 ms).
     """
     b, v = logits.shape
-    pieces = jnp.pad(logits, ((0, 0), (0, -v % LANES)), constant_values=-jnp.inf).reshape(b, -1, LANES)
+    pieces = jnp.pad(logits, ((0, 0), (0, -v % LANES)), constant_values=-jnp.inf).reshape(
+        b, -1, LANES
+    )
     piece = jnp.argmax(pieces.max(-1), axis=-1)
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
     return (piece * LANES + jnp.argmax(within, axis=-1)).astype(jnp.int32)

@@ -19,8 +19,12 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
 
 Pairs = Sequence[tuple[int, int]]
-Part = tuple[tuple[int, int], ...]  # which part of an array: start and end of each axis behind the blocks
-HostCache = tuple[dict[Part, np.ndarray], ...]  # of each array of a cache, in the order of its leaves: the host arrays
+Part = tuple[
+    tuple[int, int], ...
+]  # which part of an array: start and end of each axis behind the blocks
+HostCache = tuple[
+    dict[Part, np.ndarray], ...
+]  # of each array of a cache, in the order of its leaves: the host arrays
 
 
 def host_cache(cache: KVCache, blocks: int) -> HostCache:
@@ -33,7 +37,10 @@ def host_cache(cache: KVCache, blocks: int) -> HostCache:
     def arrays(pages: Any) -> dict[Part, np.ndarray]:
         where = _near(pages).addressable_devices_indices_map(pages.shape)
         parts = {_part(index, pages.shape) for index in where.values()}
-        return {part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype) for part in parts}
+        return {
+            part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype)
+            for part in parts
+        }
 
     return tuple(arrays(pages) for pages in jax.tree.leaves(cache))
 
@@ -53,10 +60,17 @@ class SwapPrograms:
             pinned = device.platform != "cpu" and "pinned_host" in kinds
         self._batch = batch
         self._near = jax.tree.map(_near, cache)
-        self._far = jax.tree.map(lambda near: near.with_memory_kind("pinned_host"), self._near) if pinned else None
+        self._far = (
+            jax.tree.map(lambda near: near.with_memory_kind("pinned_host"), self._near)
+            if pinned
+            else None
+        )
         self._shapes = [(batch, *a.shape[1:]) for a in jax.tree.leaves(cache)]
         ids = np.zeros(batch, np.int32)
-        pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype, sharding=a.sharding), cache)
+        pages = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype, sharding=a.sharding),
+            cache,
+        )
         self._read = out_of_cache.lower(cache, ids).compile()
         self._write = into_cache.lower(cache, ids, pages).compile()
 
@@ -67,7 +81,9 @@ class SwapPrograms:
             pages = self._read(cache, _padded(near, self._batch))
             pages = jax.device_put(pages, self._far) if self._far else pages
             for arrays, page in zip(host, jax.tree.leaves(pages), strict=True):
-                shards = {_part(shard.index, page.shape): shard.data for shard in page.addressable_shards}
+                shards = {
+                    _part(shard.index, page.shape): shard.data for shard in page.addressable_shards
+                }
                 for where, found in shards.items():  # of copies, one
                     arrays[where][far] = np.asarray(found)[: len(batch)]
 
@@ -79,16 +95,27 @@ class SwapPrograms:
             places = jax.tree.leaves(self._far or self._near)
             found = [_read(*one, ids) for one in zip(host, self._shapes, places, strict=True)]
             pages = jax.tree.unflatten(jax.tree.structure(cache), found)
-            pages = jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
+            pages = (
+                jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
+            )
             cache = self._write(cache, _padded(near, self._batch), pages)
         return cache
 
 
-def _read(arrays: dict[Part, np.ndarray], shape: tuple[int, ...], place: jax.sharding.Sharding, ids: np.ndarray) -> Any:
+def _read(
+    arrays: dict[Part, np.ndarray],
+    shape: tuple[int, ...],
+    place: jax.sharding.Sharding,
+    ids: np.ndarray,
+) -> Any:
     """Blocks of one array, from the host arrays of its parts."""
-    if len(arrays) == 1 and place.is_fully_addressable:  # a program takes them as they are, which is faster
+    if (
+        len(arrays) == 1 and place.is_fully_addressable
+    ):  # a program takes them as they are, which is faster
         return next(iter(arrays.values()))[ids]
-    return jax.make_array_from_callback(shape, place, lambda index: arrays[_part(index, shape)][ids])
+    return jax.make_array_from_callback(
+        shape, place, lambda index: arrays[_part(index, shape)][ids]
+    )
 
 
 def _near(pages: Any) -> jax.sharding.Sharding:

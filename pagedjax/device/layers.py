@@ -31,7 +31,9 @@ class Weight(nnx.Param):
 
 def weight(shape: Matrix, dtype: str, int8: bool, impl: str) -> tuple[Weight, nnx.Param | None]:
     """A matrix and, for int8, the scales of its rows (weights/int8.py). Before it is filled it is as it is stored."""
-    found = Weight(jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape, impl=impl)
+    found = Weight(
+        jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape, impl=impl
+    )
     return found, nnx.Param(jnp.zeros((shape.outputs,), jnp.float32)) if int8 else None
 
 
@@ -93,7 +95,12 @@ class Linear(nnx.Module):
         }
         matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
         if not self.axes:
-            options |= {"bias": bias, "activation": activation, "residual": residual, "dtype": dtype}
+            options |= {
+                "bias": bias,
+                "activation": activation,
+                "residual": residual,
+                "dtype": dtype,
+            }
             return linear(x, self.weight[...], matrix, **options)
         y = summed(linear(x, self.weight[...], matrix, **options, dtype=jnp.float32), self.axes)
         for more in (bias, residual):
@@ -150,7 +157,11 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
     if kind == "freqs":  # explicit divisors, from a GGUF file
         return [f / c for f, c in zip(freqs, scaling["factors"], strict=True)]
     if kind == "llama3":
-        factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+        factor, low, high = (
+            scaling["factor"],
+            scaling["low_freq_factor"],
+            scaling["high_freq_factor"],
+        )
         original = scaling["original_max_position_embeddings"]
 
         def scale(f: float) -> float:
@@ -159,7 +170,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
             return f * blend + f / factor * (1.0 - blend)
 
         return [scale(f) for f in freqs]
-    raise ValueError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, freqs")
+    raise ValueError(
+        f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, freqs"
+    )
 
 
 def rope_table(frequencies: list[float], positions: int) -> np.ndarray:

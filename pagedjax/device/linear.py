@@ -44,7 +44,9 @@ def find(name: str) -> Implementation:
     if name == DIFFERENTIABLE:
         return differentiable.IMPLEMENTATION
     file = name.rpartition(":")[0]
-    return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
+    return _own(
+        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
+    )
 
 
 @cache  # one record for all callers; a new one if the file changes

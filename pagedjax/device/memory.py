@@ -27,7 +27,10 @@ import jax
 
 GIB, MIB = 2**30, 2**20
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # cgroup versions
+V1, V2 = (
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.max", "memory.current"),
+)  # cgroup versions
 CPU_LIMIT = 4 * GIB  # largest default cache on a CPU, whose memory other programs need too
 
 
@@ -47,7 +50,9 @@ class MemoryReport(NamedTuple):
     total: int  # 0: the device does not report it
     free: int  # before the cache
     weights: int
-    activations: int | None  # of the step of the largest bucket, besides its arguments; None: not compiled yet
+    activations: (
+        int | None
+    )  # of the step of the largest bucket, besides its arguments; None: not compiled yet
     other: int  # in use before the cache and not weights: other programs and engines, inputs of this engine's steps
     cache: int  # with its trash block
     block_size: int
@@ -72,7 +77,11 @@ class MemoryReport(NamedTuple):
         if self.activations is not None:
             peak = (size(self.activations), "of the largest step, as compiled")
         rows = [
-            ("device", size(self.total) if self.total else "unknown", f"{size(self.free)} free before the cache"),
+            (
+                "device",
+                size(self.total) if self.total else "unknown",
+                f"{size(self.free)} free before the cache",
+            ),
             ("weights", size(self.weights), ""),
             ("activations peak", *peak),
             ("other", size(self.other), "in use before the cache and not weights; inputs of steps"),
@@ -86,7 +95,9 @@ class MemoryReport(NamedTuple):
             rows[0], rows[4] = ("device", "unknown", ""), (*rows[4][:2], "with its trash block")
             del rows[3]
         left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
-        lines = [f"  {name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows]
+        lines = [
+            f"  {name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows
+        ]
         return "\n".join([f"memory of {self.device}", *lines])
 
 
@@ -139,7 +150,9 @@ def _limits() -> Iterator[tuple[int, int]]:
         for place in (mine, *(above for above in mine.parents if above.is_relative_to(folder))):
             try:
                 limit, used = (int((place / file).read_text()) for file in files)
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (place / "memory.stat").read_text().splitlines()
+                )
             except (OSError, ValueError):  # no such group, or "max": no limit
                 continue
             idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
@@ -177,7 +190,9 @@ def host_blocks(swap_space_gib: float, block_bytes: int) -> int:
     return whole_blocks(swap_space_gib * GIB, block_bytes)
 
 
-def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0) -> int:
+def blocks_that_fit(
+    block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0
+) -> int:
     """Number of blocks in `fraction` of the free memory minus the memory of a step, without the trash block.
 
     Raises:
@@ -198,7 +213,9 @@ def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, act
     return blocks
 
 
-def check_fit(num_blocks: int, block_bytes: int, device: DeviceMemory, activations: int = 0) -> None:
+def check_fit(
+    num_blocks: int, block_bytes: int, device: DeviceMemory, activations: int = 0
+) -> None:
     """Check that a number of blocks fits into the free memory, if the device reports it.
 
     Raises:

@@ -100,18 +100,25 @@ class Placement:
             if one.order is not None:
                 own = np.flatnonzero(one.order != PADDING)
                 places = np.empty(one.order.max() + 1, np.intp)
-                places[one.order[own]] = own  # of a key head that several devices have, the last one
+                places[one.order[own]] = (
+                    own  # of a key head that several devices have, the last one
+                )
                 found = np.take(found, places, axis=axis)
         return found
 
-    def layout(self, path: Sequence[str], stored: Sequence[int]) -> tuple[tuple[int, ...], NamedSharding]:
+    def layout(
+        self, path: Sequence[str], stored: Sequence[int]
+    ) -> tuple[tuple[int, ...], NamedSharding]:
         """The shape of a parameter with its padding, and its sharding.
 
         Args:
             stored: its shape without a mesh.
         """
         splits = self._splits(path, len(stored))
-        shape = (size if one.order is None else len(one.order) for one, size in zip(splits, stored, strict=True))
+        shape = (
+            size if one.order is None else len(one.order)
+            for one, size in zip(splits, stored, strict=True)
+        )
         return tuple(shape), self.sharding(*(one.axes or None for one in splits))
 
     def _splits(self, path: Sequence[str], ndim: int) -> tuple[split.Split, ...]:
@@ -125,7 +132,9 @@ class Placement:
 
     # programs -------------------------------------------------------------------------------------------------------
 
-    def mapped(self, program: Callable[..., Any], leaves: Sequence[jax.Array]) -> Callable[..., Any]:
+    def mapped(
+        self, program: Callable[..., Any], leaves: Sequence[jax.Array]
+    ) -> Callable[..., Any]:
         """program(leaves, cache, batch) -> (cache, output) as what each device does with its part.
 
         Args:
@@ -137,7 +146,9 @@ class Placement:
         each = cast("list[NamedSharding]", [x.sharding for x in leaves])
         specs = tuple(sharding.spec for sharding in each), cache, copies
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not
-        return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False)
+        return jax.shard_map(
+            program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False
+        )
 
     def by_rows(self, function: RowFunction, logits: jax.Array, rows: Any) -> Any:
         """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
@@ -160,7 +171,9 @@ class Placement:
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXES) * share, share)
 
         logits = jax.lax.all_to_all(jnp.pad(logits, ((0, more), (0, 0))), AXES, 0, 1, tiled=True)
-        found, tree = jax.tree.flatten(function(logits[:, : self.model.vocab_size], jax.tree.map(mine, rows)))
+        found, tree = jax.tree.flatten(
+            function(logits[:, : self.model.vocab_size], jax.tree.map(mine, rows))
+        )
         # as one array of bits: one exchange, and no compiler has to combine several
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in found]
         each = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
@@ -178,7 +191,10 @@ def whole_rows(function: RowFunction, logits: jax.Array, rows: Any) -> Any:
 
 
 def make_placement(
-    config: DecoderConfig, sizes: MeshConfig, positions: Sequence[int] | None, devices: Sequence[Any]
+    config: DecoderConfig,
+    sizes: MeshConfig,
+    positions: Sequence[int] | None,
+    devices: Sequence[Any],
 ) -> Placement:
     """The placement of a model on a mesh of these sizes.
 
@@ -199,7 +215,9 @@ def make_placement(
         )
     without = {device.process_index for device in devices}
     without -= {devices[i].process_index for i in positions}
-    if without and jax.process_count() > 1:  # else these are the devices of a topology that is not here
+    if (
+        without and jax.process_count() > 1
+    ):  # else these are the devices of a topology that is not here
         raise ValueError(
             f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has none of them; use a "
             "mesh with devices of every process"
@@ -228,11 +246,17 @@ def _sample(x: np.ndarray) -> bytes:
     """The first values of the first row and of the last one."""
     if x.ndim == 0 or not x.size:
         return x.tobytes()
-    return b"".join(np.ascontiguousarray(x[(row,) * (x.ndim - 1)][:SAMPLED]).tobytes() for row in (0, -1))
+    return b"".join(
+        np.ascontiguousarray(x[(row,) * (x.ndim - 1)][:SAMPLED]).tobytes() for row in (0, -1)
+    )
 
 
 def _positions(positions: Sequence[int]) -> str:
-    return f"positions {positions[0]} to {positions[-1]}" if isinstance(positions, range) else f"positions {positions}"
+    return (
+        f"positions {positions[0]} to {positions[-1]}"
+        if isinstance(positions, range)
+        else f"positions {positions}"
+    )
 
 
 def _taken(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> np.ndarray:

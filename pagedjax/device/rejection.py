@@ -20,7 +20,11 @@ from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums
 
-DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft uses the plain one, 0
+DRAFT, ACCEPT, REPLACE = (
+    1,
+    2,
+    3,
+)  # streams of `uniform`; a row without a draft uses the plain one, 0
 
 
 def draw_drafts(
@@ -33,17 +37,23 @@ def draw_drafts(
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 
-    def drawn(logits: jax.Array, s: SamplingBatch, context: RowContext) -> tuple[jax.Array, jax.Array]:
+    def drawn(
+        logits: jax.Array, s: SamplingBatch, context: RowContext
+    ) -> tuple[jax.Array, jax.Array]:
         found = weights(logits, s, context, chain)
         return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best), found
 
-    def greedy(logits: jax.Array, s: SamplingBatch, context: RowContext) -> tuple[jax.Array, jax.Array]:
+    def greedy(
+        logits: jax.Array, s: SamplingBatch, context: RowContext
+    ) -> tuple[jax.Array, jax.Array]:
         return best, jnp.zeros(logits.shape)
 
     return jax.lax.cond(jnp.any(s.temperature > 0), drawn, greedy, logits, s, context)
 
 
-def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
+def draw_or_accept(
+    found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
+) -> jax.Array:
     """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw without a draft.
 
     Args:
@@ -56,7 +66,9 @@ def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted:
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
     left = jnp.maximum(p - q, 0.0)
     # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
-    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found)  # unscaled, as in a plain draw
+    left = jnp.where(
+        has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found
+    )  # unscaled, as in a plain draw
     other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
     return jnp.where(has & accepted, token, other)
 

@@ -19,7 +19,9 @@ TERMS = 16  # of one reduction that is written out
 
 def row_sums(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [...], exact float32: no product, which a TPU would round to bfloat16 and a GPU to TF32."""
-    return lax.platform_dependent(x, cpu=lambda x: _written_out(x, lax.add, 0), default=lambda x: x.sum(-1))
+    return lax.platform_dependent(
+        x, cpu=lambda x: _written_out(x, lax.add, 0), default=lambda x: x.sum(-1)
+    )
 
 
 def row_means(x: jax.Array) -> jax.Array:
@@ -53,7 +55,9 @@ def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:
     return total
 
 
-def _written_out(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array], neutral: float) -> jax.Array:
+def _written_out(
+    x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array], neutral: float
+) -> jax.Array:
     """TERMS numbers that are N / TERMS apart are combined in turn, and again the results, until one is left.
 
     XLA keeps the order of operations that are written out, and not that within a reduction. The barriers keep it from

@@ -30,7 +30,9 @@ class SampledTokens(NamedTuple):
     """The sampled tokens of a step. Log-probability fields are zeros unless some sample wants them."""
 
     tokens: jax.Array  # [R] int32
-    logprobs: jax.Array  # [R] f32 of the chosen token, under the model's own distribution (before any adjustment)
+    logprobs: (
+        jax.Array
+    )  # [R] f32 of the chosen token, under the model's own distribution (before any adjustment)
     ranks: jax.Array  # [R] int32, 1 for the most likely token
     top_ids: jax.Array  # [R, MAX_TOP] int32, most likely first; -1 past a small vocabulary
     top_logprobs: jax.Array  # [R, MAX_TOP] f32
@@ -91,7 +93,9 @@ def sample(
     # Two whole branches: XLA copies logits that a branch returns unchanged.
     plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
     rows = s, history.block_tables, history.seq_lens, drafted
-    tokens = jax.lax.cond(plain, lambda x, *_: best_tokens(x), partial(_tiled, choose, tile), logits, *rows)
+    tokens = jax.lax.cond(
+        plain, lambda x, *_: best_tokens(x), partial(_tiled, choose, tile), logits, *rows
+    )
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
@@ -104,7 +108,9 @@ def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChai
     check_shape("block_tables", history.block_tables, (r, None))
     check_shape("seq_lens", history.seq_lens, (r,))
     if s.features.keys() != (names := {f.name for f in chain.features}):
-        raise ValueError(f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}")
+        raise ValueError(
+            f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}"
+        )
     for path, array in jax.tree.leaves_with_path(s):
         check_shape(jax.tree_util.keystr(path), array, (r, *array.shape[1:]))
 
@@ -116,27 +122,44 @@ def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *r
         return function(logits, *rows)
 
     def body(i: jax.Array, out: Any) -> Any:
-        start = jnp.minimum(i * tile, r - tile)  # the last tile computes samples of the one before again
+        start = jnp.minimum(
+            i * tile, r - tile
+        )  # the last tile computes samples of the one before again
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
         return jax.tree.map(put, out, function(*jax.tree.map(cut, (logits, *rows))))
 
     like = jax.eval_shape(function, logits, *rows)
-    return jax.lax.fori_loop(0, -(-r // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+    return jax.lax.fori_loop(
+        0, -(-r // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    )
 
 
 def _choose(
-    logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain, drafted: Drafted | None
+    logits: jax.Array,
+    s: SamplingBatch,
+    context: RowContext,
+    seed: jax.Array,
+    chain: RowChain,
+    drafted: Drafted | None,
 ) -> jax.Array:
     """[R] the best or a drawn token, after the samples' options have changed their logits."""
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 
-    def drawn(logits: jax.Array, s: SamplingBatch, context: RowContext, drafted: Drafted | None) -> jax.Array:
+    def drawn(
+        logits: jax.Array, s: SamplingBatch, context: RowContext, drafted: Drafted | None
+    ) -> jax.Array:
         found = weights(logits, s, context, chain)
-        return draw(found, s, seed) if drafted is None else rejection.draw_or_accept(found, s, seed, drafted)
+        return (
+            draw(found, s, seed)
+            if drafted is None
+            else rejection.draw_or_accept(found, s, seed, drafted)
+        )
 
-    tokens = jax.lax.cond(jnp.any(s.temperature > 0), drawn, lambda *_: best, logits, s, context, drafted)
+    tokens = jax.lax.cond(
+        jnp.any(s.temperature > 0), drawn, lambda *_: best, logits, s, context, drafted
+    )
     return jnp.where(s.temperature > 0, tokens, best)
 
 
@@ -163,7 +186,9 @@ def prompt_logprobs(
         logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some))
         ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * some, some), 0)
         update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
-        found = by_rows(lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids)
+        found = by_rows(
+            lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids
+        )
         return jax.tree.map(update, out, found)
 
     # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of branches.
@@ -192,7 +217,9 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     )
     fill = ((0, 0), (0, MAX_TOP - width))
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
-    ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)  # of a small vocabulary: no token
+    ids = jnp.pad(
+        ids.astype(jnp.int32), fill, constant_values=-1
+    )  # of a small vocabulary: no token
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 

@@ -67,27 +67,48 @@ def score(
 def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
     shape, kind = np.shape(tokens), getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
     if len(shape) != 2 or not np.issubdtype(kind, np.integer) or 0 in shape:
-        raise ValueError(f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded to L")
+        raise ValueError(
+            f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded to L"
+        )
     if shape[1] > c.max_len:
-        raise ValueError(f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the sequences")
+        raise ValueError(
+            f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the sequences"
+        )
     if lengths is not None and np.shape(lengths) != shape[:1]:
-        raise ValueError(f"lengths is {list(np.shape(lengths))}; tokens {list(shape)} need one for each sequence")
+        raise ValueError(
+            f"lengths is {list(np.shape(lengths))}; tokens {list(shape)} need one for each sequence"
+        )
     # Arrays of a function that is traced have no values yet.
-    if not isinstance(tokens, jax.core.Tracer) and not 0 <= np.min(tokens) <= np.max(tokens) < c.vocab_size:
+    if (
+        not isinstance(tokens, jax.core.Tracer)
+        and not 0 <= np.min(tokens) <= np.max(tokens) < c.vocab_size
+    ):
         ids = f"{np.min(tokens)} to {np.max(tokens)}"
-        raise ValueError(f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence")
+        raise ValueError(
+            f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence"
+        )
     if lengths is not None and not isinstance(lengths, jax.core.Tracer):
         several = np.asarray(lengths)
-        if not np.issubdtype(several.dtype, np.integer) or several.min() < 0 or several.max() > shape[1]:
+        if (
+            not np.issubdtype(several.dtype, np.integer)
+            or several.min() < 0
+            or several.max() > shape[1]
+        ):
             what = f"lengths is {several.dtype} {several.tolist()!r:.80}"
-            raise ValueError(f"{what}; each must be an integer from 0 to {shape[1]}, the width of tokens")
+            raise ValueError(
+                f"{what}; each must be an integer from 0 to {shape[1]}, the width of tokens"
+            )
     if c.axes:
-        raise ValueError(f"the module is a part of a model on a mesh with axes {c.axes}; give a whole module")
+        raise ValueError(
+            f"the module is a part of a model on a mesh with axes {c.axes}; give a whole module"
+        )
 
 
 def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
     if not linear.find(c.linear).low_rank:
-        raise ValueError(f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use 'xla'")
+        raise ValueError(
+            f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use 'xla'"
+        )
     if not parts:
         raise ValueError("adapter has no factors; give those of one matrix at least, or None")
     layers = adapters.adapted(c)
@@ -99,7 +120,9 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
         inputs, outputs = adapters.sizes_of(c, place.matrix, place.part)
         if np.ndim(a) != 2 or a.shape[1] != inputs or b.shape != (outputs, len(a)):
             found = f"a {list(a.shape)} and b {list(b.shape)}"
-            raise ValueError(f"adapter has {found} at {place}; [r, {inputs}] and [{outputs}, r] fit")
+            raise ValueError(
+                f"adapter has {found} at {place}; [r, {inputs}] and [{outputs}, r] fit"
+            )
 
 
 def _batch_invariant(module: Decoder) -> Decoder:
@@ -109,13 +132,23 @@ def _batch_invariant(module: Decoder) -> Decoder:
         ValueError: there are none for its sizes and dtype on this device.
     """
     c, dtype, device = module.config, module.dtype, jax.devices()[0]
-    sizes = {"head_dim": c.head_dim, "kv_heads": c.kv_heads, "heads": c.heads, "block_size": c.max_len}
+    sizes = {
+        "head_dim": c.head_dim,
+        "kv_heads": c.kv_heads,
+        "heads": c.heads,
+        "block_size": c.max_len,
+    }
     attention.choose(None, device, invariant=True, dtype=dtype, query_dtype=dtype, **sizes)
     wanted = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
-    facts = {"weight_dtype": "int8" if c.int8 else dtype, "activation": c.activation if c.gated else None}
+    facts = {
+        "weight_dtype": "int8" if c.int8 else dtype,
+        "activation": c.activation if c.gated else None,
+    }
     linear.choose(wanted, device, dtype=dtype, mesh=False, **facts)
     if not linear.find(wanted).invariant:
-        raise ValueError(f"batch_invariant is True, and linear_impl {wanted!r} is not; use a module of 'xla'")
+        raise ValueError(
+            f"batch_invariant is True, and linear_impl {wanted!r} is not; use a module of 'xla'"
+        )
     graphdef, blank = _parts(replace(c, linear=wanted), dtype)
     state = jax.tree.unflatten(jax.tree.structure(blank), jax.tree.leaves(nnx.state(module)))
     return nnx.merge(graphdef, state)
@@ -126,9 +159,16 @@ def _parts(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))  # type: ignore[return-value]
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # without it each operation would be rounded by itself, as in no engine
+@partial(
+    jax.jit, static_argnums=(0, 1)
+)  # without it each operation would be rounded by itself, as in no engine
 def _score(
-    graphdef: nnx.GraphDef, batch_invariant: bool, state: nnx.State, tokens: jax.Array, lengths: jax.Array, parts: Any
+    graphdef: nnx.GraphDef,
+    batch_invariant: bool,
+    state: nnx.State,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    parts: Any,
 ) -> jax.Array:
     module: Decoder = nnx.merge(graphdef, state)
     factors = parts and adapters.only(module.config, parts, module.dtype)

@@ -29,7 +29,9 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys
 from pagedjax.device.row_reductions import softmax
 
-AT_ONCE = 2**20  # numbers of bounds that are read at once, at most, unless one block of one row has more
+AT_ONCE = (
+    2**20
+)  # numbers of bounds that are read at once, at most, unless one block of one row has more
 NEG = -1e30  # a finite minus infinity
 SPAN = 64  # blocks of a row whose scores are computed at once
 
@@ -42,7 +44,14 @@ class Rows(NamedTuple):
     cu_q_lens: jax.Array  # [B + 1]
 
 
-def write(attend: Attend, keys: jax.Array | BoundedKeys, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):
+def write(
+    attend: Attend,
+    keys: jax.Array | BoundedKeys,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    batch: Batch,
+):
     """Writes the keys and values of the batch's tokens into their slots, and the bounds of blocks that become full."""
     if not isinstance(keys, BoundedKeys):
         return attention.write(attend, keys, v_pages, k, v, batch)
@@ -56,7 +65,9 @@ def _with_bounds(keys: BoundedKeys, slots: jax.Array, rows: int) -> BoundedKeys:
     most = min(t, t // size + rows)
     filled = slots % size == size - 1
     (found,) = jnp.nonzero(filled, size=most, fill_value=0)
-    ids = jnp.where(jnp.arange(most) < filled.sum(), slots[found] // size, 0)  # the rest is the trash block
+    ids = jnp.where(
+        jnp.arange(most) < filled.sum(), slots[found] // size, 0
+    )  # the rest is the trash block
     pages = numbers_in(keys.pages.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
     pages = pages.reshape(most, pages.shape[1], size, -1)
     new = stored_in(jnp.stack([pages.min(2), pages.max(2)], axis=2), keys.bounds.dtype)
@@ -96,7 +107,9 @@ def attend_selected(
     dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
     dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
     first = dense.cu_q_lens[-1]
-    place = jnp.where(chosen, first + until - 1, jnp.where(token < cu_q_lens[-1], token - until, token))
+    place = jnp.where(
+        chosen, first + until - 1, jnp.where(token < cu_q_lens[-1], token - until, token)
+    )
     order = jnp.zeros(t, jnp.int32).at[place].set(token, unique_indices=True)
     found = attend(q[order], keys.pages, v_pages, *dense, window=None, soft_cap=soft_cap)[place]
 
@@ -106,12 +119,19 @@ def attend_selected(
     queries = q[mine].reshape(t, k, n // k, d)
     selected = _selected(queries * scale, keys, tables[row], length, number, selection.blocks)
     k_flat, v_flat = (pages.reshape(-1, 1, *pages.shape[2:]) for pages in (keys.pages, v_pages))
-    out = attend(queries.reshape(t * k, n // k, d), k_flat, v_flat, *selected, window=None, soft_cap=soft_cap)
+    out = attend(
+        queries.reshape(t * k, n // k, d), k_flat, v_flat, *selected, window=None, soft_cap=soft_cap
+    )
     return jnp.where(chosen[:, None, None], out.reshape(t, n, d)[until - 1], found)
 
 
 def _selected(
-    q: jax.Array, keys: BoundedKeys, tables: jax.Array, lengths: jax.Array, number: jax.Array, blocks: int
+    q: jax.Array,
+    keys: BoundedKeys,
+    tables: jax.Array,
+    lengths: jax.Array,
+    number: jax.Array,
+    blocks: int,
 ) -> Rows:
     """A row of attention for each query and key head, over pages of one key head.
 
@@ -124,18 +144,24 @@ def _selected(
     blocks, span = min(blocks, width), min(SPAN, width)
     together = max(1, min(t, AT_ONCE // (span * k * 2 * d)))
     rows = -(-t // together) * together
-    q, tables, lengths = (jnp.pad(a, [(0, rows - t), *[(0, 0)] * (a.ndim - 1)]) for a in (q, tables, lengths))
+    q, tables, lengths = (
+        jnp.pad(a, [(0, rows - t), *[(0, 0)] * (a.ndim - 1)]) for a in (q, tables, lengths)
+    )
     head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
 
     def some(i: jax.Array, found: jax.Array) -> jax.Array:
-        mine, table, length = (jax.lax.dynamic_slice_in_dim(a, i * together, together) for a in (q, tables, lengths))
+        mine, table, length = (
+            jax.lax.dynamic_slice_in_dim(a, i * together, together) for a in (q, tables, lengths)
+        )
         own = (length - 1) // size  # -1 in rows that do not count
         scores = _scores(mine, keys.bounds, table, jnp.where(own < blocks, 0, own))
         index = jnp.arange(width)
         scores = jnp.where(index < own[:, None, None], scores, -jnp.inf)
         scores = jnp.where(index == own[:, None, None], jnp.inf, scores)
         best, at = jax.lax.top_k(scores, blocks)
-        at = jnp.sort(jnp.where(best > -jnp.inf, at, width), axis=-1)  # in their order, so the own block is the last
+        at = jnp.sort(
+            jnp.where(best > -jnp.inf, at, width), axis=-1
+        )  # in their order, so the own block is the last
         pages = jnp.take_along_axis(jnp.pad(table, ((0, 0), (0, 1)))[:, None], at, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(found, pages * k + head, i * together, 0)
 
@@ -168,7 +194,9 @@ def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Arra
         ids = jax.lax.dynamic_slice_in_dim(tables, i * span, span, axis=1)
         ends = numbers_in(bounds.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
         ends = ends.transpose(0, 2, 1, 3, 4).reshape(r, k, span, 2 * d)
-        upper = jnp.einsum("rkgd,rkmd->rkgm", q, ends, precision="highest", preferred_element_type=jnp.float32)
+        upper = jnp.einsum(
+            "rkgd,rkmd->rkgm", q, ends, precision="highest", preferred_element_type=jnp.float32
+        )
         return jax.lax.dynamic_update_slice_in_dim(found, upper, i * span, axis=3)
 
     start = jnp.zeros((r, k, g, tables.shape[1]))

@@ -23,7 +23,14 @@ from pagedjax.device.models.decoder import samples_of
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, no_prompt_logprobs, prompt_logprobs, sample
+from pagedjax.device.sampling import (
+    History,
+    PromptLogprobs,
+    SampledTokens,
+    no_prompt_logprobs,
+    prompt_logprobs,
+    sample,
+)
 from pagedjax.device.taps import NOTHING, Tapped, Wanted, taken
 
 Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
@@ -48,13 +55,17 @@ class StepOutput(NamedTuple):
     sampled: SampledTokens
     prompt: PromptLogprobs
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
-    hidden: jax.Array | None = None  # [R, H] after the final norm, of the token that each sample follows
+    hidden: jax.Array | None = (
+        None  # [R, H] after the final norm, of the token that each sample follows
+    )
     taps: Tapped | None = None  # what the step was made to return beside samples
 
 
 class DraftOutput(NamedTuple):
     tokens: jax.Array  # [k, B] int32: the drafts of each row, in their order
-    probs: jax.Array | None  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+    probs: (
+        jax.Array | None
+    )  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
 
 
 class BoundDraftModel(NamedTuple):
@@ -64,7 +75,9 @@ class BoundDraftModel(NamedTuple):
     attend: Attend
 
 
-def _modules(model: Model, bound: BoundDraftModel | None) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+def _modules(
+    model: Model, bound: BoundDraftModel | None
+) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
     """leaves -> the nnx modules of the model and of the drafter."""
     graphdef, tree = model.graphdef, jax.tree.structure(model.params)
     draft = bound and (bound.model.graphdef, jax.tree.structure(bound.model.params))
@@ -77,7 +90,9 @@ def _modules(model: Model, bound: BoundDraftModel | None) -> Callable[[Sequence[
     return modules
 
 
-def _mapped(program: Callable[..., Any], model: Model, bound: BoundDraftModel | None) -> Callable[..., Any]:
+def _mapped(
+    program: Callable[..., Any], model: Model, bound: BoundDraftModel | None
+) -> Callable[..., Any]:
     """The program on the devices of the model's mesh, if it has one."""
     leaves = (*model.leaves, *bound.model.leaves) if bound else model.leaves
     return model.placement.mapped(program, leaves) if model.placement else program
@@ -104,14 +119,21 @@ def make_step(
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
     """
-    modules, by_rows = _modules(model, bound), model.placement.by_rows if model.placement else whole_rows
+    modules, by_rows = (
+        _modules(model, bound),
+        model.placement.by_rows if model.placement else whole_rows,
+    )
 
-    def step(leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer) -> tuple[KVCache, StepOutput]:
+    def step(
+        leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
+    ) -> tuple[KVCache, StepOutput]:
         batch = parted(joined_batch)
         _check(batch)
         (model, drafter), feed = modules(leaves), batch.feed
         if feed is not None:
-            batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
+            batch = batch._replace(
+                tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens)
+            )
         if batch.adapters is not None:
             batch = batch._replace(adapters=batch.adapters.routed())
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
@@ -125,7 +147,12 @@ def make_step(
             pages = observe(drafter, model, cache.draft, batch, outputs[: len(taps)], bound.attend)
             cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
-        rows = batch.sampling, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1, batch.drafted
+        rows = (
+            batch.sampling,
+            batch.block_tables[batch.sampled_row],
+            batch.positions[batch.last] + 1,
+            batch.drafted,
+        )
 
         def sampled_rows(logits: jax.Array, rows: Any) -> SampledTokens:
             sampling, tables, lens, drafted = rows
@@ -134,7 +161,9 @@ def make_step(
 
         def every() -> tuple[jax.Array, PromptLogprobs]:
             hidden = finish(None)
-            return hidden[batch.last], prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
+            return hidden[batch.last], prompt_logprobs(
+                model.logits, hidden, batch.targets, tile, by_rows
+            )
 
         def samples() -> tuple[jax.Array, PromptLogprobs]:
             return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
@@ -147,7 +176,11 @@ def make_step(
         else:
             hidden, prompt = every()
         sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
-        fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
+        fed = (
+            None
+            if feed is None
+            else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
+        )
         return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
@@ -176,7 +209,9 @@ def make_draft(
     modules = _modules(model, bound)
     vocabulary = model.config.vocab_size  # of the whole model; a device of a mesh has a part
 
-    def draft(leaves: Sequence[Any], cache: KVCache, batch: DraftBatch) -> tuple[KVCache, DraftOutput]:
+    def draft(
+        leaves: Sequence[Any], cache: KVCache, batch: DraftBatch
+    ) -> tuple[KVCache, DraftOutput]:
         model, module = modules(leaves)
         rows, size = len(batch.tokens), cache.tokens.shape[1]
         key = jnp.uint32(seed)
@@ -185,17 +220,27 @@ def make_draft(
             pages, known, tokens, before, drafts, kept_probs = carry
             live = i < batch.counts
             positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
-            block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[:, 0]
-            slots = jnp.where(live, block * size + positions % size, 0)  # a row that has its drafts writes to the trash
+            block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[
+                :, 0
+            ]
+            slots = jnp.where(
+                live, block * size + positions % size, 0
+            )  # a row that has its drafts writes to the trash
             each = jnp.arange(rows + 1, dtype=jnp.int32)
             sampling = batch.sampling._replace(position=batch.sampling.position + i)
             arrays = tokens, positions, slots, batch.block_tables, positions + 1, each
-            step = Batch(*arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling)
+            step = Batch(
+                *arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling
+            )
             known = write_tokens(known, tokens, slots)
-            pages, before, logits = bound.model.next_logits(module, model, pages, step, before, bound.attend)
+            pages, before, logits = bound.model.next_logits(
+                module, model, pages, step, before, bound.attend
+            )
             logits = fitted(logits, vocabulary)
             if probs:
-                context = RowContext(known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position)
+                context = RowContext(
+                    known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position
+                )
                 found, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
                 kept_probs = jax.lax.dynamic_update_index_in_dim(kept_probs, drawn, i, 0)
             else:
@@ -208,7 +253,9 @@ def make_draft(
         blank = jnp.zeros((most, rows), jnp.int32)
         kept_probs = jnp.zeros((most, rows, vocabulary)) if probs else None
         carry = cache.draft, cache.tokens, batch.tokens, before, blank, kept_probs
-        pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
+        pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(
+            0, batch.counts.max(), one, carry
+        )
         if kept_probs is not None:
             kept_probs = kept_probs.reshape(most * rows, -1)[batch.samples]
         return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, kept_probs)

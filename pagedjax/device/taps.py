@@ -46,7 +46,9 @@ class Tapped(NamedTuple):
     """What was wanted, by layer, as in `Wanted`."""
 
     hidden: dict[int, jax.Array]  # [T, H]
-    attention: dict[int, jax.Array]  # [R, heads, M S] float32, by position, for the token that each sample follows
+    attention: dict[
+        int, jax.Array
+    ]  # [R, heads, M S] float32, by position, for the token that each sample follows
     experts: dict[int, Routes]  # [T, chosen]
 
 
@@ -70,7 +72,10 @@ def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted
     """
     layers = model.config.layers
     needed = wanted.outputs(layers)
-    states = {layer + 1: x for layer, x in zip(needed, run.outputs[len(run.outputs) - len(needed) :], strict=True)}
+    states = {
+        layer + 1: x
+        for layer, x in zip(needed, run.outputs[len(run.outputs) - len(needed) :], strict=True)
+    }
     states[0] = model.embedded(batch)
     routes = dict(run.routes)
     if layers - 1 in wanted.experts:
@@ -78,7 +83,13 @@ def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted
     elif layers in wanted.hidden:
         states[layers] = run.finish(None)
     attention = {
-        layer: model.attention_weights(layer, states[layer], run.cache.k[batch.page_of(layer)], batch, attend, heads)
+        layer: model.attention_weights(
+            layer, states[layer], run.cache.k[batch.page_of(layer)], batch, attend, heads
+        )
         for layer, heads in wanted.attention
     }
-    return Tapped({i: states[i] for i in wanted.hidden}, attention, {layer: routes[layer] for layer in wanted.experts})
+    return Tapped(
+        {i: states[i] for i in wanted.hidden},
+        attention,
+        {layer: routes[layer] for layer in wanted.experts},
+    )

@@ -31,7 +31,9 @@ class TokenAdapters(NamedTuple):
         slots = self.adapter_slots.astype(jnp.int32)
         count = jax.tree.leaves(self.factors)[0].shape[0]
         sizes = (slots[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-        return TokenAdapters(slots, self.factors, jnp.argsort(slots, stable=True).astype(jnp.int32), sizes)
+        return TokenAdapters(
+            slots, self.factors, jnp.argsort(slots, stable=True).astype(jnp.int32), sizes
+        )
 
     def of_layer(self, layer: int) -> TokenAdapters:
         return self._replace(factors=self.factors[layer])

@@ -38,10 +38,14 @@ def packed(tokens: jax.Array) -> Batch:
     )
 
 
-def dense(q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft_cap: float | None = None) -> jax.Array:
+def dense(
+    q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> jax.Array:
     """An `Attend` for `packed` windows in plain XLA, in float32. All S x S scores exist at the same time."""
     b, k, s, d = k_pages.shape
-    queries, keys, values = (x.astype(jnp.float32) for x in (q.reshape(b, s, k, -1, d), k_pages, v_pages))
+    queries, keys, values = (
+        x.astype(jnp.float32) for x in (q.reshape(b, s, k, -1, d), k_pages, v_pages)
+    )
     scores = scale * jnp.einsum("bskgd,bktd->bkgst", queries, keys)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -52,7 +56,9 @@ def dense(q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exact(options: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array):
+def _exact(
+    options: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array
+):
     invariant = IMPLS["cpu"].invariant
     assert invariant is not None
     return invariant(q, k, v, *rows, **dict(options))
@@ -104,9 +110,18 @@ def hidden(
         adapter: of all tokens (`adapters.only`).
     """
     c, (b, s) = module.config, tokens.shape
-    sizes: dict[str, Any] = {"layers": c.layers, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    pages = init(blocks=b - 1, dtype=module.dtype, **sizes)  # shapes alone: nothing reads or writes them
+    sizes: dict[str, Any] = {
+        "layers": c.layers,
+        "block_size": s,
+        "kv_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+    }
+    pages = init(
+        blocks=b - 1, dtype=module.dtype, **sizes
+    )  # shapes alone: nothing reads or writes them
     batch = packed(tokens)
     if adapter is not None:
         batch = batch._replace(adapters=TokenAdapters(jnp.ones(b * s, jnp.int32), adapter).routed())
-    return module.hidden(pages, batch, attend(c.attn_scale, batch_invariant=batch_invariant), taps)[1:]
+    return module.hidden(pages, batch, attend(c.attn_scale, batch_invariant=batch_invariant), taps)[
+        1:
+    ]

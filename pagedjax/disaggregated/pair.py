@@ -67,10 +67,15 @@ class PairSession(Calls):
 
     def __init__(self, prefill: Session, decode: Session) -> None:
         if prefill.engine is decode.engine:
-            raise ValueError("prefill and decode are one engine; give two, e.g. LLM(...) twice with devices=")
+            raise ValueError(
+                "prefill and decode are one engine; give two, e.g. LLM(...) twice with devices="
+            )
         super().__init__()
         self.turns = interrupts.Turns()
-        self.prefill, self.decode = prefill.another(), decode.another()  # calls of either engine alone are not mixed in
+        self.prefill, self.decode = (
+            prefill.another(),
+            decode.another(),
+        )  # calls of either engine alone are not mixed in
         self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
         self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
@@ -92,7 +97,9 @@ class PairSession(Calls):
             params = request.params
             if not isinstance(params, SamplingParams) or params.taps:
                 what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
-                raise ValueError(f"a request has {what}, which one engine computes; use `prefill` or `decode` alone")
+                raise ValueError(
+                    f"a request has {what}, which one engine computes; use `prefill` or `decode` alone"
+                )
             if request.adapter is not None:
                 needed = self.prefill.engine.adapters[request.adapter]
                 handovers.adapter_of(self.decode.engine.runtime, needed.content_hash)
@@ -142,7 +149,12 @@ class PairSession(Calls):
             return (), ()
         for seq in scheduler.running(source.scheduler_state):
             name, left = seq.request_id, seq.length - seq.computed
-            if name not in self._mine - self._stay or left != 1 or not seq.computed or seq.request.forks:
+            if (
+                name not in self._mine - self._stay
+                or left != 1
+                or not seq.computed
+                or seq.request.forks
+            ):
                 continue
             try:
                 handover = source.handover(name)

@@ -72,9 +72,13 @@ class Transfers:
         pages = jax.device_put(engine.padded_pages(handover.released.blocks), self._device)
         leaves = jax.tree.leaves(pages)
         self._server.await_pull(uuid, leaves)
-        return Offer(handover, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves]))
+        return Offer(
+            handover, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves])
+        )
 
-    def adopt(self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None) -> bool:
+    def adopt(
+        self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None
+    ) -> bool:
         """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is computed again.
 
         Args:
@@ -95,21 +99,31 @@ class Transfers:
             return take_padded(pages, [own[block] for block in blocks])
 
         here = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
-        if not fetched:  # without room, or all blocks were here: the other process must not keep the pages
+        if (
+            not fetched
+        ):  # without room, or all blocks were here: the other process must not keep the pages
             try:
                 self._pulled(offer)
             except Exception as error:
-                log.warning("the pages of %r, which are not needed, were not fetched: %r", request_id, error)
+                log.warning(
+                    "the pages of %r, which are not needed, were not fetched: %r", request_id, error
+                )
         return here
 
     def _pulled(self, offer: Offer) -> list[Any]:
         """All page arrays of an offer. Raises if they do not come, in time."""
         where = SingleDeviceSharding(self._device)
-        wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in offer.shapes]
+        wanted = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in offer.shapes
+        ]
         until = time.monotonic() + self._timeout
         found = self._server.connect(offer.address).pull(offer.uuid, wanted)
         while not all(x.is_ready() for x in found):  # a peer that is gone may never answer
             if time.monotonic() > until:
-                raise TimeoutError(f"no pages from {offer.address} in {self._timeout} s; is that process alive?")
+                raise TimeoutError(
+                    f"no pages from {offer.address} in {self._timeout} s; is that process alive?"
+                )
             time.sleep(POLL_SECONDS)
-        return jax.block_until_ready(found)  # arrays of a transfer that was cut are ready too, and raise here
+        return jax.block_until_ready(
+            found
+        )  # arrays of a transfer that was cut are ready too, and raise here

@@ -66,13 +66,20 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
     if not linear.find(model.config.linear).low_rank:
         able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.low_rank)
         what = f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low rank"
-        raise ValueError(f"{what}; use one of {able}, or set `low_rank` of your own and add `Epilogue.low`")
+        raise ValueError(
+            f"{what}; use one of {able}, or set `low_rank` of your own and add `Epilogue.low`"
+        )
     slots = adapters.Slots(config.max_loras, config.max_lora_rank, model.dtype)
     return AdapterTable(model.config, slots, {}, adapters.blank(model.config, slots))
 
 
 def loaded(
-    table: AdapterTable, adapter: Adapter, busy: Set[int], *, keep: bool, needed: Set[str] = frozenset()
+    table: AdapterTable,
+    adapter: Adapter,
+    busy: Set[int],
+    *,
+    keep: bool,
+    needed: Set[str] = frozenset(),
 ) -> AdapterTable:
     """With an adapter under its name. Of the same content, nothing is copied.
 
@@ -93,7 +100,11 @@ def loaded(
     taken = busy | {one.slot for one in others.values()}
     free = [slot for slot in range(1, table.slots.count + 1) if slot not in taken]
     if not free:
-        idle = [name for name, one in others.items() if not one.kept and one.slot not in busy and name not in needed]
+        idle = [
+            name
+            for name, one in others.items()
+            if not one.kept and one.slot not in busy and name not in needed
+        ]
         if not idle:
             raise ValueError(_full(table, adapter.name, others, busy))
         oldest = min(idle, key=lambda name: others[name].turn)
@@ -102,16 +113,20 @@ def loaded(
     factors = adapters.with_slot(table.factors, slot, table.config, adapter.parts)
     kept = keep or bool(here and here.kept)
     found = InSlot(slot, adapter.content_hash, adapter.rank, adapter.source, kept, table.turns)
-    return table._replace(names={**others, adapter.name: found}, factors=factors, turns=table.turns + 1)
+    return table._replace(
+        names={**others, adapter.name: found}, factors=factors, turns=table.turns + 1
+    )
 
 
 def _full(table: AdapterTable, name: str, others: Mapping[str, InSlot], busy: Set[int]) -> str:
     leaving = len(busy - {one.slot for one in others.values()} - {0})
     what = f"adapter {name!r} has no slot: max_loras is {table.slots.count}, and {len(others)} adapters are loaded"
-    rest = f", and {leaving} that were replaced or unloaded serve unfinished requests" if leaving else ""
-    return (
-        f"{what} ({', '.join(sorted(others)) or 'none'}){rest}; unload one, wait for its requests, or raise max_loras"
+    rest = (
+        f", and {leaving} that were replaced or unloaded serve unfinished requests"
+        if leaving
+        else ""
     )
+    return f"{what} ({', '.join(sorted(others)) or 'none'}){rest}; unload one, wait for its requests, or raise max_loras"
 
 
 def unloaded(table: AdapterTable, name: str) -> AdapterTable:
@@ -135,7 +150,9 @@ def of_name(table: AdapterTable | None, name: str) -> InSlot:
         raise no_adapters(name)
     if name not in table.names:
         known = ", ".join(map(repr, sorted(table.names))) or "none"
-        raise ValueError(f"adapter {name!r} is not loaded; loaded are {known}; load it first (load_adapter)")
+        raise ValueError(
+            f"adapter {name!r} is not loaded; loaded are {known}; load it first (load_adapter)"
+        )
     return table.names[name]
 
 
@@ -173,5 +190,7 @@ def of_tokens(table: AdapterTable, plan: Plan, sequences: Sequences, t: int) -> 
     """The adapters of a step's tokens; padding has none."""
     slots = np.zeros(t, np.int32)
     each = [sequences[seq.request_id].adapter_slot for seq in plan.seqs]
-    slots[: sum(plan.counts)] = np.repeat(np.array(each, np.int32), np.asarray(plan.counts, np.int32))
+    slots[: sum(plan.counts)] = np.repeat(
+        np.array(each, np.int32), np.asarray(plan.counts, np.int32)
+    )
     return TokenAdapters(slots, table.factors)

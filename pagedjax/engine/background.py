@@ -27,7 +27,9 @@ PAUSE = 2.0  # seconds without a step, after which a compilation begins
 PATIENCE = 6.0  # seconds after which it begins in any case
 LOADED = 1.0  # seconds: what takes less was on disk, and so is the next one, most likely
 log = logging.getLogger("pagedjax.engine")
-_started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()  # by id: a dict has no hash
+_started: WeakValueDictionary[int, BackgroundPrograms] = (
+    WeakValueDictionary()
+)  # by id: a dict has no hash
 
 
 class BackgroundPrograms(dict[Shape, Any]):
@@ -40,7 +42,12 @@ class BackgroundPrograms(dict[Shape, Any]):
     """
 
     def __init__(
-        self, build: Build, config: Resolved, programs: Mapping[Shape, Any], shapes: Shapes, on_disk: bool = False
+        self,
+        build: Build,
+        config: Resolved,
+        programs: Mapping[Shape, Any],
+        shapes: Shapes,
+        on_disk: bool = False,
     ) -> None:
         """
         Args:
@@ -53,13 +60,17 @@ class BackgroundPrograms(dict[Shape, Any]):
         self.shapes = shapes
         self.present = self._present()
         self._build, self._config = build, config
-        self._waiting = deque(in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs))
+        self._waiting = deque(
+            in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs)
+        )
         self._on_disk = compilations.disk_cache_active()
         self._quick = on_disk  # whether the next one needs no pause
         self._stopped = threading.Event()
         self.stepped_at = time.monotonic()
         self._began = time.perf_counter()
-        self._thread = threading.Thread(target=_compile_all, args=(ref(self),), name="pagedjax-compile", daemon=True)
+        self._thread = threading.Thread(
+            target=_compile_all, args=(ref(self),), name="pagedjax-compile", daemon=True
+        )
 
     @property
     def missing(self) -> int:
@@ -103,20 +114,30 @@ class BackgroundPrograms(dict[Shape, Any]):
                 program = self._build(shape, self._config)
         except Exception:
             self._quick = False
-            log.exception("the program for %d tokens cannot be compiled; steps use the next larger one", shape.tokens)
+            log.exception(
+                "the program for %d tokens cannot be compiled; steps use the next larger one",
+                shape.tokens,
+            )
         else:
             self[shape] = program
             self.present = self._present()  # after the program, so that a step finds it
             self._quick = time.perf_counter() - began < LOADED
         if not self._waiting:
             del self._build  # and with it the blank batches
-            made, several, seconds = len(self), len(self.shapes.steps), time.perf_counter() - self._began
+            made, several, seconds = (
+                len(self),
+                len(self.shapes.steps),
+                time.perf_counter() - self._began,
+            )
             log.info("%d of %d programs are there, the last after %.0f s", made, several, seconds)
         return True
 
     def _present(self) -> Shapes:
         found = [shape for shape in self.shapes.steps if shape in self]
-        mixed, alone = (tuple(one.tokens for one in found if one.decodes_alone == kind) for kind in (False, True))
+        mixed, alone = (
+            tuple(one.tokens for one in found if one.decodes_alone == kind)
+            for kind in (False, True)
+        )
         return self.shapes._replace(tokens=mixed, decode_buckets=alone)
 
 
@@ -135,7 +156,9 @@ def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
             middle = len(part) // 2
             found.append(part[middle])
             parts += [part[:middle], part[middle + 1 :]]
-    return [shape for size in found for shape in sorted(one for one in shapes if one.tokens == size)]
+    return [
+        shape for size in found for shape in sorted(one for one in shapes if one.tokens == size)
+    ]
 
 
 def _compile_all(programs: ref[BackgroundPrograms]) -> None:

@@ -25,16 +25,22 @@ def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: s
     """
     found = blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
     for tag in tags:
-        found = blake2b(tag.encode(), key=bytes.fromhex(found), person=b"tag", digest_size=16).hexdigest()
+        found = blake2b(
+            tag.encode(), key=bytes.fromhex(found), person=b"tag", digest_size=16
+        ).hexdigest()
     if adapter:
-        found = blake2b(adapter.encode(), key=bytes.fromhex(found), person=b"adapter", digest_size=16).hexdigest()
+        found = blake2b(
+            adapter.encode(), key=bytes.fromhex(found), person=b"adapter", digest_size=16
+        ).hexdigest()
     return found
 
 
 def selected(parent: str, prompt_len: int) -> str:
     """What the hashes of blocks with generated tokens grow from where queries of prompts read other blocks than those
     of generated tokens (`TopBlocks.dense_prompts`): the same tokens have other keys in a longer prompt."""
-    return blake2b(b"%d" % prompt_len, key=bytes.fromhex(parent), person=b"selected", digest_size=16).hexdigest()
+    return blake2b(
+        b"%d" % prompt_len, key=bytes.fromhex(parent), person=b"selected", digest_size=16
+    ).hexdigest()
 
 
 def chain(parent: str, tokens: np.ndarray, block_size: int) -> tuple[str, ...]:
@@ -42,7 +48,9 @@ def chain(parent: str, tokens: np.ndarray, block_size: int) -> tuple[str, ...]:
     data, size = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * block_size
     hashes = []
     for start in range(0, len(data) - size + 1, size):
-        parent = blake2b(data[start : start + size], key=bytes.fromhex(parent), digest_size=16).hexdigest()
+        parent = blake2b(
+            data[start : start + size], key=bytes.fromhex(parent), digest_size=16
+        ).hexdigest()
         hashes.append(parent)
     return tuple(hashes)
 
@@ -62,7 +70,9 @@ def of_prompt(
     Args:
         adapter: see `root`.
     """
-    every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
+    every = params.prompt_logprobs is not None or (
+        params.taps is not None and params.taps.of_every_token
+    )
     if not params.enable_prefix_caching or every:
         return None, ()
     start = root(params.cache_salt, block_size, tags, adapter)

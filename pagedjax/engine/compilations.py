@@ -20,7 +20,9 @@ _lock = threading.Lock()  # programs are compiled in threads
 # .uncounted: whether the thread is in a block of `uncounted`; .cached: programs that it has loaded from disk
 _thread = threading.local()
 
-MAX_BYTES = 2**30  # of the cache on disk; the program that was not used for the longest time goes first
+MAX_BYTES = (
+    2**30
+)  # of the cache on disk; the program that was not used for the longest time goes first
 _blocks = 0  # of `disk_cache` that run now, in all threads, with the options that the first of them has set
 _before: dict[str, Any] = {}  # JAX's options before them
 _options = threading.Lock()  # of _blocks, _before and JAX's options

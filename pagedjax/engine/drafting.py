@@ -86,7 +86,9 @@ def offer(
     offered = {}
     for name, length in draftable if k else ():
         data = sequences[name]
-        drafts = np.asarray(token_masks.drafts(data, length, k, partial(propose, drafting.memory, name)))
+        drafts = np.asarray(
+            token_masks.drafts(data, length, k, partial(propose, drafting.memory, name))
+        )
         if len(drafts):
             if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
                 raise ValueError(
@@ -98,7 +100,9 @@ def offer(
     return offered
 
 
-def wanted(drafting: Drafting, running: Running, buckets: Sequence[int]) -> tuple[list[tuple[str, int]], int]:
+def wanted(
+    drafting: Drafting, running: Running, buckets: Sequence[int]
+) -> tuple[list[tuple[str, int]], int]:
     """The sequences that may have drafts, with their lengths; and how many drafts each should have.
 
     They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
@@ -116,7 +120,9 @@ def wanted(drafting: Drafting, running: Running, buckets: Sequence[int]) -> tupl
     return draftable, paying(drafting, most, len(draftable), rest, buckets)
 
 
-def paying(drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]) -> int:
+def paying(
+    drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]
+) -> int:
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
@@ -167,7 +173,9 @@ def cost(seconds: Mapping[int, float], size: int) -> float | None:
     return seconds[below] + (seconds[above] - seconds[below]) * (size - below) / (above - below)
 
 
-def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray) -> tuple[Sample, ...]:
+def verified(
+    plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray
+) -> tuple[Sample, ...]:
     """What each row sampled: of a row with drafts, its tokens up to and with the first that differs from its draft, or
     that ends the sequence.
 
@@ -181,7 +189,9 @@ def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarr
         at += k + 1
         if k:
             drafts = sequences[seq.request.request_id].tokens[length : length + k].tolist()
-            right = next((i for i, (a, b) in enumerate(zip(sampled, drafts, strict=False)) if a != b), k)
+            right = next(
+                (i for i, (a, b) in enumerate(zip(sampled, drafts, strict=False)) if a != b), k
+            )
             found.append(tuple(sampled[: right + 1]))
         else:
             found.append(sampled[0])
@@ -195,7 +205,9 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
         drafting = drafting._replace(idle=drafting.idle + bool(result.plan.seqs))
     else:
         # the first rejected draft was tried, and those behind it were not
-        tried = sum(min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True))
+        tried = sum(
+            min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True)
+        )
         old = drafting.tried * 0.5 ** (tried / HALF_LIFE) * (0.5 if drafting.idle >= RETRY else 1.0)
         acceptance = (drafting.acceptance * old + sum(event.accepted)) / (old + tried)
         drafting = drafting._replace(acceptance=acceptance, tried=old + tried, idle=0)
@@ -209,7 +221,9 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
     if not result.draft_seconds:
         return drafting
     one = result.draft_seconds / max(result.plan.drafts)
-    return drafting._replace(draft_seconds=_averaged(drafting.draft_seconds, result.draft_rows, one))
+    return drafting._replace(
+        draft_seconds=_averaged(drafting.draft_seconds, result.draft_rows, one)
+    )
 
 
 def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[int, float]:
@@ -223,7 +237,9 @@ def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None
     drafting.drafter.finished(drafting.memory, name, data.tokens[data.prompt_len : length])
 
 
-def ended(drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]) -> None:
+def ended(
+    drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]
+) -> None:
     """Show the drafter the outputs of sequences that have ended, by their ids."""
     for name, event in events.items():
         data = sequences.get(name)

@@ -154,12 +154,19 @@ class Engine:
                 unchanged.
         """
         self._check_awake()
-        options: dict[str, Any] = {"priority": priority, "user": user, "tags": tags, "grammar": grammar}
+        options: dict[str, Any] = {
+            "priority": priority,
+            "user": user,
+            "tags": tags,
+            "grammar": grammar,
+        }
         names, table = (request_id, *forks), self.runtime.adapters
         if adapter is not None:
             here = adapters.of_name(table, adapter)
             options["adapter"] = here.slot, here.content_hash
-        self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
+        self._set(
+            state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options)
+        )
         if adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
 
@@ -214,12 +221,16 @@ class Engine:
     def _cache(self) -> KVCache:
         if self._state.cache is None:
             self._check_awake()
-            raise ValueError("the last step failed, and its cache is gone; run a step, which allocates a new one")
+            raise ValueError(
+                "the last step failed, and its cache is gone; run a step, which allocates a new one"
+            )
         return self._state.cache
 
     @interrupts.deferred()
     @interrupts.in_turn
-    def adopt(self, request_id: str, handover: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
+    def adopt(
+        self, request_id: str, handover: Handover, fetch: Fetch, *, grammar: Grammar | None = None
+    ) -> bool:
         """Go on with a sequence of another engine -> whether its content is here; else it is computed again.
 
         Raises:
@@ -249,7 +260,9 @@ class Engine:
         return self.runtime.adapters.names if self.runtime.adapters else {}
 
     @interrupts.in_turn
-    def load_adapter(self, adapter: Adapter, *, keep: bool = True, needed: Iterable[str] = ()) -> None:
+    def load_adapter(
+        self, adapter: Adapter, *, keep: bool = True, needed: Iterable[str] = ()
+    ) -> None:
         """Load an adapter, or replace the one of its name. Unfinished requests keep theirs. Nothing is compiled.
 
         Args:
@@ -271,7 +284,9 @@ class Engine:
         Raises:
             ValueError: there is no such adapter.
         """
-        self.runtime = replace(self.runtime, adapters=adapters.unloaded(self._adapter_table(name), name))
+        self.runtime = replace(
+            self.runtime, adapters=adapters.unloaded(self._adapter_table(name), name)
+        )
 
     def _adapter_table(self, name: str) -> AdapterTable:
         if self.runtime.adapters is None:
@@ -305,7 +320,9 @@ class Engine:
             self._check_idle(f"before you update parameters, or say what becomes of them: {kinds}")
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
-        self._shared &= {id(x) for x in self.runtime.leaves}  # ids of arrays that are gone may come again
+        self._shared &= {
+            id(x) for x in self.runtime.leaves
+        }  # ids of arrays that are gone may come again
         self._set(state.update(self._state, pending or "restart"))
 
     @interrupts.deferred()
@@ -341,7 +358,10 @@ class Engine:
         if asleep is None:
             return
         if "weights" in found:
-            self.runtime, asleep = sleep.wake_up(self.runtime, asleep), sleep.Asleep((), (), asleep.cache)
+            self.runtime, asleep = (
+                sleep.wake_up(self.runtime, asleep),
+                sleep.Asleep((), (), asleep.cache),
+            )
         if "kv_cache" in found and asleep.cache:
             self._set(self._state._replace(cache=self.runtime.new_cache()))
             asleep = asleep._replace(cache=False)
@@ -358,17 +378,23 @@ class Engine:
             before: what the caller wants to do, as the end of a sentence.
         """
         if self._state.result:
-            what = "an interrupt came between the last step and its caller, who did not get the result"
+            what = (
+                "an interrupt came between the last step and its caller, who did not get the result"
+            )
             raise ValueError(f"{what}; call step() once, which returns it, {before}")
         if self.has_work:
-            raise ValueError(f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}")
+            raise ValueError(
+                f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}"
+            )
 
     def _check_awake(self) -> None:
         """Raises ValueError if no step can run: the engine sleeps, or its parameters were dropped."""
         if self._asleep is not None:
             raise ValueError("the engine sleeps; call wake_up() first")
         if self._dropped:
-            raise ValueError("sleep(level=2) dropped the model's parameters; call update_params(tree) first")
+            raise ValueError(
+                "sleep(level=2) dropped the model's parameters; call update_params(tree) first"
+            )
 
     # steps ----------------------------------------------------------------------------------------------------------
 
@@ -429,7 +455,9 @@ class Engine:
         self._state = new
 
     @interrupts.in_turn
-    def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
+    def record(
+        self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False
+    ) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.
 
         A replay starts from nothing, so a recording does too: the prefix cache is forgotten, and default seeds begin
@@ -453,7 +481,9 @@ class Engine:
             self._recorder = self._tap_writer = None
         if path is not None:
             clock = time.perf_counter if times else None
-            self._recorder = Recorder(path, self.scheduler_state.config, self.runtime.policy.name, clock=clock)
+            self._recorder = Recorder(
+                path, self.scheduler_state.config, self.runtime.policy.name, clock=clock
+            )
             self._records_prompts, self._tap_writer = prompts, TapWriter(path)
             self._restart_scheduler()
 

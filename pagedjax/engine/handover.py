@@ -68,7 +68,10 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     found |= {"row_features": sorted(feature.name for feature in runtime.chain.features)}
     found |= {"kv_policy": runtime.scheduler_config.views, "selection": runtime.shapes.selection}
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
-    found |= {"pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages], "kinds of pages": str(structure)}
+    found |= {
+        "pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages],
+        "kinds of pages": str(structure),
+    }
     return found | {"params_version": state.params_version}
 
 
@@ -76,8 +79,12 @@ def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raises ValueError for the first fact that differs; the message has both values."""
     for name, value in there.items():
         if name not in here or here[name] != value:
-            what = f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} here"
-            raise ValueError(f"{what}; engines that hand sequences over need the same model, cache and seed")
+            what = (
+                f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} here"
+            )
+            raise ValueError(
+                f"{what}; engines that hand sequences over need the same model, cache and seed"
+            )
 
 
 def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
@@ -91,16 +98,31 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
     _, released = scheduler.release(state.scheduler, name)
     data = state.sequences[name]
     if name in state.wants:
-        raise ValueError(f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out")
+        raise ValueError(
+            f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out"
+        )
     content_hash = ""
     if data.adapter_slot and runtime.adapters:
         loaded = runtime.adapters.names.values()
-        content_hash = next((one.content_hash for one in loaded if one.slot == data.adapter_slot), "")
+        content_hash = next(
+            (one.content_hash for one in loaded if one.slot == data.adapter_slot), ""
+        )
         if not content_hash:
-            raise ValueError(f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here")
+            raise ValueError(
+                f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here"
+            )
     grammar = data.matcher.grammar if data.matcher else None
     tokens = data.tokens[: released.length].copy()
-    return Handover(released, tokens, data.params, data.seed, data.root, content_hash, grammar, facts(runtime, state))
+    return Handover(
+        released,
+        tokens,
+        data.params,
+        data.seed,
+        data.root,
+        content_hash,
+        grammar,
+        facts(runtime, state),
+    )
 
 
 def release(state: EngineState, name: str) -> EngineState:
@@ -170,19 +192,31 @@ def adopt(
     data.tokens = np.concatenate([handover.tokens, np.zeros(runtime.spare + 1, np.int32)])
     mine = released._replace(request=prepared.request)
     if data.root is None or data.root != handover.root:
-        data, mine = without_hashes(data), mine._replace(request=prepared.request._replace(hashes=()), hashes=())
+        data, mine = (
+            without_hashes(data),
+            mine._replace(request=prepared.request._replace(hashes=()), hashes=()),
+        )
     after, adopted = scheduler.adopt(before, runtime.policy, mine)
     cache = state.cache
     if adopted.copies:
         cache = runtime.new_cache() if cache is None else cache
         try:
-            cache = put(cache, [to for _, to in adopted.copies], fetch([source for source, _ in adopted.copies]))
+            cache = put(
+                cache,
+                [to for _, to in adopted.copies],
+                fetch([source for source, _ in adopted.copies]),
+            )
         except Exception as error:
-            log.warning("sequence %r is computed again, because its blocks did not arrive: %r", name, error)
+            log.warning(
+                "sequence %r is computed again, because its blocks did not arrive: %r", name, error
+            )
             if cache is not state.cache or any(x.is_deleted() for x in jax.tree.leaves(cache)):
                 state = roll_back(state)
             mine = mine._replace(computed=0, blocks=())
-            (after, adopted), cache = scheduler.adopt(state.scheduler, runtime.policy, mine), state.cache
+            (after, adopted), cache = (
+                scheduler.adopt(state.scheduler, runtime.policy, mine),
+                state.cache,
+            )
     state = state._replace(
         scheduler=after,
         sequences=state.sequences.set(name, data),
@@ -201,7 +235,9 @@ def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
     for one in known.values():
         if one.content_hash == content_hash:
             return one.slot, content_hash
-    here = ", ".join(f"{key!r} ({one.content_hash})" for key, one in sorted(known.items())) or "none"
+    here = (
+        ", ".join(f"{key!r} ({one.content_hash})" for key, one in sorted(known.items())) or "none"
+    )
     what = f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with it has {here}"
     raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
@@ -229,9 +265,13 @@ def _checked(cache: KVCache, blocks: Sequence[int]) -> np.ndarray:
     """The ids of blocks as int32 [n]. Raises ValueError unless they are ids of the cache."""
     ids, count = np.asarray(blocks), len(cache.tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"blocks is {blocks!r:.80}; give a sequence of block ids, integers from 0 to {count - 1}")
+        raise ValueError(
+            f"blocks is {blocks!r:.80}; give a sequence of block ids, integers from 0 to {count - 1}"
+        )
     if other := ids[(ids < 0) | (ids >= count)].tolist():
-        raise ValueError(f"block {other[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of these")
+        raise ValueError(
+            f"block {other[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of these"
+        )
     return ids.astype(np.int32)
 
 

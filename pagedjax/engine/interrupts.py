@@ -20,7 +20,11 @@ def deferred() -> Iterator[None]:
 
     Python interrupts only the main thread; in other threads this does nothing.
     """
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    before = (
+        signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread()
+        else None
+    )
     # None: not the main thread, or a handler that was not set from Python, which cannot be restored
     if before is None or getattr(before, "defers", False):  # a block around this one waits
         yield
@@ -46,7 +50,11 @@ def deferred() -> Iterator[None]:
 @contextmanager
 def ignored() -> Iterator[None]:
     """Ctrl-C does nothing in the block."""
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    before = (
+        signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread()
+        else None
+    )
     if before is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -48,15 +48,29 @@ MAX_BYTES = 2**29  # of all files; the one that was not used for the longest tim
 HOUR = 3600.0  # seconds
 COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
 # Words in the names of JAX's settings that change no program, such as a cache's folder
-PLACES = ("cache", "dump", "_log", "profiler", "traceback", "distributed", "persistent", "check_tracer", "explain")
+PLACES = (
+    "cache",
+    "dump",
+    "_log",
+    "profiler",
+    "traceback",
+    "distributed",
+    "persistent",
+    "check_tracer",
+    "explain",
+)
 
 log = logging.getLogger("pagedjax.engine")
-_programs: WeakValueDictionary[str, Any] = WeakValueDictionary()  # of all engines of this process, by their key
+_programs: WeakValueDictionary[str, Any] = (
+    WeakValueDictionary()
+)  # of all engines of this process, by their key
 _lock = threading.Lock()  # of _programs
 _imported_lock = threading.Lock()  # of _imported
 
 
-def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]) -> Any:
+def program(
+    facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]
+) -> Any:
     """Returns a compiled program of these arguments: that of another engine, one from disk, or a new one.
 
     Args:
@@ -95,7 +109,14 @@ def program(facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: 
 def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-    parts = (_code(), _settings(), _device(device), str(tree), shapes, [str(fact) for fact in facts])
+    parts = (
+        _code(),
+        _settings(),
+        _device(device),
+        str(tree),
+        shapes,
+        [str(fact) for fact in facts],
+    )
     return blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
 
@@ -115,8 +136,12 @@ def _code() -> str:
 
 def _settings() -> list[tuple[str, str]]:
     """Returns JAX's settings and XLA's flags that may change a program."""
-    settings = {name: str(getattr(jax.config, name, value)) for name, value in jax.config.values.items()}
-    kept = [item for item in sorted(settings.items()) if not any(place in item[0] for place in PLACES)]
+    settings = {
+        name: str(getattr(jax.config, name, value)) for name, value in jax.config.values.items()
+    }
+    kept = [
+        item for item in sorted(settings.items()) if not any(place in item[0] for place in PLACES)
+    ]
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     return [*kept, *[(name, os.environ.get(name, "")) for name in flags]]
 
@@ -137,7 +162,9 @@ def _cpu_features() -> str:
     """Returns the model and the instructions of this machine's processor; empty where the system does not tell."""
     words = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("ascii", "replace").partition("\n\n")[0].splitlines()
+        lines = (
+            Path("/proc/cpuinfo").read_text("ascii", "replace").partition("\n\n")[0].splitlines()
+        )
         features = [line for line in lines if line.startswith(words)]
         return repr((platform.machine(), features)) if features else ""
     return ""
@@ -146,14 +173,20 @@ def _cpu_features() -> str:
 # code as it was imported -----------------------------------------------------------------------------------------
 
 
-_imported: dict[str, dict[str, Any]] = {}  # by module or class: its code, when it was first seen here
+_imported: dict[
+    str, dict[str, Any]
+] = {}  # by module or class: its code, when it was first seen here
 
 
 def _as_imported() -> bool:
     """Whether no function or constant of a module in `TRACED` was replaced since it was first seen here."""
     with _imported_lock:  # other threads import meanwhile, so that dictionaries are copied at once
         modules = [(name, module) for name, module in list(sys.modules.items()) if _is_traced(name)]
-        whole = [(name, module) for name, module in modules if isinstance(module, ModuleType) and _is_whole(module)]
+        whole = [
+            (name, module)
+            for name, module in modules
+            if isinstance(module, ModuleType) and _is_whole(module)
+        ]
         return all([_unchanged(name, dict(vars(module))) for name, module in whole])
 
 
@@ -172,7 +205,11 @@ def _unchanged(name: str, names: Mapping[str, Any]) -> bool:
     before = _imported[name]
     if any(names.get(key) is not value for key, value in before.items()):
         return False
-    classes = [value for value in before.values() if isinstance(value, type) and _is_traced(value.__module__)]
+    classes = [
+        value
+        for value in before.values()
+        if isinstance(value, type) and _is_traced(value.__module__)
+    ]
     return all([_unchanged(f"{name}:{value.__name__}", dict(vars(value))) for value in classes])
 
 
@@ -234,7 +271,9 @@ def _digest(content: bytes) -> bytes:
 
 def _remove_old(folder: Path) -> None:
     """Remove the files that were not used for the longest time, until the others fit in MAX_BYTES."""
-    files = [(file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob(f"{PREFIX}*")]
+    files = [
+        (file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob(f"{PREFIX}*")
+    ]
     room = MAX_BYTES
     for _, size, file in sorted(files, reverse=True):
         room -= size

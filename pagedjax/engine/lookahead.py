@@ -61,10 +61,14 @@ class Lookahead(NamedTuple):
     """The predicted steps on the device, and the state that the next prediction starts from."""
 
     sent: tuple[SentStep, ...] = ()
-    last: tuple[SchedulerState, Plan] | None = None  # after the last of them; None: predict again once they are used up
+    last: tuple[SchedulerState, Plan] | None = (
+        None  # after the last of them; None: predict again once they are used up
+    )
 
 
-def take_predicted(ahead: Lookahead, plan: Plan) -> tuple[Lookahead, SentStep | None, tuple[int, ...]]:
+def take_predicted(
+    ahead: Lookahead, plan: Plan
+) -> tuple[Lookahead, SentStep | None, tuple[int, ...]]:
     """The predicted step that has computed a plan, if there is one.
 
     Returns:
@@ -77,7 +81,9 @@ def take_predicted(ahead: Lookahead, plan: Plan) -> tuple[Lookahead, SentStep | 
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    exact = len(rows) == len(step.plan.seqs)  # else later predicted steps have rows of ended sequences
+    exact = len(rows) == len(
+        step.plan.seqs
+    )  # else later predicted steps have rows of ended sequences
     return Lookahead(tuple(rest), ahead.last if exact and rest else None), step, rows
 
 
@@ -95,7 +101,9 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
         seqs, numbers = pick(seqs, rows), tuple([pick(column, rows) for column in numbers])
     if numbers != (plan.starts, plan.counts, plan.lengths):
         return None
-    return tuple(rows) if [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs] else None
+    return (
+        tuple(rows) if [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs] else None
+    )
 
 
 def extend(
@@ -120,11 +128,15 @@ def extend(
     if sent and last is None:
         return cache, ahead  # these have rows of sequences that have ended
     last = last or (state, plan)
-    unknown = {arrival for each in (plan, *(step.plan for step in sent[:-1])) for arrival in sampling(each)}
+    unknown = {
+        arrival for each in (plan, *(step.plan for step in sent[:-1])) for arrival in sampling(each)
+    }
     while len(sent) < depth:
         if sent:
             unknown.update(sampling(sent[-1].plan))
-        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent, last=depth == 1)
+        predicted = predict(
+            *last, policy, sequences, unknown, plan_is_real=not sent, last=depth == 1
+        )
         if predicted is None:
             break
         cache, step = send(cache, predicted[1], sent[-1] if sent else current, unknown)
@@ -166,7 +178,13 @@ def predict(
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         return None  # a plan sent in place of a wrong prediction would still read the blocks that are given back
     predicted, following = scheduler.schedule(after, policy)
-    if not following.seqs or following.preempted or following.copies or following.swap_in or following.swap_out:
+    if (
+        not following.seqs
+        or following.preempted
+        or following.copies
+        or following.swap_in
+        or following.swap_out
+    ):
         return None
     if len(predicted.pool.contents) < len(after.pool.contents):
         return None  # cached content would be lost
@@ -191,7 +209,9 @@ def _placeholder_hashes(
             continue
         full, named = (plan.starts[i] + plan.counts[i]) // size, len(seq.hashes)
         if full > named and mine[i].root is not None:
-            found[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in range(named, full))
+            found[seq.request_id] = tuple(
+                f"? {seq.arrival} {block}" for block in range(named, full)
+            )
     return found
 
 

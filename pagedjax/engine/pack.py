@@ -17,7 +17,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pagedjax.device.batch import Batch, DraftBatch, DraftShape, GroupTables, SamplingBatch, Selecting, Shapes
+from pagedjax.device.batch import (
+    Batch,
+    DraftBatch,
+    DraftShape,
+    GroupTables,
+    SamplingBatch,
+    Selecting,
+    Shapes,
+)
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import seen_rows, token_masks
@@ -65,7 +73,9 @@ def pack(
     all_slots = np.zeros((len(by_group), t), np.int32)
     all_slots[:, :total] = by_group[:, row, positions[:total] // s] * s + positions[:total] % s
     (tables, *others), (slots, *other_slots) = by_group, all_slots
-    groups = GroupTables(shapes.layout, tuple(other_slots), tuple(others)) if shapes.layout else None
+    groups = (
+        GroupTables(shapes.layout, tuple(other_slots), tuple(others)) if shapes.layout else None
+    )
 
     seq_lens = np.zeros(b, np.int32)
     seq_lens[:rows] = starts + counts
@@ -75,22 +85,42 @@ def pack(
     sampled_row[: len(row_of)] = row_of
     last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + relative
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
-    targets, prompt_lens = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens), records["prompt_len"]
+    targets, prompt_lens = (
+        _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens),
+        records["prompt_len"],
+    )
     known, masks = np.asarray(plan.lengths, np.int32), token_masks.of_samples(plan, mine)
     if plan.drafts:
-        known = known[row_of] + relative + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
+        known = (
+            known[row_of] + relative + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
+        )
         mine, records = [mine[i] for i in row_of], records[row_of]
     sampling = _sampling(mine, records, known, blanks[r], chain, masks)
-    seen = seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last) if shapes.view else None
+    seen = (
+        seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last)
+        if shapes.view
+        else None
+    )
     selecting = None
     if shapes.selection:
         selects = np.zeros(t, bool)
-        selects[:total] = positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
+        selects[:total] = (
+            positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
+        )
         selecting = Selecting(shapes.selection, selects)
     if total == rows and t in shapes.decode_buckets and (targets < 0).all():
         cu_q_lens = targets = None
     rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
-    return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups, selecting=selecting)
+    return Batch(
+        tokens,
+        positions,
+        slots,
+        tables,
+        *rows_and_samples,
+        seen=seen,
+        groups=groups,
+        selecting=selecting,
+    )
 
 
 def pack_drafts(
@@ -110,11 +140,15 @@ def pack_drafts(
     tokens[:n] = [m.tokens[length - 1] for m, length in zip(mine, known, strict=True)]
     positions[:n], counts[:n] = known - 1, [plan.drafts[i] for i in rows]
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
-    sampling = _sampling(mine, records, known, blanks[b], chain)._replace(num_top=np.full(b, -1, np.int32))
+    sampling = _sampling(mine, records, known, blanks[b], chain)._replace(
+        num_top=np.full(b, -1, np.int32)
+    )
     samples = np.zeros(shape.samples, np.int32)
     if shape.samples:
         row_of, relative = _samples(plan)
-        draft = np.asarray(plan.drafts)[row_of] + relative  # 0, 1, ... of each row; the last sample has none
+        draft = (
+            np.asarray(plan.drafts)[row_of] + relative
+        )  # 0, 1, ... of each row; the last sample has none
         drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
         samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
     (tables,) = _tables(seqs, mine, b, shapes)
@@ -131,7 +165,9 @@ def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
     return found
 
 
-def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes) -> np.ndarray:
+def _tables(
+    seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes
+) -> np.ndarray:
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
     groups = len(shapes.layout.windows) if shapes.layout else 1
     tables = np.zeros((b, shapes.table_width * groups), np.int32)
@@ -155,7 +191,9 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     return row_of, np.arange(len(row_of), dtype=np.int32) - np.cumsum(each)[row_of] + 1
 
 
-def _targets(plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: int, cu_q_lens: np.ndarray) -> np.ndarray:
+def _targets(
+    plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: int, cu_q_lens: np.ndarray
+) -> np.ndarray:
     """[T] the next prompt token for rows that want prompt log-probabilities."""
     targets = np.full(t, -1, np.int32)
     for i in np.flatnonzero(wanted).tolist():
@@ -181,7 +219,10 @@ def _sampling(
         masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not count.
     """
     n, b = len(mine), len(blank.temperature)
-    packed = {name: np.zeros(b, records[name].dtype) for name in ("temperature", "num_top", "seed", "prompt_len")}
+    packed = {
+        name: np.zeros(b, records[name].dtype)
+        for name in ("temperature", "num_top", "seed", "prompt_len")
+    }
     packed["num_top"][n:] = -1
     for name, array in packed.items():
         array[:n] = records[name]
@@ -192,5 +233,7 @@ def _sampling(
         mask = masks.get(row) if masks and name == TOKEN_MASK else None
         return mine[row].options.large[name] if mask is None else mask
 
-    features = chain.pack(records["options"], large, b, without=TOKEN_MASK if masks is None else None)
+    features = chain.pack(
+        records["options"], large, b, without=TOKEN_MASK if masks is None else None
+    )
     return SamplingBatch(**packed, position=position, features=blank.features | features)

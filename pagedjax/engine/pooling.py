@@ -44,7 +44,9 @@ def start(params: PoolingParams, hidden: int) -> Pool:
         ValueError: more dimensions than the model has.
     """
     if params.dimensions is not None and params.dimensions > hidden:
-        raise ValueError(f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} numbers")
+        raise ValueError(
+            f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} numbers"
+        )
     return Pool(params)
 
 
@@ -54,7 +56,9 @@ def wanted(params: PoolingParams, layers: int) -> Wanted:
     return NOTHING if params.kind == "LAST" else Wanted(hidden=(layers,))
 
 
-def advance(plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[int]) -> tuple[Map[str, Pool], Pooled]:
+def advance(
+    plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[int]
+) -> tuple[Map[str, Pool], Pooled]:
     """Take the states of a step.
 
     Args:

@@ -18,7 +18,9 @@ from pagedjax.device.taps import Wanted
 from pagedjax.engine import compilations
 
 Shape = StepShape | DraftShape
-Build = Callable[[Shape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
+Build = Callable[
+    [Shape, Resolved], Any
+]  # (shape, config) -> its program, for config.num_blocks blocks
 
 # What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one graph, which the host
 # launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some. A kernel
@@ -54,7 +56,9 @@ def compile_all(
         (programs by their shape, their configuration)
     """
     *others, largest = shapes
-    with tqdm(desc="compiling", total=1 + len(others), unit="program", leave=False, disable=not progress) as bar:
+    with tqdm(
+        desc="compiling", total=1 + len(others), unit="program", leave=False, disable=not progress
+    ) as bar:
         programs = {largest: build(largest, config)}
         fitted = settle(programs[largest])
         if fitted.num_blocks != config.num_blocks:
@@ -67,7 +71,9 @@ def compile_all(
                 done.result()
                 bar.update()
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error, the compilations that have not begun are cancelled
+            pool.shutdown(
+                cancel_futures=True
+            )  # after an error, the compilations that have not begun are cancelled
     return {shape: started[shape].result() for shape in others} | programs, fitted
 
 
@@ -101,5 +107,7 @@ def summary(startup: dict[str, Any]) -> str:
     """One line for people: seconds by stage, and the number of programs."""
     made, found = startup["compilations"], startup["cached"]
     stages = {"import": "import", "load": "load", "compile": "compile", "warmup": "warm-up"}
-    seconds = ", ".join(f"{name} {startup[stage]:.1f} s" for stage, name in stages.items() if stage in startup)
+    seconds = ", ".join(
+        f"{name} {startup[stage]:.1f} s" for stage, name in stages.items() if stage in startup
+    )
     return f"start-up: {seconds}; {made} programs, {found} of them from the cache on disk"

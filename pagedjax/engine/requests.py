@@ -40,14 +40,22 @@ class SequenceData:
     params: SamplingParams
     seed: int
     prompt_len: int
-    tokens: np.ndarray  # int32; branches of a request share the prompt's array until each has a token of its own
+    tokens: (
+        np.ndarray
+    )  # int32; branches of a request share the prompt's array until each has a token of its own
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
-    root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
+    root: str | None = (
+        None  # the hash before the first block's (block_hashes.py); None: shares no blocks
+    )
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
-    read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
+    read: InitVar[RowOptions | None] = (
+        None  # what the engine's chain read from params; None: the default chain reads
+    )
     options: RowOptions = field(init=False)
-    record: bytes = field(init=False)  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
+    record: bytes = field(
+        init=False
+    )  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
     wants_logprobs: bool = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
@@ -55,7 +63,10 @@ class SequenceData:
     def __post_init__(self, read: RowOptions | None) -> None:
         p = self.params
         self.options = read or DEFAULT.read(p, self.stop_ids)
-        num_top, prompt_logprobs = -1 if p.logprobs is None else p.logprobs, p.prompt_logprobs is not None
+        num_top, prompt_logprobs = (
+            -1 if p.logprobs is None else p.logprobs,
+            p.prompt_logprobs is not None,
+        )
         core = (p.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
         self.record = np.array(core, np.dtype(CORE)).tobytes() + self.options.record
         self.wants_logprobs = p.logprobs is not None or prompt_logprobs
@@ -82,13 +93,17 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
         spare: places to leave after the new token. A step that is sent ahead reads, and ignores, tokens that are not
             known yet; and drafts are written there.
     """
-    if length + 1 + spare > len(data.tokens):  # always so for the first token after a prompt, which branches share
+    if length + 1 + spare > len(
+        data.tokens
+    ):  # always so for the first token after a prompt, which branches share
         data = _longer(data, length, length + 1 + spare)
     data.tokens[length] = token
     return data
 
 
-def extended(data: SequenceData, length: int, token_ids: Sequence[int] | np.ndarray, spare: int) -> SequenceData:
+def extended(
+    data: SequenceData, length: int, token_ids: Sequence[int] | np.ndarray, spare: int
+) -> SequenceData:
     """The record with several tokens after its first `length` tokens, see `appended`."""
     end = length + len(token_ids)
     data = _longer(data, length, end + spare) if end + spare > len(data.tokens) else data
@@ -112,7 +127,13 @@ def without_hashes(data: SequenceData) -> SequenceData:
     return data
 
 
-CORE = [("temperature", "f4"), ("num_top", "i4"), ("seed", "u4"), ("prompt_len", "i4"), ("prompt_logprobs", "?")]
+CORE = [
+    ("temperature", "f4"),
+    ("num_top", "i4"),
+    ("seed", "u4"),
+    ("prompt_len", "i4"),
+    ("prompt_logprobs", "?"),
+]
 
 
 @lru_cache
@@ -165,9 +186,15 @@ def prepare(
     pools = isinstance(params, PoolingParams)
     if isinstance(params, PoolingParams):
         params = params.row()
-    stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
+    stops = tuple(
+        dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids))
+    )
     searches = isinstance(params, BeamSearchParams)
-    row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
+    row = (
+        _beam_row(names, params, len(stops), vocab_size)
+        if isinstance(params, BeamSearchParams)
+        else params
+    )
     _check_ids(names[0], row, vocab_size)
     if (row.structured_outputs is None) != (grammar is None):
         what = f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and grammar {grammar!r:.80}"
@@ -178,14 +205,20 @@ def prepare(
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
     size = state.config.block_size
-    root, hashes = block_hashes.of_prompt(prompt, row, size, tags, adapter[1]) if caching else (None, ())
-    drops = bool(state.config.views) and state.config.views[0].window is not None  # token ids are in group 0
+    root, hashes = (
+        block_hashes.of_prompt(prompt, row, size, tags, adapter[1]) if caching else (None, ())
+    )
+    drops = (
+        bool(state.config.views) and state.config.views[0].window is not None
+    )  # token ids are in group 0
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
         max_tokens=0 if pools else row.max_tokens,
         min_tokens=row.min_tokens,
-        stop_token_ids=frozenset() if searches else frozenset(stops),  # beams are stopped by their search
+        stop_token_ids=frozenset()
+        if searches
+        else frozenset(stops),  # beams are stopped by their search
         priority=priority,
         user=user,
         forks=tuple(names[1:]),
@@ -202,7 +235,16 @@ def prepare(
         own = (default if row.seed is None else row.seed + i) % 2**32
         matcher = grammar.matcher() if grammar else None
         sequences[name] = SequenceData(
-            *(row, own if seed is None else seed, len(prompt), tokens, stops, matcher, root, options),
+            *(
+                row,
+                own if seed is None else seed,
+                len(prompt),
+                tokens,
+                stops,
+                matcher,
+                root,
+                options,
+            ),
             adapter_slot=adapter[0],
         )
     search = None
@@ -215,8 +257,12 @@ def prepare(
 
 def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """[length] int64. Raises ValueError for what is no token id of the vocabulary."""
-    prompt = np.asarray(prompt_token_ids).reshape(-1)  # of fractions, or beyond 64 bits, it is no array of integers
-    if prompt.size and (prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size):
+    prompt = np.asarray(prompt_token_ids).reshape(
+        -1
+    )  # of fractions, or beyond 64 bits, it is no array of integers
+    if prompt.size and (
+        prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size
+    ):
         for token in prompt.tolist():
             if type(token) is not int or not 0 <= token < vocab_size:
                 what = f"request {request_id!r} has token id {token!r}"
@@ -224,7 +270,9 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
     return prompt.astype(np.int64)
 
 
-def apply_events(sequences: Sequences, events: Sequence[Event], before: Running, spare: int = 0) -> Sequences:
+def apply_events(
+    sequences: Sequences, events: Sequence[Event], before: Running, spare: int = 0
+) -> Sequences:
     """Append new tokens to the sequences that got them, and drop the sequences that ended.
 
     Args:
@@ -233,19 +281,28 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
     """
     lengths: dict[str, int] = {}
     if any(isinstance(event, (Sampled, Beamed)) for event in events):
-        lengths = dict(zip([seq.request.request_id for seq in before.seqs], before.lengths, strict=True))
+        lengths = dict(
+            zip([seq.request.request_id for seq in before.seqs], before.lengths, strict=True)
+        )
     changed = sequences.mutate()
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                data, length = changed[name], lengths[name]  # of a row with accepted drafts, not the first token
+                data, length = (
+                    changed[name],
+                    lengths[name],
+                )  # of a row with accepted drafts, not the first token
                 lengths[name] = length + 1
-                if len(data.tokens) > length + spare:  # as `appended` does, without a call for each sequence
+                if (
+                    len(data.tokens) > length + spare
+                ):  # as `appended` does, without a call for each sequence
                     data.tokens[length] = token
                 else:
                     changed[name] = appended(data, length, token, spare)
         elif isinstance(event, Beamed):
-            for name, parent, token in zip(event.request_ids, event.parents, event.token_ids, strict=True):
+            for name, parent, token in zip(
+                event.request_ids, event.parents, event.token_ids, strict=True
+            ):
                 beam, length = copy.copy(sequences[name]), lengths[parent]
                 beam.tokens = sequences[parent].tokens[:length]  # two beams may continue one parent
                 changed[name] = appended(beam, length, token, spare)
@@ -277,14 +334,18 @@ def hashes_of_filled(
             data = sequences[seq.request.request_id]
             if data.root is not None:
                 parent = seq.hashes[-1] if known else data.root
-                if dense_prompts and known == data.prompt_len // size:  # the first block with generated tokens
+                if (
+                    dense_prompts and known == data.prompt_len // size
+                ):  # the first block with generated tokens
                     parent = block_hashes.selected(parent, data.prompt_len)
                 tokens = data.tokens[known * size : full * size]
                 hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes
 
 
-def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_size: int) -> SamplingParams:
+def _beam_row(
+    names: Sequence[str], params: BeamSearchParams, stops: int, vocab_size: int
+) -> SamplingParams:
     """How each beam of a search samples.
 
     Raises:
@@ -305,10 +366,19 @@ def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_
 
 
 def _check_ids(request_id: str, params: SamplingParams, vocab: int) -> None:
-    named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
+    named = {
+        "logit_bias": params.logit_bias or {},
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
     words = [token for one in params.bad_words_token_ids for token in one]
-    for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids), ("bad_words_token_ids", words)):
+    for name, ids in (
+        *named.items(),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words_token_ids", words),
+    ):
         bad = [t for t in ids if not 0 <= t < vocab]
         if bad:
             last = vocab - 1
-            raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}")
+            raise ValueError(
+                f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}"
+            )

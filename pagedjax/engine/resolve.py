@@ -47,25 +47,37 @@ def resolve(
     found = found or free_memory(model)
     dtype = model.dtype
     if config.dtype not in (None, dtype):
-        raise ValueError(f"dtype is {config.dtype!r}, but the model was loaded with {dtype!r}; load it again")
+        raise ValueError(
+            f"dtype is {config.dtype!r}, but the model was loaded with {dtype!r}; load it again"
+        )
     if config.weight_dtype not in (None, model.weight_dtype):
         wanted, has = config.weight_dtype, model.weight_dtype
-        raise ValueError(f"weight_dtype is {wanted!r}, but the model was loaded with {has!r}; load it again")
+        raise ValueError(
+            f"weight_dtype is {wanted!r}, but the model was loaded with {has!r}; load it again"
+        )
     length = config.max_model_len or m.max_len
     if length > m.max_len:
-        raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
+        raise ValueError(
+            f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it"
+        )
     kept = config.kv_cache_dtype or dtype
     sized = dataclasses.replace(config, max_model_len=length)
     layout, selects = layers_in_groups(sized, model), selection(sized, model)
-    size = cache.block_bytes(**block_shape(config.block_size, model, kept, None, draft, layout, selects))
+    size = cache.block_bytes(
+        **block_shape(config.block_size, model, kept, None, draft, layout, selects)
+    )
     size *= groups(layout)
     num_blocks = config.num_blocks
     if num_blocks is None:
         useful = config.max_num_seqs * table_width(config, length)
-        num_blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
+        num_blocks = min(
+            useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations)
+        )
     memory.check_fit(num_blocks, size, found, activations)
     smallest = smallest_step(device.platform, dtype, m.linear)
-    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    buckets = config.token_buckets or token_buckets(
+        config.max_num_batched_tokens, smallest=smallest
+    )
     if buckets[0] < smallest:
         raise ValueError(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
@@ -77,16 +89,22 @@ def resolve(
         "heads": part.heads,
     }
     invariant = config.batch_invariant
-    impl = attention.choose(config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes)
+    impl = attention.choose(
+        config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes
+    )
     if invariant:
         _check_invariant(m)
     check_draft(config, model, draft, length)
     if selects is not None:  # rows of attention have one key head
         one = sizes | {"kv_heads": 1, "heads": part.heads // part.kv_heads}
         try:
-            attention.choose(impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **one)
+            attention.choose(
+                impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **one
+            )
         except ValueError as error:
-            raise ValueError(f"kv_policy {getattr(config.kv_policy, 'name', None)!r}: {error}") from None
+            raise ValueError(
+                f"kv_policy {getattr(config.kv_policy, 'name', None)!r}: {error}"
+            ) from None
     if draft is not None:
         d = draft.layers
         sizes |= {"head_dim": d.head_dim, "kv_heads": d.kv_heads, "heads": d.heads}
@@ -109,7 +127,8 @@ def resolve(
         "token_buckets": buckets,
         "max_tap_bytes": config.max_tap_bytes or MAX_TAP_BYTES,
         "mesh": model.placement and model.placement.sizes,
-        "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
+        "devices": model.placement
+        and tuple(jax.devices().index(one) for one in model.placement.devices),
     }
     return Resolved(**values)
 
@@ -119,7 +138,9 @@ def _check_invariant(m: DecoderConfig) -> None:
     if not linear.find(m.linear).invariant:
         able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
         reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
-        remedy = f"those that serve: {able}, on one CPU without a mesh; or set batch_invariant=False"
+        remedy = (
+            f"those that serve: {able}, on one CPU without a mesh; or set batch_invariant=False"
+        )
         raise ValueError(f"batch_invariant is True, and {reason}; {remedy}")
     if m.hidden % VECTOR:
         raise ValueError(
@@ -135,14 +156,22 @@ def devices_of(model: Model) -> list[Any]:
 
 def free_memory(model: Model) -> memory.DeviceMemory:
     """The memory of that device of the model which has the least free, in all processes."""
-    devices = [device for device in devices_of(model) if device.process_index == jax.process_index()]
-    found = min((memory.read(device, len(devices)) for device in devices), key=lambda found: found.free)
+    devices = [
+        device for device in devices_of(model) if device.process_index == jax.process_index()
+    ]
+    found = min(
+        (memory.read(device, len(devices)) for device in devices), key=lambda found: found.free
+    )
     if jax.process_count() == 1:
         return found
     limit = found.free if found.cache_limit is None else found.cache_limit
-    every = multihost_utils.process_allgather(np.array([found.total, found.free, limit], np.float64))
+    every = multihost_utils.process_allgather(
+        np.array([found.total, found.free, limit], np.float64)
+    )
     total, free, limit = (int(least) for least in every.min(axis=0))
-    return found._replace(total=total, free=free, cache_limit=None if found.cache_limit is None else limit)
+    return found._replace(
+        total=total, free=free, cache_limit=None if found.cache_limit is None else limit
+    )
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
@@ -163,7 +192,9 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
         return
     if not wanted:
         method = options.method if options else None
-        raise ValueError(f"there is a draft model, but speculative.method is {method!r}; it must be one of {ON_DEVICE}")
+        raise ValueError(
+            f"there is a draft model, but speculative.method is {method!r}; it must be one of {ON_DEVICE}"
+        )
     d, m = draft.layers, model.config
     if options is not None and options.method != "draft" and d.vocab_size != m.vocab_size:
         what = f"the draft head has a vocabulary of {d.vocab_size} tokens, and the model one of {m.vocab_size}"
@@ -201,7 +232,11 @@ def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     if isinstance(c.kv_policy, KVPolicyOptions):
-        windows = {kind.window for kind in model.config.kinds if kind.window and kind.window < c.max_model_len}
+        windows = {
+            kind.window
+            for kind in model.config.kinds
+            if kind.window and kind.window < c.max_model_len
+        }
         if shorter := sorted(windows):
             raise ValueError(
                 f"kv_policy is {c.kv_policy.name!r}, and layers of the model have windows of {shorter} tokens, which "
@@ -212,7 +247,9 @@ def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
     if not any(windows):
         return ()
     each = layout.windows if layout else windows[:1]
-    return tuple([View(window and kv_policies.window_blocks(window, c.block_size)) for window in each])
+    return tuple(
+        [View(window and kv_policies.window_blocks(window, c.block_size)) for window in each]
+    )
 
 
 def selection(c: EngineConfig, model: Model) -> Selection | None:
@@ -225,7 +262,9 @@ def selection(c: EngineConfig, model: Model) -> Selection | None:
         ValueError: see `views`; no layer selects; devices that share a key head.
     """
     seen = views(c, model)
-    top = kv_policies.find(c.kv_policy).selects if isinstance(c.kv_policy, KVPolicyOptions) else None
+    top = (
+        kv_policies.find(c.kv_policy).selects if isinstance(c.kv_policy, KVPolicyOptions) else None
+    )
     if top is None:
         return None
     assert c.max_model_len is not None, "resolve the configuration first"
@@ -258,7 +297,9 @@ def _windows(c: EngineConfig, model: Model) -> list[int | None]:
     if c.is_baseline or drafts or not c.free_window_blocks:
         return [None] * len(kinds)
     return [
-        kind.window if kind.window and kv_policies.window_blocks(kind.window, c.block_size) < width else None
+        kind.window
+        if kind.window and kv_policies.window_blocks(kind.window, c.block_size) < width
+        else None
         for kind in kinds
     ]
 
@@ -281,7 +322,11 @@ def block_shape(
         selection: whose scores need bounds of a block's keys.
     """
     m, sizes = model.part, None
-    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
+    heads = {
+        "kv_heads": m.kv_heads,
+        "head_dim": m.head_dim,
+        "row": attention.page_row(impl, m.head_dim),
+    }
     if draft is not None:
         d = draft.layers
         row = attention.page_row(impl, d.head_dim)
@@ -303,7 +348,9 @@ def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None)
     """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them. With
     several groups of layers, it is a block of each."""
     layout = layers_in_groups(c, model)
-    shape = block_shape(c.block_size, model, c.kv_cache_dtype, None, draft, layout, selection(c, model))
+    shape = block_shape(
+        c.block_size, model, c.kv_cache_dtype, None, draft, layout, selection(c, model)
+    )
     devices = max(Counter(device.process_index for device in devices_of(model)).values())
     return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * devices}) * groups(layout)
 
@@ -335,13 +382,19 @@ def shapes(c: Resolved, model: Model) -> Shapes:
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype, c.linear_impl))
     width = table_width(c, c.max_model_len)
     s = c.speculative
-    drafts, probs = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
+    drafts, probs = (
+        (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
+    )
     sizes = rows, c.block_size, width, c.max_model_len, model.config.vocab_size
     view = None
     if c.kv_policy is not None and (found := views(c, model)):
         assert found[0].window is not None, "else the policy would be full"
         view = found[0].window, found[0].kept
-    separate = attention.find(c.attention_impl).decodes_alone and c.kv_policy is None and not c.batch_invariant
+    separate = (
+        attention.find(c.attention_impl).decodes_alone
+        and c.kv_policy is None
+        and not c.batch_invariant
+    )
     decode_buckets = tuple(t for t in c.token_buckets if t <= rows) if separate else ()
     rest = layers_in_groups(c, model), selection(c, model)
     return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest, decode_buckets)

@@ -30,7 +30,9 @@ def advance_searches(
     """
     after, choices, ended = dict(searches), {}, []
     for group, search in searches.items() if plan.preempted else ():
-        if not set(search.names).isdisjoint(plan.preempted):  # its beams will offer again what they offered
+        if not set(search.names).isdisjoint(
+            plan.preempted
+        ):  # its beams will offer again what they offered
             after[group] = search._replace(offers=())
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if searches else []
     host, first = jax.device_get(output.sampled) if rows else None, first_samples(plan)
@@ -39,7 +41,9 @@ def advance_searches(
         if group is None or plan.starts[i] + plan.counts[i] < plan.lengths[i]:
             continue
         search = after[group]
-        _, _, ids, logprobs = _pick(host, first[i], beams.candidates(search.params, len(search.stops)))
+        _, _, ids, logprobs = _pick(
+            host, first[i], beams.candidates(search.params, len(search.stops))
+        )
         search = beams.offer(search, plan.seqs[i].request_id, ids, logprobs)
         if search.complete:
             search, choice = beams.advance(search)
@@ -52,7 +56,11 @@ def advance_searches(
 
 
 def logprobs(
-    plan: Plan, sequences: Mapping[str, SequenceData], sent: SentStep, rows: Sequence[int], sampled: Sequence[Sample]
+    plan: Plan,
+    sequences: Mapping[str, SequenceData],
+    sent: SentStep,
+    rows: Sequence[int],
+    sampled: Sequence[Sample],
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one.
 
@@ -62,7 +70,9 @@ def logprobs(
     """
     output = sent.output
     wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
-    wanted = [(i, r, sequences[r]) for i, r in wanted if r in sequences and not plan.seqs[i].request.beams]
+    wanted = [
+        (i, r, sequences[r]) for i, r in wanted if r in sequences and not plan.seqs[i].request.beams
+    ]
     found: list[TokenLogprobs] = []
     if any(data.params.prompt_logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.prompt)
@@ -82,16 +92,27 @@ def logprobs(
             if top is not None and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
                 at = plan.lengths[i] - data.prompt_len
                 for j, token in enumerate(tokens if isinstance(tokens, tuple) else (tokens,)):
-                    found.append(TokenLogprobs(name, False, at + j, token, *_pick(host, first[i] + j, top)))
+                    found.append(
+                        TokenLogprobs(name, False, at + j, token, *_pick(host, first[i] + j, top))
+                    )
     return tuple(found)
 
 
 def first_samples(plan: Plan) -> Sequence[int]:
     """Of each row, the place of its first sample in the step's samples: a row with k drafts has k + 1 of them."""
-    return np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist() if plan.drafts else range(len(plan.seqs))
+    return (
+        np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist()
+        if plan.drafts
+        else range(len(plan.seqs))
+    )
 
 
 def _pick(host: Any, i: int, top: int) -> tuple[float, int, tuple[int, ...], tuple[float, ...]]:
     ids, logprobs = host.top_ids[i, :top], host.top_logprobs[i, :top]
     there = ids >= 0  # a vocabulary may be smaller than what is asked for
-    return float(host.logprobs[i]), int(host.ranks[i]), tuple(ids[there].tolist()), tuple(logprobs[there].tolist())
+    return (
+        float(host.logprobs[i]),
+        int(host.ranks[i]),
+        tuple(ids[there].tolist()),
+        tuple(logprobs[there].tolist()),
+    )

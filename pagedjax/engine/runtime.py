@@ -145,7 +145,9 @@ def with_leaves(runtime: Runtime, model: Sequence[Any], draft: Sequence[Any]) ->
     own = runtime.model._replace(params=jax.tree.structure(runtime.model.params).unflatten(model))
     draft_model = runtime.draft_model
     if draft_model:
-        draft_model = draft_model._replace(params=jax.tree.structure(draft_model.params).unflatten(draft))
+        draft_model = draft_model._replace(
+            params=jax.tree.structure(draft_model.params).unflatten(draft)
+        )
     return replace(runtime, model=own, draft_model=draft_model, leaves=_leaves(own, draft_model))
 
 
@@ -178,13 +180,17 @@ def build(
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
     table = adapters.init(model, resolved)
-    inputs = _blank_inputs(sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table)
+    inputs = _blank_inputs(
+        sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table
+    )
     found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
     # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their memory
     shapeless = model._replace(params=shapes_of(model.params))
     shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
-    compiler = partial(_compiler, shapeless, shapeless_draft, resolved, sizes, chain, inputs, shapes_of(leaves))
+    compiler = partial(
+        _compiler, shapeless, shapeless_draft, resolved, sizes, chain, inputs, shapes_of(leaves)
+    )
     compile_one = compiler()
 
     def settle(program: Any) -> Resolved:
@@ -196,15 +202,22 @@ def build(
     else:
         behind = resolved.compilation == "background"
         first = sizes.steps[-1:] if behind else (*inputs.drafts, *sizes.steps)
-        steps, resolved = programs.compile_all(compile_one, first, resolved, settle, progress=progress)
+        steps, resolved = programs.compile_all(
+            compile_one, first, resolved, settle, progress=progress
+        )
         if behind:
             on_disk = (compilations.counts() - before).cached > 0
             steps = BackgroundPrograms(compile_one, resolved, steps, sizes, on_disk)
     pages = _cache_shapes(resolved, model, draft_model)
     block_bytes = cache.block_bytes(**_block(resolved, model, draft_model)) * groups(sizes.layout)
-    copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
+    copy, swap = (
+        copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(),
+        None,
+    )
     if resolved.preemption == "swap":
-        several = SWAPPED_BYTES * groups(sizes.layout) // host_block_bytes(resolved, model, draft_model)
+        several = (
+            SWAPPED_BYTES * groups(sizes.layout) // host_block_bytes(resolved, model, draft_model)
+        )
         swap = SwapPrograms(pages, max(1, min(several, sizes.table_width)))
     report = memory.report(
         found,
@@ -278,7 +291,9 @@ def _blank_inputs(
     steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
-    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(steps[sizes.steps[-1]])  # a step may replace the blanks
+    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(
+        steps[sizes.steps[-1]]
+    )  # a step may replace the blanks
     if sizes.keeps_probs:  # the draft model's program keeps those of every draft
         nbytes += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
@@ -299,10 +314,14 @@ def _compiler(
     attend = attention.attend(c.attention_impl, model.config.attn_scale, **kinds)
     bound = None
     if draft_model:
-        bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
+        bound = BoundDraftModel(
+            draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale)
+        )
     common = c.seed, device_tile(), chain
     step = make_step(model, attend, *common, bound, wanted=wanted)
-    draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
+    draft = (
+        make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
+    )
     xla = programs.compiler_options(jax.default_backend())
     facts = _facts(model, bound, attend, (*common, kinds, wanted, sorted(xla.items())))
     (device, *_) = devices_of(model)
@@ -311,12 +330,19 @@ def _compiler(
         pages = _cache_shapes(settled, model, draft_model)
         jitted: Any
         if isinstance(shape, DraftShape):
-            jitted, kind, batch = draft, ("draft", sizes.drafts, sizes.keeps_probs), inputs.drafts[shape]
+            jitted, kind, batch = (
+                draft,
+                ("draft", sizes.drafts, sizes.keeps_probs),
+                inputs.drafts[shape],
+            )
         else:
             jitted, kind, batch = step, ("step",), joined(inputs.steps[shape])
         arguments = leaves, pages, batch
         return kept_programs.program(
-            facts and (*facts, *kind), arguments, device, lambda: jitted.lower(*arguments).compile(xla)
+            facts and (*facts, *kind),
+            arguments,
+            device,
+            lambda: jitted.lower(*arguments).compile(xla),
         )
 
     return compile_one
@@ -338,12 +364,28 @@ def _facts(
     drafter = None
     if bound:
         names = bound.model.observe.__qualname__, bound.model.next_logits.__qualname__
-        drafter = *bound.model._replace(params=None, observe=None, next_logits=None), *names, bound.attend.scale
+        drafter = (
+            *bound.model._replace(params=None, observe=None, next_logits=None),
+            *names,
+            bound.attend.scale,
+        )
     names = attend.impl.name, model.config.linear, *[feature.name for feature in chain.features]
-    return model.config, model.graphdef, model.dtype, drafter, attend.scale, names, seed, tile, *rest
+    return (
+        model.config,
+        model.graphdef,
+        model.dtype,
+        drafter,
+        attend.scale,
+        names,
+        seed,
+        tile,
+        *rest,
+    )
 
 
-def _is_built_in(attend: attention.Bound, chain: RowChain, configs: Sequence[DecoderConfig]) -> bool:
+def _is_built_in(
+    attend: attention.Bound, chain: RowChain, configs: Sequence[DecoderConfig]
+) -> bool:
     """Whether attention, products, layers and sampling options are the package's own, and none of a user's file."""
     built_in = all(config.block is None and linear.is_built_in(config.linear) for config in configs)
     return built_in and attention.is_built_in(attend) and chain.is_built_in
@@ -355,11 +397,19 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.chain, runtime.undrafted, runtime.adapters
+        fixed = (
+            runtime.blanks,
+            runtime.config.lookahead > 0,
+            runtime.chain,
+            runtime.undrafted,
+            runtime.adapters,
+        )
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
-        for draft in runtime.shapes.draft_shapes if runtime.draft_model else ():  # else their first times are too long
+        for draft in (
+            runtime.shapes.draft_shapes if runtime.draft_model else ()
+        ):  # else their first times are too long
             batch = _blank_drafts(runtime.shapes, draft, runtime.blanks)
             batch = batch._replace(counts=np.ones(draft.rows, np.int32))  # into the trash block
             pages, output = runtime.programs[draft](runtime.leaves, pages, batch)
@@ -407,13 +457,22 @@ def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
     probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
-    return Drafted(tokens, probs) if samples > sizes.max_seqs else _on_devices(Drafted(tokens, probs), model)
+    return (
+        Drafted(tokens, probs)
+        if samples > sizes.max_seqs
+        else _on_devices(Drafted(tokens, probs), model)
+    )
 
 
-def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:
+def _blank_drafts(
+    sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]
+) -> DraftBatch:
     """A drafter's batch without drafts."""
     zeros = np.zeros(shape.rows, np.int32)
-    tables, samples = np.zeros((shape.rows, sizes.table_width), np.int32), np.zeros(shape.samples, np.int32)
+    tables, samples = (
+        np.zeros((shape.rows, sizes.table_width), np.int32),
+        np.zeros(shape.samples, np.int32),
+    )
     return DraftBatch(zeros, zeros, zeros, tables, blanks[shape.rows], samples)
 
 
@@ -433,7 +492,9 @@ def _blank_batch(
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)
         seen = batch.seen and batch.seen._replace(of_samples=last)
-        batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples], seen=seen)
+        batch = batch._replace(
+            last=last, sampled_row=last, sampling=blanks[shape.samples], seen=seen
+        )
     batch = batch._replace(drafted=undrafted.get(shape.samples))
     if table:
         batch = batch._replace(adapters=adapters.of_tokens(table, EMPTY_PLAN, Map(), shape.tokens))

@@ -21,7 +21,12 @@ from pagedjax.device.batch import AttentionRows, Shapes
 
 
 def rows_of(
-    shapes: Shapes, t: int, tables: np.ndarray, starts: Sequence[int], counts: Sequence[int], last: np.ndarray
+    shapes: Shapes,
+    t: int,
+    tables: np.ndarray,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    last: np.ndarray,
 ) -> AttentionRows:
     """The rows of attention of a step of T tokens.
 
@@ -32,7 +37,9 @@ def rows_of(
     """
     assert shapes.view is not None
     (window, kept), size, a = shapes.view, shapes.block_size, shapes.attention_rows(t)
-    hidden = next(i for i in range(len(kept) + 1) if i not in kept)  # the first block that goes out of sight
+    hidden = next(
+        i for i in range(len(kept) + 1) if i not in kept
+    )  # the first block that goes out of sight
     row, begin, count = _cut(starts, counts, hidden + window, size)
     num_rows = len(row)
     end = begin + count
@@ -40,16 +47,22 @@ def rows_of(
 
     outside = np.asarray(kept, np.int64)[None] < first[:, None]  # [A, kept]: before the window
     before = outside.sum(1)
-    index = (first - before)[:, None] + np.arange(len(kept) + window)  # of each entry, its block in the sequence
+    index = (first - before)[:, None] + np.arange(
+        len(kept) + window
+    )  # of each entry, its block in the sequence
     index[:, : len(kept)] = np.where(outside, kept, index[:, : len(kept)])
     found = np.take_along_axis(tables[row], np.minimum(index, tables.shape[1] - 1), axis=1)
 
-    block_tables, seq_lens, cu_q_lens = (np.zeros(shape, np.int32) for shape in ((a, found.shape[1]), a, a + 1))
+    block_tables, seq_lens, cu_q_lens = (
+        np.zeros(shape, np.int32) for shape in ((a, found.shape[1]), a, a + 1)
+    )
     block_tables[:num_rows] = np.where(index * size < end[:, None], found, 0)
     seq_lens[:num_rows] = end - (first - before) * size
     cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
     cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
-    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right").clip(max=max(num_rows - 1, 0))
+    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right").clip(
+        max=max(num_rows - 1, 0)
+    )
     return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples.astype(np.int32))
 
 
@@ -62,7 +75,10 @@ def _cut(
         whole: blocks of a sequence's beginning that all of its queries see at least.
     """
     start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
-    first, last = np.maximum(start // size, whole - 1), np.maximum((start + count - 1) // size, whole - 1)
+    first, last = (
+        np.maximum(start // size, whole - 1),
+        np.maximum((start + count - 1) // size, whole - 1),
+    )
     pieces = last - first + 1
     row = np.repeat(np.arange(len(start)), pieces)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

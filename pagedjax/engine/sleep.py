@@ -99,7 +99,9 @@ def _host_copy(x: jax.Array) -> HostCopy:
 
 
 def _placed(copy: HostCopy) -> jax.Array:
-    return jax.make_array_from_callback(copy.shape, copy.sharding, lambda at: copy.parts[_start(at, copy.shape)])
+    return jax.make_array_from_callback(
+        copy.shape, copy.sharding, lambda at: copy.parts[_start(at, copy.shape)]
+    )
 
 
 def _start(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,12 +110,16 @@ def _start(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def check_level(level: Any) -> None:
     if type(level) is not int or level not in LEVELS:
-        raise ValueError(f"level is {level!r}; it must be 1 (parameters move to the host) or 2 (they are dropped)")
+        raise ValueError(
+            f"level is {level!r}; it must be 1 (parameters move to the host) or 2 (they are dropped)"
+        )
 
 
 def check_tags(tags: Any) -> tuple[str, ...]:
     """What to wake up: all of it, or some of vLLM's tags."""
     found = TAGS if tags is None else tuple(tags) if isinstance(tags, (list, tuple)) else (tags,)
     if wrong := [tag for tag in found if tag not in TAGS]:
-        raise ValueError(f"tags has {wrong[0]!r}; it must be None, or some of {', '.join(map(repr, TAGS))}")
+        raise ValueError(
+            f"tags has {wrong[0]!r}; it must be None, or some of {', '.join(map(repr, TAGS))}"
+        )
     return found

@@ -133,16 +133,24 @@ def submit(
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
     if isinstance(params, SamplingParams) and params.taps:
-        sizes = len(prompt_token_ids), scheduler.final_length(prepared.request, before.config), len(names)
+        sizes = (
+            len(prompt_token_ids),
+            scheduler.final_length(prepared.request, before.config),
+            len(names),
+        )
         wanted = taps.wanted_by(names[0], params.taps, runtime, *sizes)
         log += (("begin_taps", (names, len(prompt_token_ids))),)
-    searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
+    searches = (
+        {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
+    )
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
         searches=searches,
         pools=pools,
-        wants=state.wants.update(dict.fromkeys(names, wanted)) if wanted is not NOTHING else state.wants,
+        wants=state.wants.update(dict.fromkeys(names, wanted))
+        if wanted is not NOTHING
+        else state.wants,
         log=(*state.log, *log),
     )
 
@@ -163,7 +171,9 @@ def cancel(
     return with_events(state, events, before), events
 
 
-def with_events(state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0) -> EngineState:
+def with_events(
+    state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0
+) -> EngineState:
     """Append the new tokens of events, and drop the sequences and searches that ended.
 
     Args:
@@ -173,7 +183,9 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
     ended = {event.request_id: event for event in events if isinstance(event, Finished)}
     searches = state.searches
     if ended and searches:
-        searches = {group: search for group, search in searches.items() if search.names[0] not in ended}
+        searches = {
+            group: search for group, search in searches.items() if search.names[0] not in ended
+        }
     grown = [event for event in events if not isinstance(event, Finished)] if ended else events
     sequences = apply_events(state.sequences, grown, before.running, spare)
     if ended:
@@ -192,7 +204,9 @@ def _without(names: Iterable[str], kept: Map[str, Any]) -> Map[str, Any]:
 
 def forget(state: EngineState) -> EngineState:
     """Forget what cached blocks hold. Unfinished requests continue."""
-    return state._replace(scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ())))
+    return state._replace(
+        scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ()))
+    )
 
 
 def update(state: EngineState, pending: Pending) -> EngineState:
@@ -202,7 +216,12 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends on old content too,
             so its blocks have no hashes any more.
     """
-    before, sequences, searches, version = state.scheduler, state.sequences, state.searches, state.params_version + 1
+    before, sequences, searches, version = (
+        state.scheduler,
+        state.sequences,
+        state.searches,
+        state.params_version + 1,
+    )
     if pending == "restart":
         searches = {group: search._replace(offers=()) for group, search in searches.items()}
     else:

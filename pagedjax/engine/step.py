@@ -12,7 +12,17 @@ import numpy as np
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
+from pagedjax.engine import (
+    adapters,
+    compilations,
+    drafting,
+    lookahead,
+    pooling,
+    requests,
+    results,
+    taps,
+    token_masks,
+)
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
@@ -53,8 +63,12 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
     if learned:
         draftable, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
         drafts = paying if drafts is None else drafts
-        offered = drafting.offer(learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size)
-    return ScheduledStep(*scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, *began)
+        offered = drafting.offer(
+            learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size
+        )
+    return ScheduledStep(
+        *scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, *began
+    )
 
 
 def step(
@@ -69,7 +83,9 @@ def step(
     after_schedule, plan, _, offered, started, compiled = scheduled or schedule(runtime, state)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
-    ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
+    ahead, sent, rows = (
+        lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
+    )
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = tuple(range(len(plan.seqs)))
@@ -80,12 +96,16 @@ def step(
 
         here = ahead, sent, after_schedule, plan, runtime.policy, sequences
         cache, ahead = lookahead.extend(*here, config.lookahead, cache, send_predicted)
-    overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)  # the device computes predicted steps
+    overlaps = any(
+        other.sent_at > sent.sent_at for other in ahead.sent
+    )  # the device computes predicted steps
     was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
     tokens = np.asarray(sent.output.sampled.tokens)
     arrived = time.perf_counter()
 
-    sampled = drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
+    sampled = (
+        drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
+    )
     selection = runtime.shapes.selection
     selected = selection is not None and selection.dense_prompts
     hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled, selected)
@@ -96,13 +116,19 @@ def step(
     mine = requests.of_rows(plan, sequences)
     wanted = any([data.wants_logprobs for data in mine])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
-    pools, pooled = pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
+    pools, pooled = (
+        pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
+    )
     tapped = taps.parts(plan, state.wants, sequences, sent, rows, sampled) if state.wants else ()
     log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
     log = (*state.log, *((("taps", (tapped,)),) if tapped else ()), *log)
-    state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
+    state = state._replace(
+        scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log
+    )
     state = with_events(state, events, after_schedule, runtime.spare)
-    reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
+    reasons: dict[str, FinishReason] = {
+        search.request_id: search.sequences[0].reason for search in ended
+    }
     for name, reason in (reasons | token_masks.failed(plan, mine, state.sequences, after)).items():
         state, cancelled = cancel(state, name, reason)
         events += cancelled
@@ -184,7 +210,9 @@ def packed(
     """The arrays of a plan; arguments as in `send` and `drafted`."""
     batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.chain)
     if runtime.adapters:
-        batch = batch._replace(adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens)))
+        batch = batch._replace(
+            adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens))
+        )
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
@@ -195,7 +223,9 @@ def packed(
     t = len(batch.tokens)
     if previous is None:
         return batch._replace(feed=blank_feed(runtime.shapes, t))
-    return batch._replace(feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed))
+    return batch._replace(
+        feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed)
+    )
 
 
 def present(runtime: Runtime) -> Shapes:
@@ -215,6 +245,8 @@ def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> K
             runtime.swap.out(cache, state.host_cache, plan.swap_out)
         if plan.swap_in:
             cache = runtime.swap.back(cache, state.host_cache, plan.swap_in)
-    for i in range(0, len(plan.copies), COPIES):  # to free blocks, so none of them reads what another one writes
+    for i in range(
+        0, len(plan.copies), COPIES
+    ):  # to free blocks, so none of them reads what another one writes
         cache = runtime.copy(cache, *padded_pairs(plan.copies[i : i + COPIES], COPIES))
     return cache

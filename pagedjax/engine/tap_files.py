@@ -62,7 +62,9 @@ class TapWriter:
     def _end(self, events: Sequence[Event]) -> None:
         """Write the sequences that have ended."""
         for event in events if self._open else ():
-            if isinstance(event, Finished) and (collected := self._open.pop(event.request_id, None)):
+            if isinstance(event, Finished) and (
+                collected := self._open.pop(event.request_id, None)
+            ):
                 try:
                     self._write(event.request_id, collected.arrays(event.num_output))
                 except OSError as error:
@@ -85,7 +87,9 @@ def _named(found: TapArrays) -> dict[str, np.ndarray]:
         named |= {f"experts.{layer}": ids, f"expert_weights.{layer}": weights}
     for layer, seen in found.attention.items():
         shapes = np.array([one.shape for one in seen], np.int64).reshape(-1, 2)
-        flat = np.concatenate([one.reshape(-1) for one in seen]) if seen else np.zeros(0, np.float32)
+        flat = (
+            np.concatenate([one.reshape(-1) for one in seen]) if seen else np.zeros(0, np.float32)
+        )
         named |= {f"attention.{layer}": flat, f"attention_shapes.{layer}": shapes}
     return named
 
@@ -94,7 +98,10 @@ class TapFiles(Mapping[str, TapArrays]):
     """What taps gave, by the ids of sequences. A file is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = {unquote(file.name.removesuffix(ENDING)): file for file in sorted(folder.glob(f"*{ENDING}"))}
+        self._files = {
+            unquote(file.name.removesuffix(ENDING)): file
+            for file in sorted(folder.glob(f"*{ENDING}"))
+        }
 
     def __getitem__(self, name: str) -> TapArrays:
         file = self._files[name]
@@ -105,14 +112,20 @@ class TapFiles(Mapping[str, TapArrays]):
             raise ValueError(f"{file} is no file of taps: {error}") from None
 
         def by_layer(kind: str) -> dict[int, np.ndarray]:
-            found = {key.removeprefix(f"{kind}."): array for key, array in arrays.items() if key.startswith(f"{kind}.")}
+            found = {
+                key.removeprefix(f"{kind}."): array
+                for key, array in arrays.items()
+                if key.startswith(f"{kind}.")
+            }
             return {int(layer): array for layer, array in found.items()}
 
         weights, shapes, attention = by_layer("expert_weights"), by_layer("attention_shapes"), {}
         for layer, flat in by_layer("attention").items():
             ends = np.cumsum(shapes[layer].prod(1))[:-1] if len(shapes[layer]) else []
             each = np.split(flat, ends) if len(shapes[layer]) else []
-            attention[layer] = tuple(one.reshape(shape) for one, shape in zip(each, shapes[layer], strict=True))
+            attention[layer] = tuple(
+                one.reshape(shape) for one, shape in zip(each, shapes[layer], strict=True)
+            )
         experts = {layer: (ids, weights[layer]) for layer, ids in by_layer("experts").items()}
         return TapArrays(by_layer("hidden_states"), attention, experts)
 
@@ -135,5 +148,7 @@ def read_taps(path: str | os.PathLike[str]) -> TapFiles:
     given = Path(path)
     folder = given if given.is_dir() else folder_of(path)
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}: no request with taps ended in this recording")
+        raise ValueError(
+            f"there is no folder {folder}: no request with taps ended in this recording"
+        )
     return TapFiles(folder)

@@ -32,7 +32,9 @@ Wants = Mapping[str, Wanted]  # by the id of a sequence, of those that want some
 # --- a request --------------------------------------------------------------------------------------------------------
 
 
-def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: int, branches: int) -> Wanted:
+def wanted_by(
+    name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: int, branches: int
+) -> Wanted:
     """What a request wants of the steps that compute it.
 
     Args:
@@ -55,11 +57,20 @@ def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: 
 
     check("hidden_states", wanted.hidden, c.layers + 1, "hidden states of this model")
     check("attention", [layer for layer, _ in wanted.attention], c.layers, "layers of this model")
-    check("attention", [head for _, heads in wanted.attention for head in heads], c.heads, "heads of this model")
+    check(
+        "attention",
+        [head for _, heads in wanted.attention for head in heads],
+        c.heads,
+        "heads of this model",
+    )
     check("experts", wanted.experts, c.layers, "layers of this model")
     sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
     if dense := [layer for layer in wanted.experts if layer not in sparse]:
-        which = f"those with experts are {', '.join(map(str, sparse))}" if sparse else "this model has no experts"
+        which = (
+            f"those with experts are {', '.join(map(str, sparse))}"
+            if sparse
+            else "this model has no experts"
+        )
         raise ValueError(f"{what}.experts has layer {dense[0]}, which is dense; {which}")
     if wanted.attention and model.placement:
         raise ValueError(
@@ -72,7 +83,9 @@ def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: 
         )
     if wanted.attention and attention.find(impl).probabilities is None:
         remedy = "give its Implementation the field `probabilities`, or use 'xla'"
-        raise ValueError(f"{what}.attention: attention_impl {impl!r} does not say what it weighs values with; {remedy}")
+        raise ValueError(
+            f"{what}.attention: attention_impl {impl!r} does not say what it weighs values with; {remedy}"
+        )
     size = nbytes(wanted, c, prompt_len, tokens, branches)
     if size > most:
         raise ValueError(
@@ -83,14 +96,18 @@ def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: 
     return wanted
 
 
-def nbytes(wanted: Wanted, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1) -> int:
+def nbytes(
+    wanted: Wanted, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1
+) -> int:
     """Bytes of the arrays of a request at its longest. The last token of a branch is not computed."""
     position = NUMBER * c.hidden * len(wanted.hidden)
     if wanted.experts:
         assert c.experts is not None
         position += 2 * NUMBER * c.experts.chosen * len(wanted.experts)
     outputs, heads = tokens - prompt_len, sum(len(some) for _, some in wanted.attention)
-    contexts = outputs * prompt_len + outputs * (outputs - 1) // 2  # prompt_len, prompt_len + 1, ...
+    contexts = (
+        outputs * prompt_len + outputs * (outputs - 1) // 2
+    )  # prompt_len, prompt_len + 1, ...
     own = position * (outputs - 1) + NUMBER * heads * contexts
     return position * prompt_len + branches * own
 
@@ -137,7 +154,9 @@ def parts(
         sampled: as for `scheduler.commit`.
     """
     names = [(i, seq.request_id) for i, seq in enumerate(plan.seqs)]
-    mine = [(i, name) for i, name in names if name in wants and sequences[name].params.taps]  # the others are pooled
+    mine = [
+        (i, name) for i, name in names if name in wants and sequences[name].params.taps
+    ]  # the others are pooled
     if not mine:
         return ()
     assert sent.output.taps is not None, "`of_plan` chose the program"
@@ -153,14 +172,25 @@ def parts(
         at = slice(begin, begin + plan.counts[i] - rejected)
         states = {layer: host.hidden[layer][at].astype(np.float32) for layer in wanted.hidden}
         routes = {layer: host.experts[layer] for layer in wanted.experts}
-        experts = {layer: (one.experts[at].copy(), one.weights[at].copy()) for layer, one in routes.items()}
+        experts = {
+            layer: (one.experts[at].copy(), one.weights[at].copy()) for layer, one in routes.items()
+        }
         seen = {}
         if wanted.attention and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
             for layer, heads in wanted.attention:
                 own = [heads_of[layer].index(head) for head in heads]
                 samples = host.attention[layer][first[i] : first[i] + kept]
                 seen[layer] = [one[own, : plan.lengths[i] + j] for j, one in enumerate(samples)]
-        found.append(TapPart(name, plan.starts[i], states, experts, plan.lengths[i] - sequences[name].prompt_len, seen))
+        found.append(
+            TapPart(
+                name,
+                plan.starts[i],
+                states,
+                experts,
+                plan.lengths[i] - sequences[name].prompt_len,
+                seen,
+            )
+        )
     return tuple(found)
 
 
@@ -229,7 +259,9 @@ class Collected:
             for kind, array in zip(("ids", "weights"), arrays, strict=True):
                 self._put((kind, layer), part.start, array)
         for layer, seen in part.attention.items():
-            self._attention.setdefault(layer, {}).update({part.output + j: one for j, one in enumerate(seen)})
+            self._attention.setdefault(layer, {}).update(
+                {part.output + j: one for j, one in enumerate(seen)}
+            )
 
     def _put(self, key: Any, start: int, rows: np.ndarray) -> None:
         own = max(self.prompt_len - start, 0)  # rows of the prompt
@@ -247,8 +279,14 @@ class Collected:
                 found.append(self._output[key].first(max(outputs - 1, 0)))
             return np.concatenate(found)
 
-        layers = {kind: sorted(layer for one, layer in self._prompt if one == kind) for kind in ("hidden", "ids")}
-        seen = {layer: tuple(by[i] for i in range(outputs) if i in by) for layer, by in self._attention.items()}
+        layers = {
+            kind: sorted(layer for one, layer in self._prompt if one == kind)
+            for kind in ("hidden", "ids")
+        }
+        seen = {
+            layer: tuple(by[i] for i in range(outputs) if i in by)
+            for layer, by in self._attention.items()
+        }
         return TapArrays(
             {layer: rows(("hidden", layer)) for layer in layers["hidden"]},
             {layer: seen[layer] for layer in sorted(seen)},

@@ -26,7 +26,9 @@ def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
     if not any([data.matcher for data in mine]):  # as in most steps
         return {}
     rows, drafts, at = [], plan.drafts or (0,) * len(mine), 0
-    for data, start, count, length, k in zip(mine, plan.starts, plan.counts, plan.lengths, drafts, strict=True):
+    for data, start, count, length, k in zip(
+        mine, plan.starts, plan.counts, plan.lengths, drafts, strict=True
+    ):
         if data.matcher is not None and start + count >= length:
             guessed = data.tokens[length : length + k]
             rows.append(MaskRow(data.matcher, _output(data, length), guessed, at, data.stop_ids))
@@ -34,7 +36,11 @@ def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
     if not rows:
         return {}
     found = masks(rows, at)
-    return {row.first + i: found[row.first + i].tobytes() for row in rows for i in range(1 + len(row.drafts))}
+    return {
+        row.first + i: found[row.first + i].tobytes()
+        for row in rows
+        for i in range(1 + len(row.drafts))
+    }
 
 
 def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
@@ -49,12 +55,18 @@ def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequenc
     output = _output(data, length)
     found = data.matcher.forced(output, k)
     if len(found) < k:
-        found = [*found, *propose(np.concatenate([tokens, np.array(found, np.int32)]), k - len(found))][:k]
+        found = [
+            *found,
+            *propose(np.concatenate([tokens, np.array(found, np.int32)]), k - len(found)),
+        ][:k]
     return found[: data.matcher.allowed(output, found)]
 
 
 def failed(
-    plan: Plan, mine: Sequence[SequenceData], sequences: Mapping[str, SequenceData], after: SchedulerState
+    plan: Plan,
+    mine: Sequence[SequenceData],
+    sequences: Mapping[str, SequenceData],
+    after: SchedulerState,
 ) -> dict[str, FinishReason]:
     """The unfinished sequences of a plan whose matcher has failed, with the reason that they end for.
 
@@ -69,12 +81,21 @@ def failed(
     names = [name for name in names if name in sequences]
     if not names:
         return {}
-    lengths = {seq.request_id: length for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)}
+    lengths = {
+        seq.request_id: length
+        for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)
+    }
     found: dict[str, FinishReason] = {}
     for name in names:
         matcher, length = sequences[name].matcher, lengths.get(name)
-        if matcher and length is not None and matcher.after(_output(sequences[name], length)) is None:
-            log.warning("request %r is cancelled: its structured output failed: %s", name, matcher.error)
+        if (
+            matcher
+            and length is not None
+            and matcher.after(_output(sequences[name], length)) is None
+        ):
+            log.warning(
+                "request %r is cancelled: its structured output failed: %s", name, matcher.error
+            )
             found[name] = "abort"
     return found
 

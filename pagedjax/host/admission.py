@@ -16,27 +16,41 @@ class Admission(NamedTuple):
     """The sequences admitted so far, and what is left for others."""
 
     pool: BlockPool
-    filling_now: dict[str, int]  # hashes -> the blocks that rows of this step fill; owned by this value alone
+    filling_now: dict[
+        str, int
+    ]  # hashes -> the blocks that rows of this step fill; owned by this value alone
     budget: int  # tokens
     free_rows: int
-    swapped_in: dict[int, int]  # host block -> device block, of full blocks; owned by this value alone
+    swapped_in: dict[
+        int, int
+    ]  # host block -> device block, of full blocks; owned by this value alone
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
     promised: int = 0  # blocks that sequences need beside those that they have (views.py)
 
 
 def admit(
-    admission: Admission, policy: Policy, waiting: tuple[Seq, ...], active: Running, config: SchedulerConfig
+    admission: Admission,
+    policy: Policy,
+    waiting: tuple[Seq, ...],
+    active: Running,
+    config: SchedulerConfig,
 ) -> Admission:
     """Admit as many sequences as fit. The first that does not fit ends it, so that none is overtaken for ever."""
     pool = admission.pool
-    line = policy.order(waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config))
+    line = policy.order(
+        waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config)
+    )
     for group in _groups(line):
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
             break
         trial = admission
-        if len(group) > 1:  # all or none: the changes of the first ones are dropped if the last does not fit
-            trial = admission._replace(filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in))
+        if (
+            len(group) > 1
+        ):  # all or none: the changes of the first ones are dropped if the last does not fit
+            trial = admission._replace(
+                filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in)
+            )
         if config.views:
             each = [views.wanted(config, seq) for seq in group]
             trial = trial._replace(promised=trial.promised + sum(each))
@@ -56,30 +70,46 @@ def _groups(line: Iterable[Seq]) -> Iterator[list[Seq]]:
             yield [seq]
         elif seq.group not in seen:
             seen.add(seq.group)
-            yield sorted((other for other in line if other.group == seq.group), key=lambda other: other.arrival)
+            yield sorted(
+                (other for other in line if other.group == seq.group),
+                key=lambda other: other.arrival,
+            )
 
 
-def _admit_one(admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig) -> Admission | None:
+def _admit_one(
+    admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig
+) -> Admission | None:
     """Give a sequence its blocks. None if blocks do not suffice, or tokens for a prompt that must not be cut.
 
     Content in host blocks is moved back: full blocks that branches share once; a block that is not full once for each
     branch, because each of them writes to it in this step.
     """
-    pool, swapped_in, size, promised = admission.pool, admission.swapped_in, config.block_size, admission.promised
+    pool, swapped_in, size, promised = (
+        admission.pool,
+        admission.swapped_in,
+        config.block_size,
+        admission.promised,
+    )
     whole = seq.blocks[: seq.computed // size * config.groups]
     if seq.blocks:
         found = tuple([swapped_in[b] for b in whole if b in swapped_in])
     else:
         found = prefix_sharing.find(pool, admission.filling_now, seq, config)
     paged = config.reservation == "none"
-    need = (blocks.needed(seq.length, size) if paged else reservation.piece(config, seq)) - len(found)
-    free = pool.num_free - sum(block in pool.stamps for block in found)  # an idle block that is found is not free
+    need = (blocks.needed(seq.length, size) if paged else reservation.piece(config, seq)) - len(
+        found
+    )
+    free = pool.num_free - sum(
+        block in pool.stamps for block in found
+    )  # an idle block that is found is not free
     if config.views:
         mine = views.wanted(config, seq)
         need, free = mine - views.held(found), free - (promised - mine)
     if need > free or not policy.admit(seq, need, free):
         return None
-    if config.views:  # blocks for what this step computes; the others follow, when some of these are given back
+    if (
+        config.views
+    ):  # blocks for what this step computes; the others follow, when some of these are given back
         need, mine = views.entering(config, seq, found, free, admission.budget)
         promised += mine - views.wanted(config, seq)
     if paged:
@@ -106,7 +136,11 @@ def _admit_one(admission: Admission, policy: Policy, seq: Seq, config: Scheduler
         count = min(count, len(entered.blocks) // config.groups * size - entered.computed)
     if not config.chunked_prefill and entered.computed + count < entered.length:
         return None
-    prefix_sharing.fills(admission.filling_now, entered, entered.computed, entered.computed + count, config)
+    prefix_sharing.fills(
+        admission.filling_now, entered, entered.computed, entered.computed + count, config
+    )
     free_rows, budget = admission.free_rows - seq.num_rows, admission.budget - count
     admitted = (*admission.admitted, entered)
-    return Admission(pool, admission.filling_now, budget, free_rows, swapped_in, admitted, swap_in, promised)
+    return Admission(
+        pool, admission.filling_now, budget, free_rows, swapped_in, admitted, swap_in, promised
+    )

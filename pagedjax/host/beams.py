@@ -52,7 +52,9 @@ def start(params: BeamSearchParams, stops: frozenset[int], names: tuple[str, ...
     return Search(params, stops, names, (Beam((), 0.0),))
 
 
-def offer(search: Search, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Search:
+def offer(
+    search: Search, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]
+) -> Search:
     """Stores the best continuations of the beam `name`. A second offer replaces the first."""
     others = tuple(other for other in search.offers if other[0] != name)
     return search._replace(offers=(*others, (name, token_ids, logprobs)))
@@ -80,7 +82,9 @@ def advance(search: Search) -> tuple[Search, Choice | None]:
 
     best = [(total, -at, -token) for total, at, token in ranked]
     ended = [
-        Hypothesis((*search.beams[at].token_ids, token), total, total / length**p.length_penalty, why)
+        Hypothesis(
+            (*search.beams[at].token_ids, token), total, total / length**p.length_penalty, why
+        )
         for total, at, token in best[:width]
         if (why := reason(token))
     ]
@@ -92,7 +96,9 @@ def advance(search: Search) -> tuple[Search, Choice | None]:
     if not running or _is_done(search, running[0][0], length):
         return search, None
     beams = tuple(Beam((*search.beams[at].token_ids, token), total) for total, at, token in running)
-    choice = Choice(tuple(search.names[at] for _, at, _ in running), tuple(token for _, _, token in running))
+    choice = Choice(
+        tuple(search.names[at] for _, at, _ in running), tuple(token for _, _, token in running)
+    )
     return search._replace(beams=beams), choice
 
 

@@ -32,7 +32,9 @@ class BlockPool(NamedTuple):
     owners: Map[int, int]  # id -> number of owners, for owned blocks only
     contents: Map[str, int] = Map()  # hash -> the block that holds it
     hashes: Map[int, str] = Map()  # the inverse of `contents`
-    idle: Map[int, int] = Map()  # stamp -> published block without an owner; the lowest stamp was released first
+    idle: Map[int, int] = (
+        Map()
+    )  # stamp -> published block without an owner; the lowest stamp was released first
     stamps: Map[int, int] = Map()  # the inverse of `idle`
     oldest: int = 0  # no stamp in `idle` is lower
     newest: int = 0  # the next stamp
@@ -62,7 +64,11 @@ def _flat(pool: BlockPool) -> tuple[Any, ...]:
 
 
 def _from_flat(
-    num_blocks: int, returned: tuple[int, ...], owners: Map[int, int], contents: Map[str, int], idle: tuple[int, ...]
+    num_blocks: int,
+    returned: tuple[int, ...],
+    owners: Map[int, int],
+    contents: Map[str, int],
+    idle: tuple[int, ...],
 ) -> BlockPool:
     pile = None
     for block in reversed(returned):
@@ -71,7 +77,9 @@ def _from_flat(
     hashes = Map((block, key) for key, block in contents.items())
     stamped, stamps = Map(enumerate(idle)), Map((block, stamp) for stamp, block in enumerate(idle))
     free = num_blocks - len(owners)
-    return BlockPool(num_blocks, free, fresh, pile, owners, contents, hashes, stamped, stamps, 0, len(idle))
+    return BlockPool(
+        num_blocks, free, fresh, pile, owners, contents, hashes, stamped, stamps, 0, len(idle)
+    )
 
 
 def init(num_blocks: int) -> BlockPool:
@@ -105,7 +113,9 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
     for block in ids:
         owners[block] = 1
     free = pool.num_free - n
-    pool = pool._replace(num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish())
+    pool = pool._replace(
+        num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish()
+    )
     return pool, tuple(ids)
 
 
@@ -121,8 +131,12 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
     if n < 1 or n & (n - 1):
         raise ValueError(f"n is {n}; a run is a power of two of blocks")
     if pool.hashes:
-        raise ValueError("runs come from pools that share nothing, and this one has published blocks")
-    used = list(accumulate((block in pool.owners for block in range(1, pool.num_blocks + 1)), initial=0))
+        raise ValueError(
+            "runs come from pools that share nothing, and this one has published blocks"
+        )
+    used = list(
+        accumulate((block in pool.owners for block in range(1, pool.num_blocks + 1)), initial=0)
+    )
     start = _smallest_piece(used, n)
     if start is None:
         return None
@@ -132,7 +146,9 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
     for block in reversed(free_ids(pool)):
         returned = returned if block in owners else (block, returned)
     end = pool.num_blocks + 1
-    return pool._replace(num_free=pool.num_free - n, fresh=end, returned=returned, owners=owners), ids
+    return pool._replace(
+        num_free=pool.num_free - n, fresh=end, returned=returned, owners=owners
+    ), ids
 
 
 def _smallest_piece(used: Sequence[int], n: int) -> int | None:
@@ -160,7 +176,11 @@ def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
             ids.append(block)
             del stamps[block], contents[hashes.pop(block)]
     pool = pool._replace(
-        contents=contents.finish(), hashes=hashes.finish(), idle=idle.finish(), stamps=stamps.finish(), oldest=oldest
+        contents=contents.finish(),
+        hashes=hashes.finish(),
+        idle=idle.finish(),
+        stamps=stamps.finish(),
+        oldest=oldest,
     )
     return pool, ids
 
@@ -195,7 +215,12 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
         ValueError: a block has no owner.
     """
     owners, returned, freed = pool.owners.mutate(), pool.returned, 0
-    idle, stamps, newest, hashes = pool.idle.mutate(), pool.stamps.mutate(), pool.newest, pool.hashes
+    idle, stamps, newest, hashes = (
+        pool.idle.mutate(),
+        pool.stamps.mutate(),
+        pool.newest,
+        pool.hashes,
+    )
     for block in ids:
         if not block:
             continue
@@ -285,12 +310,24 @@ def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
             two blocks have the same content.
     """
     free = free_ids(pool)
-    assert len(free) == len(set(free)) == pool.num_free, "the free list repeats a block or its count is off"
+    assert len(free) == len(set(free)) == pool.num_free, (
+        "the free list repeats a block or its count is off"
+    )
     used = Counter(block for table in tables for block in table if block)
     assert dict(pool.owners) == dict(used), "owner counts differ from occurrences in block tables"
     assert not set(free) & set(used), "a block is free and owned"
-    assert set(free) | set(used) == set(range(1, pool.num_blocks + 1)), "a block leaked, or an id is out of range"
-    assert dict(pool.hashes) == {block: key for key, block in pool.contents.items()}, "two blocks hold the same"
-    assert dict(pool.stamps) == {block: stamp for stamp, block in pool.idle.items()}, "an idle block has two stamps"
-    assert set(pool.stamps) == set(pool.hashes) - set(used), "idle blocks are those published and not owned"
-    assert all(pool.oldest <= stamp < pool.newest for stamp in pool.idle), "a stamp lies outside the queue"
+    assert set(free) | set(used) == set(range(1, pool.num_blocks + 1)), (
+        "a block leaked, or an id is out of range"
+    )
+    assert dict(pool.hashes) == {block: key for key, block in pool.contents.items()}, (
+        "two blocks hold the same"
+    )
+    assert dict(pool.stamps) == {block: stamp for stamp, block in pool.idle.items()}, (
+        "an idle block has two stamps"
+    )
+    assert set(pool.stamps) == set(pool.hashes) - set(used), (
+        "idle blocks are those published and not owned"
+    )
+    assert all(pool.oldest <= stamp < pool.newest for stamp in pool.idle), (
+        "a stamp lies outside the queue"
+    )

@@ -15,7 +15,11 @@ from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Schedule
 
 
 def fork(
-    pool: BlockPool, seqs: tuple[Seq, ...], grouped: Sequence[int], samples: Sequence[bool], config: SchedulerConfig
+    pool: BlockPool,
+    seqs: tuple[Seq, ...],
+    grouped: Sequence[int],
+    samples: Sequence[bool],
+    config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
     """Fork the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
 
@@ -29,10 +33,18 @@ def fork(
         seq = seqs[i]
         request = seq.request._replace(forks=())
         changed[i] = seq._replace(request=request)
-        table = seq.blocks[: blocks.needed(request.prompt_len - 1, config.block_size) * config.groups]
+        table = seq.blocks[
+            : blocks.needed(request.prompt_len - 1, config.block_size) * config.groups
+        ]
         for k, name in enumerate(seq.request.forks, 1):
-            branch = changed[i]._replace(request=request._replace(request_id=name), arrival=seq.arrival + k)
-            forks.append(branch._replace(length=request.prompt_len, computed=request.prompt_len - 1, blocks=table))
+            branch = changed[i]._replace(
+                request=request._replace(request_id=name), arrival=seq.arrival + k
+            )
+            forks.append(
+                branch._replace(
+                    length=request.prompt_len, computed=request.prompt_len - 1, blocks=table
+                )
+            )
             pool = blocks.share(pool, table)
     return pool, tuple(changed), tuple(forks)
 
@@ -61,17 +73,24 @@ def advance(
         if first is None or not first.request.beams:
             raise ValueError(f"{name!r} is not the first beam of a running request")
         old = sorted(
-            (i for i, seq in enumerate(active.seqs) if seq.group == first.group), key=lambda i: active.seqs[i].arrival
+            (i for i, seq in enumerate(active.seqs) if seq.group == first.group),
+            key=lambda i: active.seqs[i].arrival,
         )
         names = (*(active.seqs[i].request_id for i in old), *first.request.forks)
         at = {active.seqs[i].request_id: i for i in old}
         length, computed = active.lengths[old[0]], active.computed[old[0]]
         if any((active.lengths[i], active.computed[i]) != (length, length) for i in old):
-            raise ValueError(f"a beam of {name!r} has tokens left to compute; all beams advance together")
-        if not len(names) == len(choice.parents) == len(choice.token_ids) or not set(choice.parents) <= set(at):
+            raise ValueError(
+                f"a beam of {name!r} has tokens left to compute; all beams advance together"
+            )
+        if not len(names) == len(choice.parents) == len(choice.token_ids) or not set(
+            choice.parents
+        ) <= set(at):
             raise ValueError(f"{len(names)} beams of {name!r} cannot continue {choice.parents}")
         if length + 1 >= first.limit:
-            raise ValueError(f"the beams of {name!r} would reach their limit of {first.limit} tokens; they end instead")
+            raise ValueError(
+                f"the beams of {name!r} would reach their limit of {first.limit} tokens; they end instead"
+            )
 
         children = Counter(choice.parents)
         for parent, number in children.items():
@@ -80,7 +99,9 @@ def advance(
             pool = pool if parent in children else blocks.release(pool, active.seqs[i].blocks[::-1])
         request = first.request._replace(forks=())
         beams = tuple(
-            active.seqs[at[parent]]._replace(request=request._replace(request_id=mine), arrival=first.arrival + k)
+            active.seqs[at[parent]]._replace(
+                request=request._replace(request_id=mine), arrival=first.arrival + k
+            )
             for k, (mine, parent) in enumerate(zip(names, choice.parents, strict=True))
         )
         gone = set(old)
@@ -91,13 +112,19 @@ def advance(
     return pool, active, events
 
 
-def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]) -> frozenset[int]:
+def arrivals(
+    active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]
+) -> frozenset[int]:
     """Arrivals of the sequences that write after shared blocks in the next step: branches after a fork, and beams."""
-    groups = {seq.group for seq in forks} | {seq.group for seq in active.seqs if seq.request_id in choices}
+    groups = {seq.group for seq in forks} | {
+        seq.group for seq in active.seqs if seq.request_id in choices
+    }
     return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
 
 
-def shared(pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig) -> list[tuple[int, int]]:
+def shared(
+    pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig
+) -> list[tuple[int, int]]:
     """(index of a branch, entry of its block table) whose next write is to a block that others own or can find. The
     last owner keeps it.
 

@@ -37,7 +37,9 @@ def steps_ahead(state: SchedulerState) -> int:
     low, high = 0, steps  # room for `low`, none for `high`
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _blocks_for(state, middle) <= state.pool.num_free else (low, middle)
+        low, high = (
+            (middle, high) if _blocks_for(state, middle) <= state.pool.num_free else (low, middle)
+        )
     return low
 
 
@@ -50,7 +52,9 @@ def _admits(state: SchedulerState) -> bool:
 def _blocks_for(state: SchedulerState, steps: int) -> int:
     size, (seqs, _, computed) = state.config.block_size, state.running
     tables = zip(seqs, computed, strict=True)
-    return sum([max(0, blocks.needed(done + steps, size) - len(seq.blocks)) for seq, done in tables])
+    return sum(
+        [max(0, blocks.needed(done + steps, size) - len(seq.blocks)) for seq, done in tables]
+    )
 
 
 def after_decodes(
@@ -68,7 +72,9 @@ def after_decodes(
     """
     size, (seqs, lengths, computed) = state.config.block_size, state.running
     allocated, filled = [0] * steps, []
-    events: list[tuple[int, bool, int]] = []  # (step, whether a block is filled, row), in the order of the steps
+    events: list[
+        tuple[int, bool, int]
+    ] = []  # (step, whether a block is filled, row), in the order of the steps
     for i, (seq, done) in enumerate(zip(seqs, computed, strict=True)):
         for step in range(len(seq.blocks) * size - done, steps, size):
             events.append((step, False, i))
@@ -84,16 +90,24 @@ def after_decodes(
         seq, at = seqs[i], last.get(i)
         known = seq.hashes + hashes.get(seq.request.request_id, ()) if i in fills else seq.hashes
         # a record has the length of the step that gave it its last block, as `schedule` makes it
-        length, done = (seq.length, seq.computed) if at is None else (lengths[i] + at, computed[i] + at)
-        changed[i] = Seq(seq.request, seq.arrival, seq.limit, length, done, tuple(tables[i]), known, seq.group)
+        length, done = (
+            (seq.length, seq.computed) if at is None else (lengths[i] + at, computed[i] + at)
+        )
+        changed[i] = Seq(
+            seq.request, seq.arrival, seq.limit, length, done, tuple(tables[i]), known, seq.group
+        )
     active = Running(
-        tuple(changed), tuple([length + steps for length in lengths]), tuple([done + steps for done in computed])
+        tuple(changed),
+        tuple([length + steps for length in lengths]),
+        tuple([done + steps for done in computed]),
     )
     return state._replace(pool=pool, running=active, step=state.step + steps), tuple(allocated)
 
 
 def _with_events(
-    state: SchedulerState, events: Sequence[tuple[int, bool, int]], hashes: Mapping[str, tuple[str, ...]]
+    state: SchedulerState,
+    events: Sequence[tuple[int, bool, int]],
+    hashes: Mapping[str, tuple[str, ...]],
 ) -> tuple[BlockPool, dict[int, list[int]]]:
     """The pool after blocks were allocated and filled -> (pool, the block tables of the rows with an event).
 
@@ -102,10 +116,16 @@ def _with_events(
     """
     pool, size, (seqs, _, computed) = state.pool, state.config.block_size, state.running
     tables = {i: list(seqs[i].blocks) for _, _, i in events}
-    known = {i: seqs[i].hashes + hashes.get(seqs[i].request.request_id, ()) for _, fills, i in events if fills}
+    known = {
+        i: seqs[i].hashes + hashes.get(seqs[i].request.request_id, ())
+        for _, fills, i in events
+        if fills
+    }
     wanted = sum([not fills for _, fills, _ in events])
     if wanted > pool.num_free:
-        raise ValueError(f"the steps need {wanted} blocks and {pool.num_free} are free; see `steps_ahead`")
+        raise ValueError(
+            f"the steps need {wanted} blocks and {pool.num_free} are free; see `steps_ahead`"
+        )
     evicts = wanted > pool.num_free - len(pool.idle)
     for _, group in groupby(events, key=lambda event: event[0] if evicts else 0):
         found = list(group)
@@ -116,6 +136,8 @@ def _with_events(
         for i, block in zip(rows, ids, strict=True):
             tables[i].append(block)
         full = [((computed[i] + step) // size, i) for step, fills, i in found if fills]
-        published = [(tables[i][block], known[i][block]) for block, i in full if block < len(known[i])]
+        published = [
+            (tables[i][block], known[i][block]) for block, i in full if block < len(known[i])
+        ]
         pool = blocks.publish(pool, published) if published else pool
     return pool, tables

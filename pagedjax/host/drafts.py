@@ -21,7 +21,9 @@ from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Plan, Running, SchedulerConfig, Seq
 
-Sample = int | tuple[int, ...]  # what a row sampled: a token; a row with drafts: the accepted ones and one more token
+Sample = (
+    int | tuple[int, ...]
+)  # what a row sampled: a token; a row with drafts: the accepted ones and one more token
 
 
 class Granted(NamedTuple):
@@ -53,7 +55,12 @@ def grant(
         offered: by sequence id, the drafts that its drafter has.
         budget: tokens that are left.
     """
-    drafts, seqs, size, groups = [0] * len(counts), list(active.seqs), config.block_size, config.groups
+    drafts, seqs, size, groups = (
+        [0] * len(counts),
+        list(active.seqs),
+        config.block_size,
+        config.groups,
+    )
     for i in range(min(num_decodes, len(counts))):
         if budget <= 0:
             break
@@ -67,7 +74,9 @@ def grant(
             taken = blocks.allocate(pool, more)
             assert taken is not None, "k was bounded by the free blocks"
             pool, ids = taken
-            seqs[i] = seq._replace(length=length, computed=active.computed[i], blocks=(*seq.blocks, *ids))
+            seqs[i] = seq._replace(
+                length=length, computed=active.computed[i], blocks=(*seq.blocks, *ids)
+            )
         drafts[i] = k
         budget -= k
     if not any(drafts):
@@ -86,7 +95,9 @@ def cut_at_the_end(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
     for seq, length, k, sample in zip(plan.seqs, plan.lengths, plan.drafts, sampled, strict=True):
         tokens = sample if isinstance(sample, tuple) else (sample,)
         if not 1 <= len(tokens) <= k + 1:
-            raise ValueError(f"{seq.request_id!r} has {k} drafts and {len(tokens)} sampled tokens; 1 to {k + 1} fit")
+            raise ValueError(
+                f"{seq.request_id!r} has {k} drafts and {len(tokens)} sampled tokens; 1 to {k + 1} fit"
+            )
         found.append(_until_the_end(seq, length, tokens) if k else tokens[0])
     return tuple(found)
 
@@ -115,7 +126,11 @@ def accepted(plan: Plan, samples: Sequence[Sample]) -> Accepted:
 
 
 def give_back(
-    pool: BlockPool, seqs: tuple[Seq, ...], rows: Sequence[int], computed: Sequence[int], config: SchedulerConfig
+    pool: BlockPool,
+    seqs: tuple[Seq, ...],
+    rows: Sequence[int],
+    computed: Sequence[int],
+    config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
     """Free the blocks that only rejected drafts of some rows needed."""
     changed = list(seqs)
@@ -128,5 +143,9 @@ def give_back(
 
 def flat(ids: Sequence[str], samples: Sequence[Sample]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Ids and tokens of an event: an id for each of its tokens."""
-    pairs = [(i, token) for i, s in zip(ids, samples, strict=True) for token in (s if isinstance(s, tuple) else (s,))]
+    pairs = [
+        (i, token)
+        for i, s in zip(ids, samples, strict=True)
+        for token in (s if isinstance(s, tuple) else (s,))
+    ]
     return tuple([i for i, _ in pairs]), tuple([token for _, token in pairs])

@@ -68,7 +68,18 @@ from pagedjax.host.types import (
 )
 
 FORMAT = 2
-Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart", "update", "release", "adopt"]
+Kind = Literal[
+    "init",
+    "submit",
+    "schedule",
+    "commit",
+    "cancel",
+    "forget",
+    "restart",
+    "update",
+    "release",
+    "adopt",
+]
 KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
@@ -83,7 +94,9 @@ class Lines:
         self._plan: Plan | None = None
         self._written: Written = {}
 
-    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+    def _write(
+        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
+    ) -> None:
         """Take the next line, and what may be noted beside it."""
         raise NotImplementedError
 
@@ -94,12 +107,16 @@ class Lines:
     def cancel(self, request_id: str, reason: FinishReason, events: Sequence[Event]) -> None:
         self._write(cancel_line(request_id, reason, events, self._written))
 
-    def schedule(self, plan: Plan, at: float | None = None, offered: Mapping[str, int] = NO_DRAFTS) -> None:
+    def schedule(
+        self, plan: Plan, at: float | None = None, offered: Mapping[str, int] = NO_DRAFTS
+    ) -> None:
         """`at`: the clock when the step began, if it began before this call. `offered`: as `scheduler.schedule` got."""
         self._plan = plan
         self._write(schedule_line(plan, self._written, offered), at)
 
-    def commit(self, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event]) -> None:
+    def commit(
+        self, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event]
+    ) -> None:
         assert self._plan is not None, "a commit without a schedule before it"
         self._write(commit_line(self._plan, sampled, hashes, choices, events, self._written))
         self._plan = None
@@ -125,11 +142,17 @@ def check_target(path: str | PathLike[str]) -> None:
     """Raises ValueError if no recording can be written to a file, before anything runs."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
-        raise ValueError(f"the recording {path} is a folder; name a file, such as {os.path.join(path, 'run.jsonl')}")
+        raise ValueError(
+            f"the recording {path} is a folder; name a file, such as {os.path.join(path, 'run.jsonl')}"
+        )
     if not os.path.isdir(folder):
-        raise ValueError(f"the recording {path} has no folder; make {folder}, or name a file elsewhere")
+        raise ValueError(
+            f"the recording {path} has no folder; make {folder}, or name a file elsewhere"
+        )
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"the recording {path} may not be written by this process; name another file")
+        raise ValueError(
+            f"the recording {path} may not be written by this process; name another file"
+        )
 
 
 class Recorder(Lines):
@@ -156,7 +179,9 @@ class Recorder(Lines):
         self._began = clock() if clock else 0.0
         self._file.write(header_line(config, policy, __version__) + "\n")
 
-    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+    def _write(
+        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
+    ) -> None:
         notes: dict[str, Any] = {}
         if self._clock:
             notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
@@ -208,18 +233,35 @@ def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_
     for name, seq in zip(ids, plan.seqs, strict=True):
         had = written.get(name, ())
         if HOLE in seq.blocks and had:
-            gone = [i for i, (old, now) in enumerate(zip(had, seq.blocks, strict=False)) if old != now == HOLE]
+            gone = [
+                i
+                for i, (old, now) in enumerate(zip(had, seq.blocks, strict=False))
+                if old != now == HOLE
+            ]
             if gone:
                 dropped[name] = [had[i] for i in gone]
-                had = written[name] = tuple([HOLE if i in gone else block for i, block in enumerate(had)])
+                had = written[name] = tuple(
+                    [HOLE if i in gone else block for i, block in enumerate(had)]
+                )
         if seq.group is not None and seq.blocks[: len(had)] != had:
             tables[name] = written[name] = seq.blocks
         elif len(seq.blocks) > len(had):
             new[name] = seq.blocks[len(had) :]
             written[name] = seq.blocks
-    rows = {"step": plan.step, "ids": ids, "starts": plan.starts, "counts": plan.counts, "blocks": new}
+    rows = {
+        "step": plan.step,
+        "ids": ids,
+        "starts": plan.starts,
+        "counts": plan.counts,
+        "blocks": new,
+    }
     rows |= {"dropped": dropped} if dropped else {}
-    rows |= {"copies": plan.copies, "tables": tables, "swap_out": plan.swap_out, "swap_in": plan.swap_in}
+    rows |= {
+        "copies": plan.copies,
+        "tables": tables,
+        "swap_out": plan.swap_out,
+        "swap_in": plan.swap_in,
+    }
     queue = {
         "admitted": plan.admitted,
         "cached": plan.cached,
@@ -232,7 +274,12 @@ def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_
 
 
 def commit_line(
-    plan: Plan, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event], written: Written
+    plan: Plan,
+    sampled: Sequence[Sample],
+    hashes: Hashes,
+    choices: Choices,
+    events: Sequence[Event],
+    written: Written,
 ) -> str:
     taken = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
     rows = zip(plan.seqs, sampled, strict=True)
@@ -266,7 +313,11 @@ def release_line(released: Released, written: Written) -> str:
 def adopt_line(released: Released, adopted: Adopted, written: Written) -> str:
     if adopted.blocks:
         written[released.request.request_id] = adopted.blocks
-    body = {"request": request_record(released.request), "length": released.length, "computed": released.computed}
+    body = {
+        "request": request_record(released.request),
+        "length": released.length,
+        "computed": released.computed,
+    }
     body |= {"from": released.blocks, "hashes": released.hashes}
     return dump({"adopt": body | {"blocks": adopted.blocks, "copies": adopted.copies}})
 
@@ -283,7 +334,11 @@ def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, 
 
 def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
     usual, values = config._field_defaults, config._asdict()
-    shown = {name: value for name, value in values.items() if name == "host_blocks" or value != usual.get(name)}
+    shown = {
+        name: value
+        for name, value in values.items()
+        if name == "host_blocks" or value != usual.get(name)
+    }
     return dump({"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": shown})
 
 
@@ -292,5 +347,7 @@ def dump(record: dict[str, Any]) -> str:
     return json.dumps(record, separators=(",", ":"), default=int)
 
 
-if __name__ == "__main__":  # `python -m pagedjax.host.event_log run.jsonl`, the older name of the replay command
+if (
+    __name__ == "__main__"
+):  # `python -m pagedjax.host.event_log run.jsonl`, the older name of the replay command
     runpy.run_module("pagedjax.host.replay", run_name="__main__")

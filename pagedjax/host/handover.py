@@ -26,13 +26,19 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
     active = running(state)
     seq = next((seq for seq in (*active, *state.waiting) if seq.request_id == request_id), None)
     if seq is None:
-        raise ValueError(f"sequence {request_id!r} is not unfinished here; release one that waits or runs")
+        raise ValueError(
+            f"sequence {request_id!r} is not unfinished here; release one that waits or runs"
+        )
     if seq.request.beams or not seq.request.max_tokens:
         kind = "a beam of a search" if seq.request.beams else "a prompt that samples nothing"
-        raise ValueError(f"sequence {request_id!r} is {kind}, which ends where it began; release sampled sequences")
+        raise ValueError(
+            f"sequence {request_id!r} is {kind}, which ends where it began; release sampled sequences"
+        )
     if seq.request.forks:
         what = f"has {seq.num_rows} branches, whose prompt is not computed"
-        raise ValueError(f"sequence {request_id!r} {what}; release them one by one after their fork")
+        raise ValueError(
+            f"sequence {request_id!r} {what}; release them one by one after their fork"
+        )
     ids = state.ids.delete(request_id)
     if seq not in active:
         host_pool = state.host_pool and blocks.release(state.host_pool, seq.blocks[::-1])
@@ -50,7 +56,9 @@ def _taken_along(seq: Seq, size: int, groups: int) -> Released:
     return Released(seq.request, seq.length, seq.computed, table, seq.hashes)
 
 
-def adopt(state: SchedulerState, policy: Policy, released: Released) -> tuple[SchedulerState, Adopted]:
+def adopt(
+    state: SchedulerState, policy: Policy, released: Released
+) -> tuple[SchedulerState, Adopted]:
     """Take a sequence over. It runs at once if there is room (`has_room`); else it joins the queue, with nothing
     computed.
 
@@ -72,13 +80,20 @@ def adopt(state: SchedulerState, policy: Policy, released: Released) -> tuple[Sc
     if not released.computed or not has_room(state, policy, released):
         return state._replace(waiting=(*state.waiting, seq)), Adopted(0, (), ())
     pool = blocks.share(state.pool, [block for block in shared if block])
-    tokens = released.computed if c.views else released.length  # with views, a step adds the blocks that it needs
-    new = sum(block != HOLE and mine == HOLE for block, mine in zip(released.blocks, shared, strict=True))
+    tokens = (
+        released.computed if c.views else released.length
+    )  # with views, a step adds the blocks that it needs
+    new = sum(
+        block != HOLE and mine == HOLE for block, mine in zip(released.blocks, shared, strict=True)
+    )
     more = blocks.needed(tokens, c.block_size) * c.groups - len(released.blocks)
     taken = blocks.allocate(pool, new + more)
     assert taken is not None, "has_room counted the free blocks"
     pool, fresh = taken[0], iter(taken[1])
-    table = [mine or (next(fresh) if block else HOLE) for block, mine in zip(released.blocks, shared, strict=True)]
+    table = [
+        mine or (next(fresh) if block else HOLE)
+        for block, mine in zip(released.blocks, shared, strict=True)
+    ]
     copied = [i for i, block in enumerate(released.blocks) if block and not shared[i]]
     full = _keys(state, released)
     pool = blocks.publish(pool, [(table[i], full[i]) for i in copied if i < len(full)])
@@ -91,7 +106,11 @@ def adopt(state: SchedulerState, policy: Policy, released: Released) -> tuple[Sc
 def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
     """Whether a sequence would run at once: nothing waits, and a row and blocks for all its known tokens are free."""
     c, active = state.config, state.running
-    if state.waiting or c.reservation != "none" or sum(seq.num_rows for seq in active.seqs) >= c.max_running:
+    if (
+        state.waiting
+        or c.reservation != "none"
+        or sum(seq.num_rows for seq in active.seqs) >= c.max_running
+    ):
         return False
     seq = Seq(released.request, state.arrivals, final_length(released.request, c), released.length)
     shared = [block for block in _shared(state, released) if block]
@@ -105,7 +124,9 @@ def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
 def _keys(state: SchedulerState, released: Released) -> list[str]:
     """The hashes of the entries of a table, as far as they are known."""
     full = released.hashes[: released.computed // state.config.block_size]
-    return [prefix_sharing.named(key, group) for key in full for group in range(state.config.groups)]
+    return [
+        prefix_sharing.named(key, group) for key in full for group in range(state.config.groups)
+    ]
 
 
 def _shared(state: SchedulerState, released: Released) -> list[int]:
@@ -122,10 +143,18 @@ def _check(state: SchedulerState, released: Released, limit: int) -> None:
         what = f"sequence {name!r} has {released.length} tokens, and may have {limit} here"
         raise Rejected(f"{what}; raise max_model_len ({c.max_model_len}), or end it")
     if request.forks or request.beams or not request.max_tokens:
-        raise ValueError(f"sequence {name!r} has branches or beams, or samples nothing; adopt what `release` returned")
+        raise ValueError(
+            f"sequence {name!r} has branches or beams, or samples nothing; adopt what `release` returned"
+        )
     entries = blocks.needed(released.computed, c.block_size) * c.groups
     sane = 0 <= released.computed < released.length and request.prompt_len <= released.length
-    if not sane or len(released.blocks) != entries or len(released.hashes) > released.length // c.block_size:
+    if (
+        not sane
+        or len(released.blocks) != entries
+        or len(released.hashes) > released.length // c.block_size
+    ):
         numbers = f"{released.length} tokens, {released.computed} of them computed, {len(released.blocks)} blocks"
         what = f"sequence {name!r} has {numbers} and {len(released.hashes)} hashes, with blocks of {c.block_size}"
-        raise ValueError(f"{what}; adopt what `release` of a scheduler with the same blocks returned")
+        raise ValueError(
+            f"{what}; adopt what `release` of a scheduler with the same blocks returned"
+        )

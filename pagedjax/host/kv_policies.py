@@ -131,7 +131,12 @@ def _selects(top: object) -> bool:
     if not isinstance(top, TopBlocks):
         return False
     integers = type(top.tokens) is int and type(top.dense_layers) is int
-    return integers and top.tokens >= 1 and top.dense_layers >= 0 and isinstance(top.dense_prompts, bool)
+    return (
+        integers
+        and top.tokens >= 1
+        and top.dense_layers >= 0
+        and isinstance(top.dense_prompts, bool)
+    )
 
 
 def window_blocks(tokens: int, block_size: int) -> int:

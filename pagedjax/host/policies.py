@@ -63,10 +63,15 @@ def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
     """
 
     def line(seqs: Sequence[Seq]) -> list[Seq]:
-        return sorted(sorted(seqs, key=_arrival), key=key)  # two stable sorts of numbers beat one of pairs
+        return sorted(
+            sorted(seqs, key=_arrival), key=key
+        )  # two stable sorts of numbers beat one of pairs
 
     return Policy(
-        name, order=lambda waiting, running, cached: line(waiting), admit=_always, preempt=lambda seqs: line(seqs)[-1]
+        name,
+        order=lambda waiting, running, cached: line(waiting),
+        admit=_always,
+        preempt=lambda seqs: line(seqs)[-1],
     )
 
 
@@ -88,7 +93,9 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
 
 # First come, first served. The queue is kept in order of arrival, preempted sequences at its front; the latest
 # arrival is preempted, so the oldest running sequence always advances and every request ends.
-FCFS = Policy("fcfs", order=lambda waiting, running, cached: waiting, admit=_always, preempt=_latest)
+FCFS = Policy(
+    "fcfs", order=lambda waiting, running, cached: waiting, admit=_always, preempt=_latest
+)
 
 # The lower number first, up to a limit of age. At most WINDOW * (its number - the lowest in use) later requests come
 # before a request, so every request ends if the numbers have a lowest. Age is counted in arrivals and not in seconds:
@@ -103,7 +110,9 @@ SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.promp
 # `preempt` both ensure it), so a sequence's key is the sum of the lengths of its user's older unfinished requests.
 # The oldest request of all has key 0: it is offered first and preempted last, as under FCFS, so every request ends.
 # Later ones come before a request only while an older request of its user is unfinished.
-FAIR = Policy("fair", order=_fair, admit=_always, preempt=lambda running: _fair(running, Running())[-1])
+FAIR = Policy(
+    "fair", order=_fair, admit=_always, preempt=lambda running: _fair(running, Running())[-1]
+)
 
 
 def _longest_prefix(waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
@@ -124,7 +133,9 @@ STATIC = Policy(
     preempt=_latest,
 )
 
-POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, LONGEST_PREFIX, STATIC)}
+POLICIES = {
+    policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, LONGEST_PREFIX, STATIC)
+}
 
 
 def find(name: str) -> Policy:
@@ -138,7 +149,9 @@ def find(name: str) -> Policy:
         return POLICIES[name]
     policy = own_value("policy", name, Policy, POLICIES)
     if policy.name in POLICIES:  # a recording would be replayed with the other one
-        raise ValueError(f"policy {name!r} calls itself {policy.name!r}, which is another one; rename it")
+        raise ValueError(
+            f"policy {name!r} calls itself {policy.name!r}, which is another one; rename it"
+        )
     try:
         inspect.signature(policy.order).bind((), Running(), len)
     except TypeError:

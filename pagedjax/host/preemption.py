@@ -50,12 +50,18 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pr
         copies.append((table[at], block))
         seqs[i] = _with_blocks(active, i, (*table[:at], block, *table[at + 1 :]))
     pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
-    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Preemptions(tuple(copies), *facts)
+    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Preemptions(
+        tuple(copies), *facts
+    )
 
 
 def _shared(state: SchedulerState) -> list[tuple[int, int]]:
     """The blocks that have to be copied, and by which sequences (`branches.shared`)."""
-    return branches.shared(state.pool, state.running, state.forked, state.config) if state.forked else []
+    return (
+        branches.shared(state.pool, state.running, state.forked, state.config)
+        if state.forked
+        else []
+    )
 
 
 def _full(active: Running, size: int, groups: int) -> list[int]:
@@ -75,7 +81,11 @@ def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
 
     Beams are never split: `submit` ensures that the beams of one request fit when they run alone.
     """
-    group = [seq for seq in candidates if seq.group == victim.group] if victim.group is not None else [victim]
+    group = (
+        [seq for seq in candidates if seq.group == victim.group]
+        if victim.group is not None
+        else [victim]
+    )
     return sorted(group, key=lambda seq: seq.arrival) if len(group) < len(candidates) else [victim]
 
 
@@ -91,12 +101,18 @@ def _preempt(
     state = state._replace(pool=pool, running=active)
 
     # a beam that waits for its siblings computes its last token again, because its offer is dropped
-    victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
+    victims = [
+        victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims
+    ]
     size, groups = state.config.block_size, state.config.groups
     tables = [victim.blocks[: blocks.needed(victim.computed, size) * groups] for victim in victims]
     moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table if block))
     swaps = state.host_pool is not None and all(tables) and policy.swap(victims)
-    taken = blocks.allocate(state.host_pool, len(moved_blocks)) if state.host_pool is not None and swaps else None
+    taken = (
+        blocks.allocate(state.host_pool, len(moved_blocks))
+        if state.host_pool is not None and swaps
+        else None
+    )
     if taken is None:
         back = [victim._replace(computed=0, blocks=()) for victim in victims]
         return state._replace(waiting=(*back, *state.waiting)), ()

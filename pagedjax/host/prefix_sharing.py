@@ -14,7 +14,9 @@ def named(key: str, group: int) -> str:
     return f"{key}.{group}" if group else key
 
 
-def filling(active: Running, first: int, counts: Sequence[int], config: SchedulerConfig) -> dict[str, int]:
+def filling(
+    active: Running, first: int, counts: Sequence[int], config: SchedulerConfig
+) -> dict[str, int]:
     """Hashes of the blocks that the prompt chunks of this step, rows `first` and on, fill -> the blocks.
 
     A row may read what another row of the same step writes: in each layer all keys and values are written before any
@@ -35,7 +37,9 @@ def fills(found: dict[str, int], seq: Seq, start: int, stop: int, config: Schedu
             found.setdefault(named(seq.hashes[j], group), seq.blocks[j * groups + group])
 
 
-def find(pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: SchedulerConfig) -> tuple[int, ...]:
+def find(
+    pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: SchedulerConfig
+) -> tuple[int, ...]:
     """Blocks of the longest beginning of a sequence that was computed before; one token is left to compute.
 
     Args:
@@ -54,7 +58,11 @@ def find(pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: Sche
 
 
 def _find_seen(
-    pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, keys: Sequence[str], config: SchedulerConfig
+    pool: BlockPool,
+    filling_now: Mapping[str, int],
+    seq: Seq,
+    keys: Sequence[str],
+    config: SchedulerConfig,
 ) -> tuple[int, ...]:
     """The same where queries do not see all blocks: those that the next query does not see are holes."""
     groups, contents, found = config.groups, pool.contents, []
@@ -63,7 +71,9 @@ def _find_seen(
             name = named(key, group)
             found.append(contents.get(name) or filling_now.get(name, HOLE))
     of_request = views.views_of(config, seq.request)
-    at = views.usable(of_request, [[block != HOLE for block in found[group::groups]] for group in range(groups)])
+    at = views.usable(
+        of_request, [[block != HOLE for block in found[group::groups]] for group in range(groups)]
+    )
     return views.seen(of_request, found[: at * groups])
 
 
@@ -79,7 +89,11 @@ def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
 
 def rows_that_fill(starts: Sequence[int], counts: Sequence[int], size: int) -> list[int]:
     """The rows of a step whose tokens fill a block: `counts` tokens from `starts` on."""
-    return [i for i, (start, count) in enumerate(zip(starts, counts, strict=True)) if start % size + count >= size]
+    return [
+        i
+        for i, (start, count) in enumerate(zip(starts, counts, strict=True))
+        if start % size + count >= size
+    ]
 
 
 def publish(
@@ -107,6 +121,8 @@ def publish(
             continue
         first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
         for group in range(groups):
-            keys = known[first:last] if not group else [named(key, group) for key in known[first:last]]
+            keys = (
+                known[first:last] if not group else [named(key, group) for key in known[first:last]]
+            )
             filled += zip(table[first * groups + group : last * groups : groups], keys, strict=True)
     return (blocks.publish(pool, filled) if filled else pool), tuple(changed)

@@ -91,7 +91,9 @@ class ReplayReport(NamedTuple):
         return self.difference is None
 
 
-def replay(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Iterator[Transition]:
+def replay(
+    path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES
+) -> Iterator[Transition]:
     """Run the scheduler again from a log -> every transition, the initial state first.
 
     What the log says of outcomes is not looked at (see `verify`). A last line that is cut off is left out.
@@ -132,15 +134,21 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
                 break
             kinds[transition.kind] += 1
             preemptions += sum(isinstance(event, Preempted) for event in transition.events)
-            finished.update(event.reason for event in transition.events if isinstance(event, Finished))
+            finished.update(
+                event.reason for event in transition.events if isinstance(event, Finished)
+            )
     except Refused as refused:
         difference = refused.difference
     ends = dict(sorted(finished.items()))
     cut = truncated(path)
-    return ReplayReport(version, lines, kinds["commit"], kinds["submit"], preemptions, ends, cut, difference)
+    return ReplayReport(
+        version, lines, kinds["commit"], kinds["submit"], preemptions, ends, cut, difference
+    )
 
 
-def _rerun(path: str | PathLike[str], policies: Mapping[str, Policy]) -> Iterator[tuple[int, str, str, Transition]]:
+def _rerun(
+    path: str | PathLike[str], policies: Mapping[str, Policy]
+) -> Iterator[tuple[int, str, str, Transition]]:
     """Line number, the line as recorded, the line as it should be, and what it did."""
     rows = _rows(path)
     number, recorded, header = next(rows, (1, "", None))
@@ -148,7 +156,12 @@ def _rerun(path: str | PathLike[str], policies: Mapping[str, Policy]) -> Iterato
         raise ReplayError(f"{path} has no whole line: nothing was recorded")
     config, policy, version = _header(header, policies)
     state, plan, written = scheduler.init(config), None, {}
-    yield number, recorded, header_line(config, policy.name, version), Transition("init", state, None, ())
+    yield (
+        number,
+        recorded,
+        header_line(config, policy.name, version),
+        Transition("init", state, None, ()),
+    )
     for number, recorded, record in rows:
         notes = {name: record.pop(name) for name in NOTES if name in record}
         kind, body = next(iter(record.items())) if len(record) == 1 else ("", None)
@@ -159,7 +172,9 @@ def _rerun(path: str | PathLike[str], policies: Mapping[str, Policy]) -> Iterato
         except ValueError as error:
             raise Refused(Difference(number, recorded, f"refused: {error}")) from error
         if transition is None:
-            raise ReplayError(f"line {number} is no transition; one has a single key: {', '.join(KINDS[1:])}")
+            raise ReplayError(
+                f"line {number} is no transition; one has a single key: {', '.join(KINDS[1:])}"
+            )
         state = transition.state
         plan = None if kind == "commit" else transition.plan or plan
         at, prompt = _checked(number, notes, transition)
@@ -171,15 +186,25 @@ def _checked(
 ) -> tuple[float | None, tuple[int, ...] | None]:
     """The notes of a line, if they are what notes can be."""
     at, prompt = (notes.get(name) for name in NOTES)
-    if "at" in notes and (isinstance(at, bool) or not isinstance(at, int | float) or not (isfinite(at) and at >= 0)):
-        raise ReplayError(f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more")
+    if "at" in notes and (
+        isinstance(at, bool) or not isinstance(at, int | float) or not (isfinite(at) and at >= 0)
+    ):
+        raise ReplayError(
+            f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more"
+        )
     if "prompt" not in notes:
         return at, None
     expected = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
     ids = tuple(prompt) if isinstance(prompt, list) else ()
     if not expected or len(ids) != expected or not all(type(token) is int for token in ids):
-        what = f"its request has {expected} prompt tokens" if expected else f"a {transition.kind} has none"
-        raise ReplayError(f"line {number} notes the prompt {prompt!r:.60}; {what}, and a note lists their ids")
+        what = (
+            f"its request has {expected} prompt tokens"
+            if expected
+            else f"a {transition.kind} has none"
+        )
+        raise ReplayError(
+            f"line {number} notes the prompt {prompt!r:.60}; {what}, and a note lists their ids"
+        )
     return at, ids
 
 
@@ -192,7 +217,9 @@ def _advance(
         return submit_line(request), Transition(kind, scheduler.submit(state, request), None, ())
     if kind == "cancel":
         state, events = scheduler.cancel(state, body["request_id"], body["reason"])
-        return cancel_line(body["request_id"], body["reason"], events, written), Transition(kind, state, None, events)
+        return cancel_line(body["request_id"], body["reason"], events, written), Transition(
+            kind, state, None, events
+        )
     if kind == "schedule":
         offered = body.get("offered", {})
         state, plan = scheduler.schedule(state, policy, offered)
@@ -202,9 +229,14 @@ def _advance(
             raise ValueError("a commit without a schedule before it")
         sampled = [tuple(s) if isinstance(s, list) else s or 0 for s in body["sampled"]]
         hashes = {request_id: tuple(new) for request_id, new in body["hashes"].items()}
-        choices = {request_id: Choice(*map(tuple, choice)) for request_id, choice in body["choices"].items()}
+        choices = {
+            request_id: Choice(*map(tuple, choice))
+            for request_id, choice in body["choices"].items()
+        }
         state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-        return commit_line(plan, sampled, hashes, choices, events, written), Transition(kind, state, None, events)
+        return commit_line(plan, sampled, hashes, choices, events, written), Transition(
+            kind, state, None, events
+        )
     if kind == "forget":
         return forget_line(), Transition(kind, scheduler.forget(state), None, ())
     if kind == "restart":
@@ -214,7 +246,9 @@ def _advance(
         one_of("pending", pending, get_args(Pending))
         if type(version) is not int:
             raise ValueError(f"version is {version!r}; it must be an integer")
-        return update_line(version, pending, written), Transition(kind, scheduler.update(state, pending), None, ())
+        return update_line(version, pending, written), Transition(
+            kind, scheduler.update(state, pending), None, ()
+        )
     if kind == "release":
         state, released = scheduler.release(state, body["request_id"])
         return release_line(released, written), Transition(kind, state, None, ())
@@ -255,7 +289,9 @@ def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]
 def check_file(path: str | PathLike[str]) -> None:
     """Raises FileNotFoundError or ReplayError if there is no file that may be a recording."""
     if os.path.isdir(path):
-        raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
+        raise ReplayError(
+            f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it"
+        )
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no file {os.fspath(path)}; {REMEDY}")
 
@@ -267,12 +303,18 @@ def truncated(path: str | PathLike[str]) -> bool:
         return file.read() != b"\n"
 
 
-def _header(record: dict[str, Any], policies: Mapping[str, Policy]) -> tuple[SchedulerConfig, Policy, str]:
+def _header(
+    record: dict[str, Any], policies: Mapping[str, Policy]
+) -> tuple[SchedulerConfig, Policy, str]:
     if record.get("pagedjax_replay") != FORMAT:
-        found = repr(record["pagedjax_replay"]) if "pagedjax_replay" in record else "no format number"
+        found = (
+            repr(record["pagedjax_replay"]) if "pagedjax_replay" in record else "no format number"
+        )
         raise ReplayError(f"line 1 has {found}; this version reads format {FORMAT}; {REMEDY}")
     if record.get("policy") not in policies:
-        raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}")
+        raise ReplayError(
+            f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}"
+        )
     try:
         found = record["config"]
         config = SchedulerConfig(
@@ -311,7 +353,9 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("log", help="the file that a Recorder wrote")
-    parser.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    parser.add_argument(
+        "--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME"
+    )
     options = parser.parse_args(arguments)
     try:
         mine = [find(options.policy)] if options.policy else []

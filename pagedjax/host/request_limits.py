@@ -23,7 +23,9 @@ def check(state: SchedulerState, request: Request) -> None:
         raise Rejected(f"request {r.request_id!r} has an empty prompt; give it at least one token")
     if r.max_tokens < 0 or (r.max_tokens == 0 and r.forks):
         wrong = f"max_tokens {r.max_tokens}" + (" and branches" if r.forks else "")
-        raise Rejected(f"request {r.request_id!r} has {wrong}; it must be at least 1, or 0 to sample nothing")
+        raise Rejected(
+            f"request {r.request_id!r} has {wrong}; it must be at least 1, or 0 to sample nothing"
+        )
     room = c.max_model_len - min(r.max_tokens, 1)
     if r.prompt_len > room:
         output = " and one token must be left for output" if r.max_tokens else ""
@@ -32,9 +34,13 @@ def check(state: SchedulerState, request: Request) -> None:
             f"{output}; shorten the prompt to {room} tokens or raise max_model_len"
         )
     limit, names = final_length(r, c), (r.request_id, *r.forks)
-    beams = len(names) if r.beams else 1  # the beams of a request must fit together even if they share no block
+    beams = (
+        len(names) if r.beams else 1
+    )  # the beams of a request must fit together even if they share no block
     if not c.chunked_prefill or c.reservation != "none":
-        _check_baselines(c, Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes), beams)
+        _check_baselines(
+            c, Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes), beams
+        )
     need = views.fewest(c, r, limit) if c.views else blocks.needed(limit, c.block_size)
     need, room = beams * need, c.num_blocks
     if need > room:
@@ -46,14 +52,18 @@ def check(state: SchedulerState, request: Request) -> None:
         )
     for i, name in enumerate(names):
         if name in state.ids or name in names[:i]:
-            raise Rejected(f"request id {name!r} is in use; ids must be unique among unfinished requests")
+            raise Rejected(
+                f"request id {name!r} is in use; ids must be unique among unfinished requests"
+            )
     if len(names) > c.max_running:
         raise Rejected(
             f"request {r.request_id!r} has {len(names)} branches, but at most {c.max_running} sequences run at a time; "
             "lower n or beam_width, or raise max_num_seqs (and max_num_batched_tokens, which gives each a token)"
         )
     if len(r.hashes) > r.prompt_len // c.block_size:
-        raise Rejected(f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks")
+        raise Rejected(
+            f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks"
+        )
 
 
 def _takes(need: int, c: SchedulerConfig) -> str:

@@ -101,13 +101,18 @@ def init(config: SchedulerConfig) -> SchedulerState:
         least = 0 if name == "host_blocks" else 1
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-    for name, value in (("chunked_prefill", config.chunked_prefill), ("mixed_steps", config.mixed_steps)):
+    for name, value in (
+        ("chunked_prefill", config.chunked_prefill),
+        ("mixed_steps", config.mixed_steps),
+    ):
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
     views.check_config(config)
     host_pool = blocks.init(config.host_blocks) if config.host_blocks else None
-    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map())
+    return SchedulerState(
+        config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map()
+    )
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
@@ -120,10 +125,14 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     names = (request.request_id, *request.forks)
     group = state.arrivals if request.forks or request.beams else None
     limit = final_length(request, state.config)
-    seq = Seq(request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group)
+    seq = Seq(
+        request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
+    )
     ids = state.ids.update({name: None for name in names})
     stops = state.stops | request.stop_token_ids if state.ids else request.stop_token_ids
-    return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops)
+    return state._replace(
+        waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops
+    )
 
 
 def schedule(
@@ -139,7 +148,9 @@ def schedule(
     host_pool, waiting = state.host_pool, state.waiting
     active, num_decodes, waiting_beams = _decodes_first(state.running)
     if c.mixed_steps:
-        active, counts, admission = _token_counts(state, policy, active, num_decodes, not preempted.preempted)
+        active, counts, admission = _token_counts(
+            state, policy, active, num_decodes, not preempted.preempted
+        )
     else:
         mixed, ones, skipped = active, num_decodes, waiting_beams
         for kind in step_kinds.kinds(c, state.step):
@@ -150,14 +161,18 @@ def schedule(
                 break
         waiting_beams = skipped.joined(waiting_beams)
     admitted, pool = admission.admitted, admission.pool
-    new = Running(admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted]))
+    new = Running(
+        admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted])
+    )
     resumed: tuple[str, ...] = ()
     if admitted:
         away = {seq.arrival: seq for seq in waiting if seq.blocks}
         back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
         if back and host_pool is not None:
             resumed = tuple([seq.request_id for seq in back])
-            host_pool = blocks.release(host_pool, [block for seq in back for block in reversed(seq.blocks)])
+            host_pool = blocks.release(
+                host_pool, [block for seq in back for block in reversed(seq.blocks)]
+            )
         entered = {seq.arrival for seq in admitted}
         waiting = tuple([seq for seq in waiting if seq.arrival not in entered])
         active = active.joined(new)
@@ -201,7 +216,9 @@ def _token_counts(
         pool, active, chunks = views.grow(c, pool, active, num_decodes, budget)
         counts, budget = counts + chunks, budget - sum(chunks)
     else:
-        for length, computed in zip(active.lengths[num_decodes:], active.computed[num_decodes:], strict=True):
+        for length, computed in zip(
+            active.lengths[num_decodes:], active.computed[num_decodes:], strict=True
+        ):
             if budget == 0:
                 break
             counts.append(min(length - computed, budget))
@@ -245,31 +262,54 @@ def commit(
     it all the same (Admitted, Preempted, Resumed).
     """
     if len(sampled) != len(plan.seqs):
-        raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
+        raise ValueError(
+            f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each"
+        )
     all_tokens: tuple[Any, ...] = cut_at_the_end(plan, sampled) if plan.drafts else tuple(sampled)
     seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
-    lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
+    lengths, counts, tokens = (
+        accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
+    )
     step, c = plan.step, state.config
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival: seq for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
-        seqs = tuple([alive[seqs[i].arrival] for i in keep])  # a branch of them may have been cancelled, too
-        lengths, starts, counts, tokens = (pick(column, keep) for column in (lengths, starts, counts, tokens))
+        seqs = tuple(
+            [alive[seqs[i].arrival] for i in keep]
+        )  # a branch of them may have been cancelled, too
+        lengths, starts, counts, tokens = (
+            pick(column, keep) for column in (lengths, starts, counts, tokens)
+        )
         drafts, all_tokens = pick(drafts, keep) if drafts else (), pick(all_tokens, keep)
 
     computed = tuple(map(add, starts, counts))
     caught_up = computed == lengths  # as in most steps: all rows sample
-    samples = [True] * len(seqs) if caught_up else [a == b for a, b in zip(computed, lengths, strict=True)]
+    samples = (
+        [True] * len(seqs)
+        if caught_up
+        else [a == b for a, b in zip(computed, lengths, strict=True)]
+    )
     grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
     grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
     for i in grouped:
-        samples[i] = samples[i] and not seqs[i].request.beams  # a beam gets its token from `choices`
+        samples[i] = (
+            samples[i] and not seqs[i].request.beams
+        )  # a beam gets its token from `choices`
     lengths = tuple(map(add, lengths, samples))
-    maybe = [i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit]
+    maybe = [
+        i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit
+    ]
     if not state.stops.isdisjoint(tokens):  # most steps: no request is checked on its own
-        maybe = sorted({*maybe, *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids)})
+        maybe = sorted(
+            {
+                *maybe,
+                *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids),
+            }
+        )
     ended: dict[int, FinishReason] = {
-        i: reason for i in maybe if samples[i] and (reason := seqs[i].finish_reason(lengths[i], tokens[i]))
+        i: reason
+        for i in maybe
+        if samples[i] and (reason := seqs[i].finish_reason(lengths[i], tokens[i]))
     }
     if silent := {i for i in ended if not seqs[i].request.max_tokens}:
         samples = [one and i not in silent for i, one in enumerate(samples)]
@@ -314,13 +354,20 @@ def commit(
         events.append(Sampled(step, ids, all_tokens))
     events += beamed
     if drafted:
-        names, right = tuple([seqs[i].request_id for i in drafted]), tuple([counts[i] - 1 for i in drafted])
+        names, right = (
+            tuple([seqs[i].request_id for i in drafted]),
+            tuple([counts[i] - 1 for i in drafted]),
+        )
         left = tuple([0 if i in ended else len(seqs[i].blocks) for i in drafted])
         events.append(Verified(step, names, pick(drafts, drafted), right, left))
     for i, reason in ended.items():
-        events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
+        events.append(
+            Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len)
+        )
     unfinished = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
-    return state._replace(pool=pool, running=active, step=step + 1, forked=forked, ids=unfinished), tuple(events)
+    return state._replace(
+        pool=pool, running=active, step=step + 1, forked=forked, ids=unfinished
+    ), tuple(events)
 
 
 def cancel(
@@ -336,19 +383,25 @@ def cancel(
     active, queue = state.running, state.waiting
     named = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
     if request_id != named.request_id and not named.request.beams:
-        return _without_fork(state, named, request_id), (Finished(state.step, request_id, reason, 0),)
+        return _without_fork(state, named, request_id), (
+            Finished(state.step, request_id, reason, 0),
+        )
     at = _indices(active.seqs, named)
     waits = _indices(queue, named) if named.request.beams or not at else []
     away, stopped = pick(queue, waits), current(*active.pick(at))
     pool = blocks.release(state.pool, [block for seq in stopped for block in reversed(seq.blocks)])
     host_pool = state.host_pool
-    host_pool = host_pool and blocks.release(host_pool, [block for seq in away for block in reversed(seq.blocks)])
+    host_pool = host_pool and blocks.release(
+        host_pool, [block for seq in away for block in reversed(seq.blocks)]
+    )
     ends = [(name, seq.num_output) for seq in (*away, *stopped) for name in _names(seq)]
     state = state._replace(
         pool=pool,
         host_pool=host_pool,
         waiting=_except(queue, waits),
-        running=Running(_except(active.seqs, at), _except(active.lengths, at), _except(active.computed, at)),
+        running=Running(
+            _except(active.seqs, at), _except(active.lengths, at), _except(active.computed, at)
+        ),
         ids=_without(state.ids, [name for name, _ in ends]),
     )
     return state, tuple([Finished(state.step, name, reason, outputs) for name, outputs in ends])
@@ -402,10 +455,14 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
         state = restart(state)
         away = [block for seq in state.waiting for block in reversed(seq.blocks)]
         host_pool = state.host_pool and blocks.release(state.host_pool, away)
-        waiting = tuple([seq._replace(computed=0, blocks=()) if seq.blocks else seq for seq in state.waiting])
+        waiting = tuple(
+            [seq._replace(computed=0, blocks=()) if seq.blocks else seq for seq in state.waiting]
+        )
         return state._replace(host_pool=host_pool, waiting=waiting)
     waiting = tuple([seq._replace(hashes=()) if seq.blocks else seq for seq in state.waiting])
-    active = state.running._replace(seqs=tuple([seq._replace(hashes=()) for seq in state.running.seqs]))
+    active = state.running._replace(
+        seqs=tuple([seq._replace(hashes=()) for seq in state.running.seqs])
+    )
     return forget(state)._replace(waiting=waiting, running=active)
 
 
@@ -439,4 +496,6 @@ def _without_fork(state: SchedulerState, seq: Seq, fork: str) -> SchedulerState:
     same = seq.arrival
     swap = lambda seqs: tuple(s._replace(request=request) if s.arrival == same else s for s in seqs)  # noqa: E731
     running = state.running._replace(seqs=swap(state.running.seqs))
-    return state._replace(waiting=swap(state.waiting), running=running, ids=_without(state.ids, [fork]))
+    return state._replace(
+        waiting=swap(state.waiting), running=running, ids=_without(state.ids, [fork])
+    )

@@ -14,7 +14,9 @@ from pagedjax.host.kv_policies import View
 
 HOLE = 0  # in a block table: a block that the sequence does not have (views.py); the id of the trash block
 FinishReason = Literal["stop", "length", "abort"]
-Pending = Literal["restart", "keep"]  # what new weights mean to what unfinished sequences have computed
+Pending = Literal[
+    "restart", "keep"
+]  # what new weights mean to what unfinished sequences have computed
 Item = TypeVar("Item")
 NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
@@ -35,7 +37,9 @@ class SchedulerConfig(NamedTuple):
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
-    views: tuple[View, ...] = ()  # of each group of layers, whose blocks are its own (views.py); (): one that sees all
+    views: tuple[
+        View, ...
+    ] = ()  # of each group of layers, whose blocks are its own (views.py); (): one that sees all
 
     @property
     def groups(self) -> int:
@@ -58,11 +62,19 @@ class Request(NamedTuple):
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     user: str = ""  # whose share the policy "fair" counts it to
-    forks: tuple[str, ...] = ()  # ids of further branches, which begin when this one has computed the prompt
-    hashes: tuple[str, ...] = ()  # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
+    forks: tuple[
+        str, ...
+    ] = ()  # ids of further branches, which begin when this one has computed the prompt
+    hashes: tuple[
+        str, ...
+    ] = ()  # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
     beams: bool = False  # its branches advance together, by the choices given to `commit`; others advance alone
-    tags: tuple[str, ...] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
-    keeps_blocks: bool = False  # its sampling reads its tokens through its blocks, so none is given back (views.py)
+    tags: tuple[
+        str, ...
+    ] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
+    keeps_blocks: bool = (
+        False  # its sampling reads its tokens through its blocks, so none is given back (views.py)
+    )
 
 
 class Seq(NamedTuple):
@@ -76,9 +88,15 @@ class Seq(NamedTuple):
     limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
-    blocks: tuple[int, ...] = ()  # while it waits: host blocks, in the swap space; HOLE: one that it does not have
-    hashes: tuple[str, ...] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
-    group: int | None = None  # arrival of the first of the branches that forked from one prompt; None: no others
+    blocks: tuple[
+        int, ...
+    ] = ()  # while it waits: host blocks, in the swap space; HOLE: one that it does not have
+    hashes: tuple[
+        str, ...
+    ] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
+    group: int | None = (
+        None  # arrival of the first of the branches that forked from one prompt; None: no others
+    )
 
     @property
     def request_id(self) -> str:
@@ -119,7 +137,9 @@ class Running(NamedTuple):
     computed: tuple[int, ...] = ()
 
     def joined(self, other: Running) -> Running:
-        return Running(self.seqs + other.seqs, self.lengths + other.lengths, self.computed + other.computed)
+        return Running(
+            self.seqs + other.seqs, self.lengths + other.lengths, self.computed + other.computed
+        )
 
     def pick(self, keep: Sequence[int]) -> Running:
         return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
@@ -145,23 +165,33 @@ class Plan(NamedTuple):
     """The work of one step, in columns because a step has hundreds of rows. It is a result, never carried state."""
 
     step: int
-    seqs: tuple[Seq, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; `rows` gives records
+    seqs: tuple[
+        Seq, ...
+    ]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; `rows` gives records
     lengths: tuple[int, ...]  # known tokens of each before the step
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
-    known: tuple[int, ...]  # tokens of each of those: the prompt, and what was generated before a preemption
+    known: tuple[
+        int, ...
+    ]  # tokens of each of those: the prompt, and what was generated before a preemption
     cached: tuple[int, ...]  # those of them whose keys and values were found in the cache
     copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
     preempted: tuple[str, ...]  # request ids that stopped running, in that order
-    swapped: tuple[str, ...]  # those of them whose content went to host memory; the others compute it again
+    swapped: tuple[
+        str, ...
+    ]  # those of them whose content went to host memory; the others compute it again
     resumed: tuple[str, ...]  # request ids whose content came back from there
-    swap_out: tuple[tuple[int, int], ...]  # (device block, host block): moved before anything else happens
+    swap_out: tuple[
+        tuple[int, int], ...
+    ]  # (device block, host block): moved before anything else happens
     swap_in: tuple[tuple[int, int], ...]  # (host block, device block): moved then, before `copies`
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
-    drafts: tuple[int, ...] = ()  # of each row, how many of its tokens are drafts, the last ones; (): no row has one
+    drafts: tuple[
+        int, ...
+    ] = ()  # of each row, how many of its tokens are drafts, the last ones; (): no row has one
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -177,7 +207,9 @@ class Plan(NamedTuple):
 EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
 
 
-def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]) -> tuple[Seq, ...]:
+def current(
+    seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]
+) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
     return tuple(
         Seq(seq.request, seq.arrival, seq.limit, length, done, seq.blocks, seq.hashes, seq.group)
@@ -191,7 +223,9 @@ class Released(NamedTuple):
     request: Request
     length: int  # prompt + generated tokens
     computed: int  # tokens of it that `blocks` hold
-    blocks: tuple[int, ...]  # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
+    blocks: tuple[
+        int, ...
+    ]  # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
     hashes: tuple[str, ...]  # of its first full blocks, as far as they are known
 
 
@@ -213,7 +247,9 @@ class Admitted(NamedTuple):
 class Preempted(NamedTuple):
     step: int
     request_id: str
-    swapped: bool  # its content is in host memory; else it goes back to the queue and is computed again
+    swapped: (
+        bool  # its content is in host memory; else it goes back to the queue and is computed again
+    )
 
 
 class Resumed(NamedTuple):
@@ -315,7 +351,9 @@ class StepResult(NamedTuple):
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
-    pooled: tuple[tuple[str, Any], ...] = ()  # (request id, its float32 array) of prompts that were pooled
+    pooled: tuple[
+        tuple[str, Any], ...
+    ] = ()  # (request id, its float32 array) of prompts that were pooled
     taps: tuple[Any, ...] = ()  # `engine.taps.TapPart`s of the sequences that asked
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket

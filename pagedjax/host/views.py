@@ -29,12 +29,18 @@ def check_config(config: SchedulerConfig) -> None:
     """Raises ValueError for an entry that is no `View`, or views beside a baseline, which keeps every block."""
     for view in config.views:
         sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
-        if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(set(view.kept)):
+        if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(
+            set(view.kept)
+        ):
             raise ValueError(f"a view is {view!r}; it must be a View(window, kept) of blocks")
         if view.window == 0:
             raise ValueError(f"a view is {view!r}; a window has at least 1 block")
-    if config.views and (config.reservation != "none" or not (config.chunked_prefill and config.mixed_steps)):
-        raise ValueError(f"views are {config.views}, and a baseline keeps every block; give it no views")
+    if config.views and (
+        config.reservation != "none" or not (config.chunked_prefill and config.mixed_steps)
+    ):
+        raise ValueError(
+            f"views are {config.views}, and a baseline keeps every block; give it no views"
+        )
 
 
 def views_of(config: SchedulerConfig, request: Request) -> Views:
@@ -103,7 +109,9 @@ def wanted(config: SchedulerConfig, seq: Seq) -> int:
 
     `submit` ensures that a pool of fewer blocks suffices for shorter chunks (`fewest`).
     """
-    chunk = 1 if seq.is_beam else config.max_num_batched_tokens  # `submit` ensures that all beams fit so
+    chunk = (
+        1 if seq.is_beam else config.max_num_batched_tokens
+    )  # `submit` ensures that all beams fit so
     return min(most_held(config, seq.request, seq.length, chunk), config.num_blocks)
 
 
@@ -121,11 +129,17 @@ def sequences_that_fit(config: SchedulerConfig) -> int:
     """Sequences of max_model_len tokens whose blocks fit into the pool at once."""
     whole = blocks.needed(config.max_model_len, config.block_size) * config.groups
     longest = Request("", 1, config.max_model_len)
-    each = most_held(config, longest, config.max_model_len, config.max_num_batched_tokens) if config.views else whole
+    each = (
+        most_held(config, longest, config.max_model_len, config.max_num_batched_tokens)
+        if config.views
+        else whole
+    )
     return config.num_blocks // each
 
 
-def entering(config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int) -> tuple[int, int]:
+def entering(
+    config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int
+) -> tuple[int, int]:
     """Of a sequence that enters: (new blocks that it gets now, blocks that it still needs after that).
 
     Args:
@@ -228,4 +242,6 @@ def check(config: SchedulerConfig, seq: Seq) -> None:
     for group, view in enumerate(views_of(config, seq.request)):
         first, kept = view.first(at), view.outside(at)
         for i, block in enumerate(seq.blocks[group :: config.groups]):
-            assert (block == HOLE) == (i < first and i not in kept), f"{seq.request_id}: block {i} of group {group}"
+            assert (block == HOLE) == (i < first and i not in kept), (
+                f"{seq.request_id}: block {i} of group {group}"
+            )

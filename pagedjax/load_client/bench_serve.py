@@ -25,27 +25,77 @@ def options(words: argparse.ArgumentParser) -> None:
     add = words.add_argument
     add("--url", default="http://127.0.0.1:8000", help="the server's address, with or without /v1")
     add("--model", help="the name of the model; the default is the first that the server lists")
-    add("--endpoint", choices=("completions", "chat"), help="completions (the default) sends token ids, chat words")
+    add(
+        "--endpoint",
+        choices=("completions", "chat"),
+        help="completions (the default) sends token ids, chat words",
+    )
     add("--rate", type=float, help="requests a second")
-    add("--arrivals", choices=("poisson", "gamma", "uniform", "at-once"), help="the default is poisson")
-    add("--burstiness", type=float, help="of gamma arrivals: below 1 bursts, 1 is Poisson (the default)")
-    add("--requests", "--limit", type=int, help="how many; the default is 100, or every line of the file")
+    add(
+        "--arrivals",
+        choices=("poisson", "gamma", "uniform", "at-once"),
+        help="the default is poisson",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        help="of gamma arrivals: below 1 bursts, 1 is Poisson (the default)",
+    )
+    add(
+        "--requests",
+        "--limit",
+        type=int,
+        help="how many; the default is 100, or every line of the file",
+    )
     lengths = '"128", "16:256" or "lognormal:6.63,0.99"'
     add("--prompt-tokens", metavar="LENGTHS", help=f"{lengths}; the default is 128")
-    add("--output-tokens", metavar="LENGTHS", help="at most, likewise; the default is 64. See --ignore-eos")
+    add(
+        "--output-tokens",
+        metavar="LENGTHS",
+        help="at most, likewise; the default is 64. See --ignore-eos",
+    )
     add("--max-prompt-tokens", type=int, help="clip longer ones to this")
     add("--max-output-tokens", type=int, help="clip longer ones to this")
-    add("--trace", metavar="CSV", help="arrivals and lengths: TIMESTAMP,ContextTokens,GeneratedTokens")
+    add(
+        "--trace",
+        metavar="CSV",
+        help="arrivals and lengths: TIMESTAMP,ContextTokens,GeneratedTokens",
+    )
     add("--time-scale", type=float, help="multiplies a trace's gaps: 0.5 doubles its rate")
-    add("--prompts", metavar="FILE", help="texts, one a line; read again from the top if there are too few")
-    add("--vocab", type=int, help="random token ids are below this; the default, 32000, suits most models")
-    add("--seed", type=int, help="the same seed sends the same requests at the same times; the default is 0")
-    add("--ignore-eos", action="store_true", help="ask for all output tokens, for servers that know ignore_eos")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="texts, one a line; read again from the top if there are too few",
+    )
+    add(
+        "--vocab",
+        type=int,
+        help="random token ids are below this; the default, 32000, suits most models",
+    )
+    add(
+        "--seed",
+        type=int,
+        help="the same seed sends the same requests at the same times; the default is 0",
+    )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="ask for all output tokens, for servers that know ignore_eos",
+    )
     add("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     add("--ttft-target", type=float, help="seconds until the first token, for goodput")
     add("--itl-target", type=float, help="seconds per later token (TPOT), for goodput")
-    add("--max-concurrency", type=int, help="requests at the same time; the others wait, and latencies include it")
-    add("--timeout", type=float, default=600.0, help="seconds from a request's arrival to its end; the default is 600")
+    add(
+        "--max-concurrency",
+        type=int,
+        help="requests at the same time; the others wait, and latencies include it",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds from a request's arrival to its end; the default is 600",
+    )
     add("--warmup", type=int, default=0, help="requests to send before the measurement")
     add("--api-key-file", help="a file with nothing but the key")
     add("--json", metavar="FILE", help="write the summary and every request to this file")
@@ -60,7 +110,9 @@ def main(args: argparse.Namespace) -> int:
     from pagedjax.load_client import plan, speculation, summary
 
     names = plan.Load.__dataclass_fields__
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    given = {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
     clash = {"trace": GIVEN_BY_A_TRACE, "prompts": ("prompt_tokens", "max_prompt_tokens", "vocab")}
     for file, others in clash.items():
         if file in given and (both := [name for name in others if name in given]):
@@ -83,7 +135,9 @@ def main(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         api_key=_key(args.api_key_file),
     )
-    if args.json and not Path(args.json).absolute().parent.is_dir():  # an error now, not after minutes of measuring
+    if (
+        args.json and not Path(args.json).absolute().parent.is_dir()
+    ):  # an error now, not after minutes of measuring
         raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
     if args.json and Path(args.json).is_dir():
         raise ValueError(f"--json is {args.json!r}, which is a folder; name a file in it")
@@ -99,14 +153,16 @@ def main(args: argparse.Namespace) -> int:
         record = {
             "began": began,
             "load": asdict(load),
-            "target": {name: value for name, value in asdict(target).items() if name != "api_key"} | {"model": model},
+            "target": {name: value for name, value in asdict(target).items() if name != "api_key"}
+            | {"model": model},
             "warmup": args.warmup,
             "clipped_prompts": planned.clipped_prompts,
             "clipped_outputs": planned.clipped_outputs,
             "summary": result,
             "drafts": drafts._asdict(),
             "requests": [
-                {**one._asdict(), "max_tokens": item.max_tokens} for one, item in zip(seen, planned.items, strict=True)
+                {**one._asdict(), "max_tokens": item.max_tokens}
+                for one, item in zip(seen, planned.items, strict=True)
             ],
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
@@ -121,7 +177,9 @@ def _text(option: str, file: str) -> str:
         return Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{option} is {file!r}, which cannot be read: {why}; name {FILES[option]}") from None
+        raise ValueError(
+            f"{option} is {file!r}, which cannot be read: {why}; name {FILES[option]}"
+        ) from None
 
 
 def _key(file: str | None) -> str | None:
@@ -129,5 +187,7 @@ def _key(file: str | None) -> str | None:
         return None
     key = _text("--api-key-file", file).strip()
     if not key or not key.isascii() or len(key.split()) != 1:
-        raise ValueError(f"{file} must hold the API key and nothing else; it holds {len(key.split())} words")
+        raise ValueError(
+            f"{file} must hold the API key and nothing else; it holds {len(key.split())} words"
+        )
     return key

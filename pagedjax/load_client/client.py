@@ -50,7 +50,9 @@ class Target:
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
         if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature is {self.temperature}; it must be between 0 (greedy) and 2")
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be between 0 (greedy) and 2"
+            )
 
     @property
     def base(self) -> str:
@@ -69,7 +71,9 @@ async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
     # No connection is kept: at each answer httpcore checks all connections for each idle one, which takes longer than
     # the answers at 1000 of them
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        headers=headers, timeout=None, limits=limits, trust_env=False
+    ) as client:
         yield client
 
 
@@ -87,9 +91,13 @@ async def model_of(client: httpx.AsyncClient, target: Target) -> str:
             response = await client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         why = str(error) or type(error).__name__
-        raise ValueError(f"no server answers at {target.url}: {why}; start one, or give another --url") from None
+        raise ValueError(
+            f"no server answers at {target.url}: {why}; start one, or give another --url"
+        ) from None
     if response.status_code in (401, 403):
-        raise ValueError(f"{url} answers {response.status_code}: {_message(response)}; give --api-key-file")
+        raise ValueError(
+            f"{url} answers {response.status_code}: {_message(response)}; give --api-key-file"
+        )
     try:
         entries = response.json()["data"] if response.status_code == 200 else []
         names = [str(entry["id"]) for entry in entries]
@@ -100,7 +108,9 @@ async def model_of(client: httpx.AsyncClient, target: Target) -> str:
     if target.model is not None:
         raise ValueError(f"the server has no model {target.model!r}; it has {', '.join(names)}")
     if not names:
-        raise ValueError(f"{url} lists no models (status {response.status_code}); name one with --model")
+        raise ValueError(
+            f"{url} lists no models (status {response.status_code}); name one with --model"
+        )
     return names[0]
 
 
@@ -204,14 +214,20 @@ async def send(
     """
     url = f"{target.base}/{'chat/completions' if load.endpoint == 'chat' else 'completions'}"
     bodies = [body_of(load, target, model, item) for item in items]  # before the measurement
-    gate = nullcontext() if target.max_concurrency is None else asyncio.Semaphore(target.max_concurrency)
+    gate = (
+        nullcontext()
+        if target.max_concurrency is None
+        else asyncio.Semaphore(target.max_concurrency)
+    )
     start = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - start
 
     async def one(body: bytes, arrival: float) -> RequestTimes:
-        timed = await send_one(client, url, body, arrival, now=now, gate=gate, timeout=target.timeout)
+        timed = await send_one(
+            client, url, body, arrival, now=now, gate=gate, timeout=target.timeout
+        )
         ended(timed)
         return timed
 
@@ -219,7 +235,10 @@ async def send(
     watch = asyncio.create_task(_watch(worst))
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(body, item.arrival)) for body, item in zip(bodies, items, strict=True)]
+            tasks = [
+                group.create_task(one(body, item.arrival))
+                for body, item in zip(bodies, items, strict=True)
+            ]
     finally:
         watch.cancel()
     return [task.result() for task in tasks], worst[0]
@@ -258,6 +277,10 @@ async def measure(
             if failed := [timed for timed in seen if timed.error is not None]:
                 what = f"{len(failed)} of {warmup} warm-up requests failed ({failed[0].error}: {failed[0].detail})"
                 raise ValueError(f"{what}; nothing was measured")
-        with tqdm(total=len(planned.items), desc="requests", disable=not progress, leave=False) as bar:
-            seen, lag = await send(client, load, target, model, planned.items, lambda timed: bar.update())
+        with tqdm(
+            total=len(planned.items), desc="requests", disable=not progress, leave=False
+        ) as bar:
+            seen, lag = await send(
+                client, load, target, model, planned.items, lambda timed: bar.update()
+            )
     return model, planned, seen, lag

@@ -68,7 +68,9 @@ class Load:
     def __post_init__(self) -> None:
         for name, kinds in (("endpoint", Endpoint), ("arrivals", Process)):
             if (value := getattr(self, name)) not in get_args(kinds):
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kinds))}")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be one of {', '.join(get_args(kinds))}"
+                )
         for name in ("requests", "max_prompt_tokens", "max_output_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -77,14 +79,20 @@ class Load:
                 "there is a trace and a file of prompts; a trace has lengths and no texts, so give one of them"
             )
         if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ValueError(f"rate is {self.rate}; it must be above 0 requests a second (or use arrivals at-once)")
+            raise ValueError(
+                f"rate is {self.rate}; it must be above 0 requests a second (or use arrivals at-once)"
+            )
         if self.rate is None and self.trace is None and self.arrivals != "at-once":
             what = f"arrivals {self.arrivals} need a rate, in requests a second"
             raise ValueError(f"{what}; give --rate 4, or --arrivals at-once")
         if not 0 < self.burstiness < math.inf:
-            raise ValueError(f"burstiness is {self.burstiness}; it must be above 0 (below 1 bursts, 1 is Poisson)")
+            raise ValueError(
+                f"burstiness is {self.burstiness}; it must be above 0 (below 1 bursts, 1 is Poisson)"
+            )
         if not 0 <= self.time_scale < math.inf:
-            raise ValueError(f"time_scale is {self.time_scale}; it must be at least 0 (0.5 doubles the rate)")
+            raise ValueError(
+                f"time_scale is {self.time_scale}; it must be at least 0 (0.5 doubles the rate)"
+            )
         if self.vocab <= FIRST_TOKEN:
             raise ValueError(
                 f"vocab is {self.vocab}; random prompts draw ids from {FIRST_TOKEN} up, so it must be more"
@@ -121,7 +129,9 @@ def make_plan(load: Load, content: str = "", *, stream: int = 3) -> LoadPlan:
     Raises:
         ValueError: a file without requests, or a line of it that cannot be read.
     """
-    prompt_lengths, arrival_gaps, output_lengths = (np.random.default_rng([load.seed, i]) for i in range(3))
+    prompt_lengths, arrival_gaps, output_lengths = (
+        np.random.default_rng([load.seed, i]) for i in range(3)
+    )
     texts: list[str] | None = None
     if load.trace is not None:
         times, prompts, outputs = read_trace(load.trace, content, load.requests, load.time_scale)
@@ -136,13 +146,18 @@ def make_plan(load: Load, content: str = "", *, stream: int = 3) -> LoadPlan:
     if texts is not None:
         return LoadPlan(tuple(map(PlannedRequest, times, texts, kept_outputs)), 0, clipped_outputs)
     kept, clipped = clip(prompts, load.max_prompt_tokens)
-    made = [random_prompt(load, tokens, np.random.default_rng([load.seed, stream, i])) for i, tokens in enumerate(kept)]
+    made = [
+        random_prompt(load, tokens, np.random.default_rng([load.seed, stream, i]))
+        for i, tokens in enumerate(kept)
+    ]
     return LoadPlan(tuple(map(PlannedRequest, times, made, kept_outputs)), clipped, clipped_outputs)
 
 
 def warm_up(load: Load, count: int) -> LoadPlan:
     """`count` random requests at once. Their prompts differ from the plan's, so that no prefix of it is cached."""
-    return make_plan(replace(load, trace=None, prompts=None, arrivals="at-once", requests=count), stream=4)
+    return make_plan(
+        replace(load, trace=None, prompts=None, arrivals="at-once", requests=count), stream=4
+    )
 
 
 # times ---------------------------------------------------------------------------------------------------------------
@@ -215,7 +230,9 @@ def clip(lengths: Sequence[int], most: int | None) -> tuple[list[int], int]:
 # files and prompts ---------------------------------------------------------------------------------------------------
 
 
-def read_trace(file: str, content: str, limit: int | None, scale: float) -> tuple[list[float], list[int], list[int]]:
+def read_trace(
+    file: str, content: str, limit: int | None, scale: float
+) -> tuple[list[float], list[int], list[int]]:
     """Arrivals in seconds after the first, prompt and output lengths of the first `limit` rows of a recorded service.
 
     Args:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import httpx
 
-COUNTER = re.compile(r"^\w+:spec_decode_num_(draft|accepted)_tokens(?:_per_pos)?_total(?:\{([^}]*)\})? (\S+)$", re.M)
+COUNTER = re.compile(
+    r"^\w+:spec_decode_num_(draft|accepted)_tokens(?:_per_pos)?_total(?:\{([^}]*)\})? (\S+)$", re.M
+)
 
 
 class Drafts(NamedTuple):
@@ -38,7 +40,9 @@ def read(text: str) -> Drafts:
             tokens += int(float(value))
         else:
             accepted += int(float(value))
-    return Drafts(tokens, accepted, tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1)))
+    return Drafts(
+        tokens, accepted, tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1))
+    )
 
 
 def fetch(base: str, api_key: str | None) -> Drafts:

@@ -95,7 +95,9 @@ def carries_output(choice: dict[str, Any]) -> bool:
     """Whether a chunk's choice has output: text, or a token without text; a role or the end alone is none."""
     delta = choice.get("delta")
     if not isinstance(delta, dict):
-        return bool(choice.get("text")) or ("text" in choice and choice.get("finish_reason") is None)
+        return bool(choice.get("text")) or (
+            "text" in choice and choice.get("finish_reason") is None
+        )
     if any(value for name, value in delta.items() if name != "role"):
         return True
     return "content" in delta and "role" not in delta and choice.get("finish_reason") is None
@@ -104,5 +106,7 @@ def carries_output(choice: dict[str, Any]) -> bool:
 def message_of(body: Any) -> str:
     """The message of an error's JSON: {"error": {"message": ...}} or similar."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
+    text = (
+        error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
+    )
     return str(text)

@@ -60,7 +60,11 @@ class RequestTimes(NamedTuple):
 
     @property
     def tpot(self) -> float | None:
-        return None if self.first is None or self.tokens < 2 else (self.ended - self.first) / (self.tokens - 1)
+        return (
+            None
+            if self.first is None or self.tokens < 2
+            else (self.ended - self.first) / (self.tokens - 1)
+        )
 
     @property
     def e2e(self) -> float:
@@ -70,7 +74,9 @@ class RequestTimes(NamedTuple):
         """Whether it completed within the targets, in seconds. `itl` is the limit of its tpot; one token meets any."""
         if self.error is not None or self.ttft is None:
             return False
-        return (ttft is None or self.ttft <= ttft) and (itl is None or self.tpot is None or self.tpot <= itl)
+        return (ttft is None or self.ttft <= ttft) and (
+            itl is None or self.tpot is None or self.tpot <= itl
+        )
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
@@ -80,11 +86,18 @@ def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
     if not kept:
         return {"count": 0, **dict.fromkeys(names)}
     numbers = (np.mean(kept), *np.percentile(kept, PERCENTILES, method="linear"), max(kept))
-    return {"count": len(kept), **{name: float(number) for name, number in zip(names, numbers, strict=True)}}
+    return {
+        "count": len(kept),
+        **{name: float(number) for name, number in zip(names, numbers, strict=True)},
+    }
 
 
 def summarize(
-    seen: Sequence[RequestTimes], *, ttft: float | None = None, itl: float | None = None, lag: float = 0.0
+    seen: Sequence[RequestTimes],
+    *,
+    ttft: float | None = None,
+    itl: float | None = None,
+    lag: float = 0.0,
 ) -> dict[str, Any]:
     """The summary of a run. Keys that end in `_s` are seconds, in `_per_s` per second; shares are between 0 and 1.
 
@@ -112,7 +125,8 @@ def summarize(
         "completed": len(done),
         "failed": {error: errors.count(error) for error in sorted(set(errors))},
         "failed_because": {
-            error: next(one.detail for one in seen if one.error == error) for error in sorted(set(errors))
+            error: next(one.detail for one in seen if one.error == error)
+            for error in sorted(set(errors))
         },
         "finished": _counts(one.finish_reason or "unknown" for one in done),
         "duration_s": duration,
@@ -129,10 +143,16 @@ def summarize(
         "itl_s": spread(gap for one in done for gap in one.gaps),
         "tpot_s": spread(one.tpot for one in done),
         "e2e_s": spread(one.e2e for one in done),
-        "goodput": None if ttft is None and itl is None else {"ttft_s": ttft, "itl_s": itl, **goodput},
+        "goodput": None
+        if ttft is None and itl is None
+        else {"ttft_s": ttft, "itl_s": itl, **goodput},
         "client": {
-            "late_s": spread(one.due - one.arrival for one in seen),  # how late the client noticed the arrival
-            "waited_s": spread(None if one.sent is None else one.sent - one.due for one in seen),  # for max_concurrency
+            "late_s": spread(
+                one.due - one.arrival for one in seen
+            ),  # how late the client noticed the arrival
+            "waited_s": spread(
+                None if one.sent is None else one.sent - one.due for one in seen
+            ),  # for max_concurrency
             "lag_s": lag,
         },
     }
@@ -161,26 +181,42 @@ def table(summary: dict[str, Any]) -> str:
     lines = [
         f"requests       {s['completed']} of {s['requests']} completed in {s['duration_s']:.2f} s "
         f"({s['requests_per_s']:.2f} a second), {failed} failed",
-        *(f"  {count} x {error}: {s['failed_because'][error]}"[:200] for error, count in s["failed"].items()),
+        *(
+            f"  {count} x {error}: {s['failed_because'][error]}"[:200]
+            for error, count in s["failed"].items()
+        ),
         f"tokens         {s['prompt_tokens']} in ({s['cached_prompt_tokens']} cached), {s['output_tokens']} out: "
         f"{s['output_tokens_per_s']:.1f} out a second, {s['total_tokens_per_s']:.1f} in all",
     ]
     if s["requests_without_usage"]:
-        lines.append(f"  {s['requests_without_usage']} answers came without usage: their chunks are counted as tokens")
+        lines.append(
+            f"  {s['requests_without_usage']} answers came without usage: their chunks are counted as tokens"
+        )
     if s["goodput"]:
         g = s["goodput"]
         wanted = (("first token", g["ttft_s"]), ("per token", g["itl_s"]))
-        targets = ", ".join(f"{name} within {value} s" for name, value in wanted if value is not None)
+        targets = ", ".join(
+            f"{name} within {value} s" for name, value in wanted if value is not None
+        )
         share, rate = 100 * g["share"], g["requests_per_s"]
         lines.append(f"goodput        {share:.1f} % of requests ({rate:.2f} a second): {targets}")
-    lines += ["", f"{'milliseconds':<22}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean", "max"))]
+    lines += [
+        "",
+        f"{'milliseconds':<22}"
+        + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "mean", "max")),
+    ]
     for title, key in ROWS:
         values = (s[key][name] for name in ("p50", "p90", "p99", "mean", "max"))
-        lines.append(f"{title:<22}" + "".join(f"{'-' if v is None else f'{1000 * v:.1f}':>10}" for v in values))
+        lines.append(
+            f"{title:<22}"
+            + "".join(f"{'-' if v is None else f'{1000 * v:.1f}':>10}" for v in values)
+        )
     late, lag, waited = client["late_s"]["max"], client["lag_s"], client["waited_s"]["max"] or 0.0
     lines += ["", f"the client: at most {1000 * late:.1f} ms late, {1000 * lag:.1f} ms not running"]
     if waited > BUSY:
-        lines.append(f"  requests waited for max_concurrency for {waited:.2f} s at most; the latencies include it")
+        lines.append(
+            f"  requests waited for max_concurrency for {waited:.2f} s at most; the latencies include it"
+        )
     if max(late, lag) > BUSY:
         lines.append(
             "  it could not keep up, so its delay is part of the latencies: give it more cores, or lower the rate"

@@ -19,7 +19,9 @@ class TraceRow(NamedTuple):
     output_tokens: int
 
 
-def trace_rows(file: str, content: str, offset: int = 0, limit: int | None = None, hint: str = "") -> list[TraceRow]:
+def trace_rows(
+    file: str, content: str, offset: int = 0, limit: int | None = None, hint: str = ""
+) -> list[TraceRow]:
     """Rows of a recorded service, by time: `limit` of them from row `offset` of the file on.
 
     Args:
@@ -75,10 +77,14 @@ def _row(where: str, fields: list[str]) -> TraceRow:
         at = datetime.fromisoformat(time)
     except ValueError:
         what = f"{where}: TIMESTAMP is {time!r:.80}"
-        raise ValueError(f"{what}; write a time of ISO 8601, such as 2023-11-16 18:17:03.9799600") from None
+        raise ValueError(
+            f"{what}; write a time of ISO 8601, such as 2023-11-16 18:17:03.9799600"
+        ) from None
     for name, text in zip(COLUMNS[1:], lengths, strict=True):
         if not re.fullmatch(r"[0-9]{1,12}", text.strip(" ")):
-            raise ValueError(f"{where}: {name} is {text!r:.80}; it must be a number of tokens, such as 374")
+            raise ValueError(
+                f"{where}: {name} is {text!r:.80}; it must be a number of tokens, such as 374"
+            )
     prompt, output = (int(text) for text in lengths)
     return TraceRow(at, prompt, output)
 

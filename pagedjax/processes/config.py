@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 # A launcher that sets these starts every process of a job; `jax.distributed.initialize()` reads them.
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
-    "JAX_NUM_PROCESSES": ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"),  # JobSet's examples, Ray Train
-    "SLURM_NTASKS": ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"),  # srun, and not salloc
+    "JAX_NUM_PROCESSES": (
+        "JAX_COORDINATOR_ADDRESS",
+        "JAX_PROCESS_ID",
+    ),  # JobSet's examples, Ray Train
+    "SLURM_NTASKS": (
+        "SLURM_JOB_ID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+    ),  # srun, and not salloc
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),  # mpirun of Open MPI
 }
 
@@ -35,12 +43,18 @@ class ProcessConfig:
 
     def __post_init__(self) -> None:
         if type(self.processes) is not int or self.processes < 1:
-            raise ValueError(f"processes is {self.processes!r}; it must be an integer of at least 1")
+            raise ValueError(
+                f"processes is {self.processes!r}; it must be an integer of at least 1"
+            )
         if type(self.process) is not int or not 0 <= self.process < self.processes:
             most = self.processes - 1
-            raise ValueError(f"process is {self.process!r}; it must be from 0 to {most}, another one in each process")
+            raise ValueError(
+                f"process is {self.process!r}; it must be from 0 to {most}, another one in each process"
+            )
         if not 0 < self.timeout < float("inf"):
-            raise ValueError(f"the timeout of processes is {self.timeout!r}; it must be a number of seconds above 0")
+            raise ValueError(
+                f"the timeout of processes is {self.timeout!r}; it must be a number of seconds above 0"
+            )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -51,7 +65,9 @@ class ProcessConfig:
     @property
     def loopback(self) -> bool:
         """Whether all processes are on one machine."""
-        return self.coordinator is not None and self.coordinator.startswith(("127.", "localhost:", "[::1]:"))
+        return self.coordinator is not None and self.coordinator.startswith(
+            ("127.", "localhost:", "[::1]:")
+        )
 
 
 def read(
@@ -76,13 +92,18 @@ def read(
     if any(value is not None for value in given.values()):
         missing = [name for name, value in given.items() if value is None]
         if missing or processes is None or process is None:
-            raise ValueError(f"{' and '.join(missing)} missing; give all of {', '.join(given)}, in every process")
+            raise ValueError(
+                f"{' and '.join(missing)} missing; give all of {', '.join(given)}, in every process"
+            )
         return ProcessConfig(coordinator, processes, process, seconds)
     for count, others in LAUNCHERS.items():
         if all(name in environ for name in (count, *others)) and int(environ[count]) > 1:
             rank = next(name for name in others if name.endswith(("PROCESS_ID", "PROCID", "RANK")))
             return ProcessConfig(
-                environ.get("JAX_COORDINATOR_ADDRESS"), int(environ[count]), int(environ[rank]), seconds
+                environ.get("JAX_COORDINATOR_ADDRESS"),
+                int(environ[count]),
+                int(environ[rank]),
+                seconds,
             )
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "").split(",")  # JobSet on GKE, and Cloud TPU
     if len(hosts) > 1 and "TPU_WORKER_ID" in environ:

@@ -21,7 +21,14 @@ def difference(process: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
 
 def _around(line: str, other: str) -> str:
     """The start of a line, which names the transition, and where it begins to differ from another one."""
-    first = next((i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), min(len(line), len(other)))
+    first = next(
+        (i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b),
+        min(len(line), len(other)),
+    )
     start = first - SHOWN // 4
-    shown = f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}" if start > SHOWN // 4 else line[:SHOWN]
+    shown = (
+        f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}"
+        if start > SHOWN // 4
+        else line[:SHOWN]
+    )
     return shown if line.endswith(shown[-9:]) else f"{shown}..."

@@ -24,7 +24,9 @@ class Digest(Lines):
         self._hash = blake2b(digest_size=16)
         self.lines: list[str] = []
 
-    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+    def _write(
+        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
+    ) -> None:
         self._hash.update(line.encode())
         self.lines.append(line)
 
@@ -49,7 +51,10 @@ class Digest(Lines):
         """The digest with the plan of a step, the drafts that the host wrote for it, and the predicted plans that the
         devices compute already."""
         self.schedule(step.plan, offered=step.offered)
-        at = {seq.request.request_id: length for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)}
+        at = {
+            seq.request.request_id: length
+            for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)
+        }
         for name, k in step.offered.items():
             if name in at:
                 self._hash.update(sequences[name].tokens[at[name] : at[name] + k].tobytes())

@@ -41,18 +41,33 @@ from pagedjax.structured.matcher import Grammar
 
 def given(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal in all processes before an engine is built: other programs would wait for each other."""
-    found: dict[str, Any] = {f"engine.{name}": value for name, value in dataclasses.asdict(config).items()}
-    found |= {"pagedjax": __version__, "jax": jax.__version__, "model": repr(model.config), "dtype": model.dtype}
-    found |= {"weights": fingerprint(model), "eos_token_ids": list(options.get("eos_token_ids", ()))}
+    found: dict[str, Any] = {
+        f"engine.{name}": value for name, value in dataclasses.asdict(config).items()
+    }
+    found |= {
+        "pagedjax": __version__,
+        "jax": jax.__version__,
+        "model": repr(model.config),
+        "dtype": model.dtype,
+    }
+    found |= {
+        "weights": fingerprint(model),
+        "eos_token_ids": list(options.get("eos_token_ids", ())),
+    }
     found["row_features"] = [feature.name for feature in options.get("row_features", ())]
     if draft := options.get("draft_model"):
-        found |= {"draft model": repr(draft.layers), "weights of the draft model": fingerprint_of(draft.params)}
+        found |= {
+            "draft model": repr(draft.layers),
+            "weights of the draft model": fingerprint_of(draft.params),
+        }
     return json.loads(json.dumps(found, default=str))
 
 
 def resolved(engine: Engine) -> dict[str, Any]:
     """What must be equal before the first input."""
-    found: dict[str, Any] = {f"engine.{name}": value for name, value in dataclasses.asdict(engine.config).items()}
+    found: dict[str, Any] = {
+        f"engine.{name}": value for name, value in dataclasses.asdict(engine.config).items()
+    }
     return json.loads(json.dumps(found | {"policy": engine.runtime.policy.name}, default=str))
 
 
@@ -77,16 +92,24 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
         return Engine(model, config, **options)
     if config.compilation == "background":
         what = "all processes must run the same program for a step"
-        raise ValueError(f"compilation is 'background', and {what}; set compilation='eager' for {processes} processes")
+        raise ValueError(
+            f"compilation is 'background', and {what}; set compilation='eager' for {processes} processes"
+        )
     if group is None:
         what = f"JAX runs in {processes} processes, and they are not connected"
-        raise ValueError(f"{what}; call pagedjax.processes.join.join() in each of them, before the first engine")
+        raise ValueError(
+            f"{what}; call pagedjax.processes.join.join() in each of them, before the first engine"
+        )
     if model.placement is None and config.mesh is None:
         mesh = f"mesh={{'tensor': {jax.device_count()}}}"
-        raise ValueError(f"{processes} processes have {jax.device_count()} devices, and mesh is None; set {mesh}")
+        raise ValueError(
+            f"{processes} processes have {jax.device_count()} devices, and mesh is None; set {mesh}"
+        )
     facts = given(model, config, options)
     kind: Any = LeaderEngine if isinstance(group, Leader) else FollowerEngine
-    group.open(facts) if isinstance(group, Leader) else group.open(lambda expected: unequal(facts, expected))
+    group.open(facts) if isinstance(group, Leader) else group.open(
+        lambda expected: unequal(facts, expected)
+    )
     try:
         return kind(group, model, config, **options)
     except Exception as error:  # of the configuration, so the others have it too
@@ -123,17 +146,39 @@ class LeaderEngine(Engine):
     ) -> None:
         if grammar is not None:
             what = "structured_outputs run in one process, and this engine has several"
-            raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
+            raise ValueError(
+                f"request {request_id!r}: {what}; leave them out, or start one process"
+            )
         if isinstance(params, SamplingParams) and params.taps:
             what = "taps run in one process, and this engine has several"
-            raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
-        if isinstance(params, PoolingParams) and params.kind != "LAST" and self.config.compilation != "lazy":
+            raise ValueError(
+                f"request {request_id!r}: {what}; leave them out, or start one process"
+            )
+        if (
+            isinstance(params, PoolingParams)
+            and params.kind != "LAST"
+            and self.config.compilation != "lazy"
+        ):
             what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
-            raise ValueError(f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough")
-        order: dict[str, Any] = {"forks": tuple(forks), "priority": index(priority), "user": user, "tags": tuple(tags)}
+            raise ValueError(
+                f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough"
+            )
+        order: dict[str, Any] = {
+            "forks": tuple(forks),
+            "priority": index(priority),
+            "user": user,
+            "tags": tuple(tags),
+        }
         prompt = [index(token) for token in prompt_token_ids]
-        body = {"request_id": request_id, "prompt": prompt, "params": encoded_params(params), **order}
-        text = text_of({"input": "add", **body})  # before the request is taken: what cannot be sent is refused
+        body = {
+            "request_id": request_id,
+            "prompt": prompt,
+            "params": encoded_params(params),
+            **order,
+        }
+        text = text_of(
+            {"input": "add", **body}
+        )  # before the request is taken: what cannot be sent is refused
         super().add(request_id, prompt, params, **order)
         self._send("add", text)
 
@@ -199,7 +244,9 @@ class LeaderEngine(Engine):
         Raises:
             ValueError: always.
         """
-        raise ValueError("an engine of several processes does not sleep; end the processes to free their devices")
+        raise ValueError(
+            "an engine of several processes does not sleep; end the processes to free their devices"
+        )
 
     @interrupts.in_turn
     def release_followers(self) -> None:
@@ -239,7 +286,10 @@ class FollowerEngine(Engine):
     sleep = LeaderEngine.sleep
 
     def follow(
-        self, *, new_params: Callable[[], Any] | None = None, record: str | os.PathLike[str] | None = None
+        self,
+        *,
+        new_params: Callable[[], Any] | None = None,
+        record: str | os.PathLike[str] | None = None,
     ) -> bool:
         """Apply the inputs of process 0 until it releases this engine (True) or ends (False).
 
@@ -251,7 +301,9 @@ class FollowerEngine(Engine):
         Raises:
             ProcessFailed: a process has failed; all processes end.
         """
-        with interrupts.ignored():  # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
+        with (
+            interrupts.ignored()
+        ):  # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
             while True:
                 self.group.enter("waiting")
                 message = self.group.receive()
@@ -263,7 +315,9 @@ class FollowerEngine(Engine):
                     raise
                 except BaseException as error:
                     traceback.print_exc()
-                    what = f"process {self.group.process} failed {self._at(message)}: {named(error)}"
+                    what = (
+                        f"process {self.group.process} failed {self._at(message)}: {named(error)}"
+                    )
                     self.group.report("failed", what)
 
     def add(self, request_id: str, *args: Any, **options: Any) -> None:
@@ -276,7 +330,9 @@ class FollowerEngine(Engine):
                 self._follow_step(message)
                 return
             case "open":
-                raise ValueError("process 0 has another engine, and this process still follows one; release it first")
+                raise ValueError(
+                    "process 0 has another engine, and this process still follows one; release it first"
+                )
             case "engine":
                 if reason := unequal(resolved(self), message["facts"]):
                     raise ValueError(reason)
@@ -294,18 +350,26 @@ class FollowerEngine(Engine):
                     self._restart_scheduler()
             case "update_params":
                 if new_params is None:
-                    raise ValueError("process 0 has new parameters, and follow() got none here; give it new_params")
+                    raise ValueError(
+                        "process 0 has new parameters, and follow() got none here; give it new_params"
+                    )
                 self.update_params(new_params(), message["pending"])
                 if fingerprint(self.model) != message["weights"]:
-                    raise ValueError("the new parameters are others than in process 0; give all processes the same")
+                    raise ValueError(
+                        "the new parameters are others than in process 0; give all processes the same"
+                    )
         self._digest.input(message["input"], text_of(message))
 
     def _follow_add(self, message: Message) -> None:
         order = {"priority": message["priority"], "user": message["user"], "tags": message["tags"]}
         params = decoded_params(message["params"])
         try:
-            super().add(message["request_id"], message["prompt"], params, forks=message["forks"], **order)
-        except ValueError as error:  # process 0 took it, so the states differ; the next step says so
+            super().add(
+                message["request_id"], message["prompt"], params, forks=message["forks"], **order
+            )
+        except (
+            ValueError
+        ) as error:  # process 0 took it, so the states differ; the next step says so
             self._digest.input("refused", text_of({"refused": str(error)}))
 
     def _follow_step(self, message: Message) -> None:
@@ -313,7 +377,9 @@ class FollowerEngine(Engine):
         if message["number"] != self.group.steps:
             self._differs("it did not get the input of this step")
         if message["engine"] != self.number:
-            self._differs(f"it follows engine {self.number}, and process 0 uses engine {message['engine']}")
+            self._differs(
+                f"it follows engine {self.number}, and process 0 uses engine {message['engine']}"
+            )
         if not self.has_work:
             self._differs()
         self._step_input = message
@@ -329,14 +395,20 @@ class FollowerEngine(Engine):
         return found
 
     def _differs(self, what: str | None = None) -> None:
-        self.group.report("differs", {"step": self.group.steps, "lines": self._digest.lines, "what": what})
+        self.group.report(
+            "differs", {"step": self.group.steps, "lines": self._digest.lines, "what": what}
+        )
 
     def _set(self, after: EngineState) -> None:
         self._digest.transitions(after)
         super()._set(after)
 
     def _at(self, message: Message) -> str:
-        return f"in step {self.group.steps}" if message["input"] == "step" else f"at the input {message['input']!r}"
+        return (
+            f"in step {self.group.steps}"
+            if message["input"] == "step"
+            else f"at the input {message['input']!r}"
+        )
 
 
 def named(error: BaseException) -> str:

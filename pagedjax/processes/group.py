@@ -27,7 +27,9 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
-KEPT_STEPS = 16  # whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
+KEPT_STEPS = (
+    16  # whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
+)
 
 
 class ProcessFailed(SystemExit):
@@ -50,7 +52,9 @@ class Group:
         steps, engines: begun so far; steps of all engines.
     """
 
-    def __init__(self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit
+    ) -> None:
         """`exit`: ends the process, also while its main thread waits for a device."""
         self.process, self.processes, self.timeout = process, processes, timeout
         self.failure: str | None = None
@@ -86,7 +90,9 @@ class Group:
         return encoded({"beat": [step, stage, seconds]})
 
     def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=function, args=args, name=f"pagedjax-{function.__name__}", daemon=True).start()
+        threading.Thread(
+            target=function, args=args, name=f"pagedjax-{function.__name__}", daemon=True
+        ).start()
 
     def _watch(self) -> None:
         while not (self._over.wait(self.timeout / BEATS) or self._closing):
@@ -132,7 +138,9 @@ class Group:
 class Leader(Group):
     """Process 0. It sends inputs to all others, and decides who is late."""
 
-    def __init__(self, peers: Mapping[int, tuple[Connection, Connection]], *args: Any, **options: Any) -> None:
+    def __init__(
+        self, peers: Mapping[int, tuple[Connection, Connection]], *args: Any, **options: Any
+    ) -> None:
         """
         Args:
             peers: by process, the connection of inputs and that of all else.
@@ -146,7 +154,9 @@ class Leader(Group):
         self._pending: list[str] = []
         self._lines: dict[int, list[str]] = {}
         self._opened: Counter[int] = Counter()
-        self._not_built: Counter[int] = Counter()  # by process, the last engine that it could not build
+        self._not_built: Counter[int] = (
+            Counter()
+        )  # by process, the last engine that it could not build
         for i in peers:
             self._in_thread(self._listen, i)
         self._in_thread(self._watch)
@@ -182,7 +192,9 @@ class Leader(Group):
     def not_built(self, reason: str) -> None:
         """This process cannot build the engine. Neither can the others, or all end."""
         self._not_built[0] = self.engines
-        self._wait_for_not_built(f"process 0 cannot build the engine: {reason}", list(self._control))
+        self._wait_for_not_built(
+            f"process 0 cannot build the engine: {reason}", list(self._control)
+        )
 
     def _wait_for_not_built(self, reason: str, processes: Sequence[int]) -> None:
         until = time.monotonic() + self.timeout
@@ -217,7 +229,11 @@ class Leader(Group):
         with suppress(ProcessFailed):
             self.flush()
         until = time.monotonic() + self.timeout
-        while len(self._gone) < len(self._control) and self.failure is None and time.monotonic() < until:
+        while (
+            len(self._gone) < len(self._control)
+            and self.failure is None
+            and time.monotonic() < until
+        ):
             time.sleep(0.005)
         missing = [i for i in self._control if i not in self._gone]
         if missing and self.failure is None:
@@ -252,8 +268,13 @@ class Leader(Group):
                 self._heard[i] = Progress(*message["beat"]), time.monotonic()
             elif "differs" in message:
                 report = message["differs"]
-                what = report.get("what") or difference(i, self._lines.get(report["step"], []), report["lines"])
-                self._in_thread(self.fail, f"process {i} differs from process 0 in step {report['step']}: {what}")
+                what = report.get("what") or difference(
+                    i, self._lines.get(report["step"], []), report["lines"]
+                )
+                self._in_thread(
+                    self.fail,
+                    f"process {i} differs from process 0 in step {report['step']}: {what}",
+                )
             elif "not_built" in message:
                 self._not_built[i] = self.engines
                 reason = f"process {i} cannot build the engine: {message['not_built']}"
@@ -268,14 +289,22 @@ class Leader(Group):
                 self._gone.add(i)
         self._closed.add(i)
         if i not in self._gone and not self._closing:
-            when = f"while process 0 was at step {self.steps}" if self.steps else "before the first step"
+            when = (
+                f"while process 0 was at step {self.steps}"
+                if self.steps
+                else "before the first step"
+            )
             self.fail(f"process {i} ended {when}: its connection is closed")
 
     def _check(self) -> None:
         data, now = self._beat(), time.monotonic()
         for connection in self._control.values():
             connection.send(data)
-        heard = {i: one._replace(silent=now - at) for i, (one, at) in self._heard.items() if i not in self._gone}
+        heard = {
+            i: one._replace(silent=now - at)
+            for i, (one, at) in self._heard.items()
+            if i not in self._gone
+        }
         reason = late({0: self.progress, **heard}, self.timeout)
         if reason:
             self.fail(reason)
@@ -300,7 +329,9 @@ class Follower(Group):
             ProcessFailed: a process has failed.
         """
         message = None if self.failure is not None else self._inputs.get()
-        if message is None:  # this process ends, or the connection has ended and the reason comes over the other one
+        if (
+            message is None
+        ):  # this process ends, or the connection has ended and the reason comes over the other one
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -320,7 +351,10 @@ class Follower(Group):
         while (message := self.receive())["input"] != "open":
             if message["input"] in ("end", "step"):
                 what = "ended" if message["input"] == "end" else "went on"
-                self.report("failed", f"process {self.process} builds an engine, and process 0 {what} without it")
+                self.report(
+                    "failed",
+                    f"process {self.process} builds an engine, and process 0 {what} without it",
+                )
         if reason := unequal(message["facts"]):
             self.report("failed", f"process {self.process} differs from process 0: {reason}")
         self.engines = message["number"]
@@ -379,14 +413,21 @@ class Follower(Group):
         self._control.send(self._beat())
         silent = time.monotonic() - self._heard
         if silent > self.timeout:
-            self.fail(f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be reached")
+            self.fail(
+                f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be reached"
+            )
 
 
 # how they find each other ---------------------------------------------------------------------------------------------
 
 
 def accept(
-    listener: socket.socket, processes: int, token: str, patience: float, timeout: float, **options: Any
+    listener: socket.socket,
+    processes: int,
+    token: str,
+    patience: float,
+    timeout: float,
+    **options: Any,
 ) -> Leader:
     """Accept the connections of all other processes.
 
@@ -404,7 +445,9 @@ def accept(
         try:
             made, _ = listener.accept()
         except TimeoutError:
-            raise TimeoutError(f"process {missing[0]} has not connected to process 0 for {patience:g} s") from None
+            raise TimeoutError(
+                f"process {missing[0]} has not connected to process 0 for {patience:g} s"
+            ) from None
         made.settimeout(5)  # a stranger that says nothing must not hold up the others
         connection = Connection(made)
         hello = connection.receive()
@@ -415,11 +458,18 @@ def accept(
             continue
         made.settimeout(None)
         found[i][kind] = connection
-    return Leader({i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options)
+    return Leader(
+        {i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options
+    )
 
 
 def connect(
-    address: tuple[str, int], process: int, processes: int, token: str, timeout: float, **options: Any
+    address: tuple[str, int],
+    process: int,
+    processes: int,
+    token: str,
+    timeout: float,
+    **options: Any,
 ) -> Follower:
     """Connect to the leader.
 

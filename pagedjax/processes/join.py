@@ -55,7 +55,9 @@ def join(
         _start_jax(found)
     if jax.process_count() == 1:
         return None
-    found = found or ProcessConfig(None, jax.process_count(), jax.process_index(), timeout or ProcessConfig.timeout)
+    found = found or ProcessConfig(
+        None, jax.process_count(), jax.process_index(), timeout or ProcessConfig.timeout
+    )
     if (found.processes, found.process) != (jax.process_count(), jax.process_index()):
         raise ValueError(
             f"this is process {found.process} of {found.processes}, but JAX runs as process {jax.process_index()} of "
@@ -84,7 +86,9 @@ def _start_jax(found: ProcessConfig) -> None:
         }
     if found.loopback:
         address["coordinator_bind_address"] = found.coordinator
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPUs; accelerators have their own
+    jax.config.update(
+        "jax_cpu_collectives_implementation", "gloo"
+    )  # of CPUs; accelerators have their own
     seconds = max(10, int(found.timeout))
     jax.distributed.initialize(
         **address,
@@ -100,10 +104,14 @@ def _connected(found: ProcessConfig) -> Leader | Follower:
         given = found.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         host = given.rpartition(":")[0].strip("[]") or _own_address()
         bind = host if found.loopback else ""  # a name may mean another address here than elsewhere
-        with socket.create_server((bind, 0), family=_family(host), backlog=2 * found.processes) as listener:
+        with socket.create_server(
+            (bind, 0), family=_family(host), backlog=2 * found.processes
+        ) as listener:
             token = secrets.token_hex(16)
             _broadcast({"host": host, "port": listener.getsockname()[1], "token": token})
-            return group.accept(listener, found.processes, token, max(60, found.timeout), found.timeout)
+            return group.accept(
+                listener, found.processes, token, max(60, found.timeout), found.timeout
+            )
     leader = _broadcast({})
     address = leader["host"], leader["port"]
     return group.connect(address, found.process, found.processes, leader["token"], found.timeout)
@@ -127,6 +135,8 @@ def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
     """What process 0 gave."""
     text = json.dumps(message).encode()
     if len(text) > HELLO_BYTES:
-        raise ValueError(f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: {text!r:.200}")
+        raise ValueError(
+            f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: {text!r:.200}"
+        )
     given = np.frombuffer(text.ljust(HELLO_BYTES), np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(given), np.uint8).tobytes())

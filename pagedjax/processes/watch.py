@@ -41,7 +41,9 @@ def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
         if one.stage == "scheduling" and one.seconds > timeout:
             return f"process {i} has been scheduling step {one.step} for {one.seconds:.0f} s"
     running = leader.stage == "running" and leader.seconds > timeout
-    behind = [i for i, one in progress.items() if one.stage != "starting" and one.step < leader.step]
+    behind = [
+        i for i, one in progress.items() if one.stage != "starting" and one.step < leader.step
+    ]
     if running and behind:
         return f"{_processes(behind)} did not begin step {leader.step} for {leader.seconds:.0f} s"
     over = [i for i, one in progress.items() if one.stage == "running" and one.seconds > timeout]

@@ -19,7 +19,16 @@ from pagedjax.routing.routers import (
     lightest,
     route,
 )
-from pagedjax.routing.state import Load, Replica, RouterRequest, RouterState, finished, init, joined, left
+from pagedjax.routing.state import (
+    Load,
+    Replica,
+    RouterRequest,
+    RouterState,
+    finished,
+    init,
+    joined,
+    left,
+)
 
 __all__ = [
     "LEAST_LOADED",

@@ -87,11 +87,15 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
             entry = json.loads(line)
             if now is None:
                 if entry["routing"] != FORMAT:
-                    raise ValueError(f"format {entry['routing']!r} is not {FORMAT}, which this version reads")
+                    raise ValueError(
+                        f"format {entry['routing']!r} is not {FORMAT}, which this version reads"
+                    )
                 found = found or routers.find(entry["router"])
                 now = state.init(entry["known_blocks"])
             elif "routed" in entry:
-                request = RouterRequest(entry["routed"], entry["tokens"], tuple(entry["hashes"]), entry["user"])
+                request = RouterRequest(
+                    entry["routed"], entry["tokens"], tuple(entry["hashes"]), entry["user"]
+                )
                 assert found is not None
                 now, chosen = routers.route(now, found, request)
                 if chosen != entry["to"]:
@@ -104,7 +108,9 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
                 change = state.joined if "joined" in entry else state.left
                 now = change(now, entry["joined" if "joined" in entry else "left"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is no transition of a router: {line.strip()!r:.80}") from error
+            raise ValueError(
+                f"line {number} is no transition of a router: {line.strip()!r:.80}"
+            ) from error
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
     if now is None:

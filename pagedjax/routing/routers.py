@@ -11,8 +11,12 @@ from pagedjax.config import own_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
 
-FACTOR = 1.5  # no replica gets a request beyond this multiple of the mean number of unfinished requests
-SLACK = 8  # unfinished requests of a replica up to which the router "prefix" does not look at the mean
+FACTOR = (
+    1.5  # no replica gets a request beyond this multiple of the mean number of unfinished requests
+)
+SLACK = (
+    8  # unfinished requests of a replica up to which the router "prefix" does not look at the mean
+)
 
 
 class Router(NamedTuple):
@@ -29,7 +33,9 @@ class Router(NamedTuple):
     prefixes: bool = True
 
 
-def route(state: RouterState, router: Router, request: RouterRequest) -> tuple[RouterState, Replica]:
+def route(
+    state: RouterState, router: Router, request: RouterRequest
+) -> tuple[RouterState, Replica]:
     """Assign a request -> (state, replica). The replica knows the request's prefix from now on: what follows at once
     finds the blocks while they are computed.
 
@@ -39,10 +45,14 @@ def route(state: RouterState, router: Router, request: RouterRequest) -> tuple[R
     """
     name = request.request_id
     if not state.replicas:
-        raise ValueError(f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one join")
+        raise ValueError(
+            f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one join"
+        )
     if name in state.unfinished:
         where = state.unfinished[name].replica
-        raise ValueError(f"request {name!r} is unfinished on replica {where!r}; give the new one another id")
+        raise ValueError(
+            f"request {name!r} is unfinished on replica {where!r}; give the new one another id"
+        )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
     chosen = router.choose(state, request)
@@ -79,7 +89,9 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
         ValueError: `factor` is below 1, or `slack` below 0.
     """
     if not 1 <= factor < math.inf:
-        raise ValueError(f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and finite")
+        raise ValueError(
+            f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and finite"
+        )
     if slack < 0:
         raise ValueError(f"slack is {slack}; it must be at least 0 requests")
 
@@ -90,7 +102,9 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
         below = [replica for replica in state.turn if state.loads[replica].requests < limit]
         depths = [state.known_prefix(replica, request) for replica in below]
         longest = max(depths)
-        return lightest(state, [one for one, blocks in zip(below, depths, strict=True) if blocks == longest])
+        return lightest(
+            state, [one for one, blocks in zip(below, depths, strict=True) if blocks == longest]
+        )
 
     return Router(name, choose)
 
@@ -99,7 +113,9 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
 ROUND_ROBIN = Router("round_robin", lambda state, request: state.turn[0], prefixes=False)
 
 # The fewest unfinished requests, then the fewest tokens, then the next in turn.
-LEAST_LOADED = Router("least_loaded", lambda state, request: lightest(state, state.turn), prefixes=False)
+LEAST_LOADED = Router(
+    "least_loaded", lambda state, request: lightest(state, state.turn), prefixes=False
+)
 
 PREFIX = by_prefix("prefix")
 
@@ -117,7 +133,9 @@ def find(name: str) -> Router:
         return ROUTERS[name]
     router = own_value("router", name, Router, ROUTERS)
     if router.name in ROUTERS:
-        raise ValueError(f"router {name!r} calls itself {router.name!r}, which is another one; rename it")
+        raise ValueError(
+            f"router {name!r} calls itself {router.name!r}, which is another one; rename it"
+        )
     try:
         inspect.signature(router.choose).bind(init(), RouterRequest("", 0))
     except TypeError:

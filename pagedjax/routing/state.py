@@ -16,7 +16,9 @@ class RouterRequest(NamedTuple):
 
     request_id: str
     tokens: int  # at its longest: the prompt, and the most output tokens of all its branches
-    hashes: tuple[str, ...] = ()  # of the prompt's full blocks, `engine.block_hashes.of_prompt`; (): shares no blocks
+    hashes: tuple[
+        str, ...
+    ] = ()  # of the prompt's full blocks, `engine.block_hashes.of_prompt`; (): shares no blocks
     user: str = ""
 
 
@@ -41,7 +43,9 @@ class RouterState(NamedTuple):
     loads: Map[Replica, Load]  # of each replica that is present
     known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know
     unfinished: Map[str, Routed]  # by request id
-    last: Replica | None  # of the last request; when it leaves, the replica before it in the order of joining
+    last: (
+        Replica | None
+    )  # of the last request; when it leaves, the replica before it in the order of joining
     known_blocks: int  # most hashes that are remembered of each replica
 
     @property
@@ -67,7 +71,9 @@ def init(known_blocks: int = 1 << 16) -> RouterState:
         ValueError: `known_blocks` is below 0.
     """
     if known_blocks < 0:
-        raise ValueError(f"known_blocks is {known_blocks}; it must be at least 0, which remembers no prefix")
+        raise ValueError(
+            f"known_blocks is {known_blocks}; it must be at least 0, which remembers no prefix"
+        )
     return RouterState((), Map(), Map(), Map(), None, known_blocks)
 
 
@@ -78,7 +84,9 @@ def joined(state: RouterState, replica: Replica) -> RouterState:
         ValueError: it is present.
     """
     if replica in state.loads:
-        raise ValueError(f"replica {replica!r} is present already; give it another name, or let it leave first")
+        raise ValueError(
+            f"replica {replica!r} is present already; give it another name, or let it leave first"
+        )
     return state._replace(
         replicas=(*state.replicas, replica),
         loads=state.loads.set(replica, Load()),
@@ -95,8 +103,13 @@ def left(state: RouterState, replica: Replica) -> RouterState:
         ValueError: it is not present.
     """
     if replica not in state.loads:
-        raise ValueError(f"replica {replica!r} is not present, so it cannot leave; present: {_listed(state)}")
-    at, others = state.replicas.index(replica), tuple(one for one in state.replicas if one != replica)
+        raise ValueError(
+            f"replica {replica!r} is not present, so it cannot leave; present: {_listed(state)}"
+        )
+    at, others = (
+        state.replicas.index(replica),
+        tuple(one for one in state.replicas if one != replica),
+    )
     last = state.last
     if last == replica:  # so that the turn goes on where it was
         last = others[at - 1] if others else None
@@ -105,7 +118,9 @@ def left(state: RouterState, replica: Replica) -> RouterState:
         if routed.replica == replica:
             del kept[request_id]
     loads, known = state.loads.delete(replica), state.known.delete(replica)
-    return state._replace(replicas=others, loads=loads, known=known, unfinished=kept.finish(), last=last)
+    return state._replace(
+        replicas=others, loads=loads, known=known, unfinished=kept.finish(), last=last
+    )
 
 
 def finished(state: RouterState, request_id: str) -> RouterState:
@@ -116,7 +131,9 @@ def finished(state: RouterState, request_id: str) -> RouterState:
         return state
     load = state.loads[routed.replica]
     less = Load(load.requests - 1, load.tokens - routed.tokens)
-    return state._replace(loads=state.loads.set(routed.replica, less), unfinished=state.unfinished.delete(request_id))
+    return state._replace(
+        loads=state.loads.set(routed.replica, less), unfinished=state.unfinished.delete(request_id)
+    )
 
 
 def check(state: RouterState) -> None:
@@ -131,9 +148,15 @@ def check(state: RouterState) -> None:
         found[routed.replica] = Load(load.requests + 1, load.tokens + routed.tokens)
     assert found == dict(state.loads), "loads are not those of the unfinished requests"
     for known in state.known.values():
-        assert len(known.stamps) <= known.most == state.known_blocks, "more hashes than may be remembered"
-        assert {stamp: key for key, stamp in known.stamps.items()} == dict(known.hashes), "a stamp is wrong"
-        assert all(known.oldest <= stamp < known.newest for stamp in known.hashes), "a stamp is out of range"
+        assert len(known.stamps) <= known.most == state.known_blocks, (
+            "more hashes than may be remembered"
+        )
+        assert {stamp: key for key, stamp in known.stamps.items()} == dict(known.hashes), (
+            "a stamp is wrong"
+        )
+        assert all(known.oldest <= stamp < known.newest for stamp in known.hashes), (
+            "a stamp is out of range"
+        )
 
 
 def _listed(state: RouterState) -> str:

@@ -49,9 +49,19 @@ def _not_served(name: str, base: str, here: Sequence[str]) -> ApiError:
 
 def cards(llm: LLM, base: str) -> dict[str, JSON]:
     """What `/v1/models` says of the model and of each adapter, by name. The `root` of an adapter is its folder."""
-    card: JSON = {"id": base, "object": "model", "created": 0, "owned_by": "pagedjax", "root": base, "parent": None}
+    card: JSON = {
+        "id": base,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pagedjax",
+        "root": base,
+        "parent": None,
+    }
     card["max_model_len"] = llm.engine.config.max_model_len
-    own = {name: {"id": name, "root": one.source, "parent": base} for name, one in sorted(llm.engine.adapters.items())}
+    own = {
+        name: {"id": name, "root": one.source, "parent": base}
+        for name, one in sorted(llm.engine.adapters.items())
+    }
     return {base: card} | {name: card | more for name, more in own.items()}
 
 
@@ -67,7 +77,9 @@ def card(llm: LLM, model: str, base: str) -> JSON:
     return found[model or base]
 
 
-def modules(pairs: Sequence[tuple[str, str]], base: str, engine: Mapping[str, Any], updating: bool) -> dict[str, str]:
+def modules(
+    pairs: Sequence[tuple[str, str]], base: str, engine: Mapping[str, Any], updating: bool
+) -> dict[str, str]:
     """The folders of the adapters to load at the start, by name. They are checked before the model is loaded.
 
     Args:
@@ -86,7 +98,9 @@ def modules(pairs: Sequence[tuple[str, str]], base: str, engine: Mapping[str, An
         if name == base:
             raise ValueError(f"--lora-modules: {_taken(name)}")
         if names.count(name) > 1:
-            raise ValueError(f"--lora-modules has the name {name!r} twice; give each adapter its own")
+            raise ValueError(
+                f"--lora-modules has the name {name!r} twice; give each adapter its own"
+            )
     return dict(pairs)
 
 
@@ -107,7 +121,9 @@ def add_routes(app: FastAPI, worker: Worker, base: str, allowed: bool) -> None:
         _check_new(engine, body.lora_name, again)  # before the files are read
         try:
             request = LoRARequest(body.lora_name, lora_path=body.lora_path)
-            adapter = await run_in_threadpool(read_adapter, request.lora_path, engine.model.config, body.lora_name)
+            adapter = await run_in_threadpool(
+                read_adapter, request.lora_path, engine.model.config, body.lora_name
+            )
 
             def take(engine: Engine) -> None:
                 _check_new(engine, body.lora_name, again)
@@ -136,10 +152,14 @@ def add_routes(app: FastAPI, worker: Worker, base: str, allowed: bool) -> None:
 def _check_allowed(allowed: bool) -> None:
     if not allowed:
         what = "this server loads and unloads no adapters for clients"
-        raise ApiError(404, f"{what}; have the operator start it with --allow-runtime-lora-updating")
+        raise ApiError(
+            404, f"{what}; have the operator start it with --allow-runtime-lora-updating"
+        )
 
 
 def _check_new(engine: Engine, name: str, again: bool) -> None:
     if name in engine.adapters and not again:
         what = f"lora_name: adapter {name!r} has already been loaded"
-        raise ApiError(400, f"{what}; set load_inplace to true to replace it, or unload it first", "lora_name")
+        raise ApiError(
+            400, f"{what}; set load_inplace to true to replace it, or unload it first", "lora_name"
+        )

@@ -111,7 +111,10 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     app.add_middleware(Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
     if options.allow_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(options.allow_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(options.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
         )
     return app
 
@@ -141,11 +144,15 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
         """The pooled hidden states of an input, or of several."""
         check_model(body.model)
         requests = await in_thread(_embedding_requests, llm, body, options)
-        outputs = await _completed(worker, request, await submit(worker, requests, deltas=False, field="input"))
+        outputs = await _completed(
+            worker, request, await submit(worker, requests, deltas=False, field="input")
+        )
         if outputs is None:
             return Response(status_code=CLIENT_LEFT)
         name = body.model or options.name
-        return await run_in_threadpool(embeddings.answer, name, body.encoding_format == "base64", outputs)
+        return await run_in_threadpool(
+            embeddings.answer, name, body.encoding_format == "base64", outputs
+        )
 
     def prepared(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
         check_model(body.model)
@@ -177,7 +184,11 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.get("/health")
     async def health() -> Response:
         """200 while the engine runs, 503 after it has failed repeatedly."""
-        return JSONResponse({"status": "ok"}) if worker.healthy else JSONResponse({"status": "the engine failed"}, 503)
+        return (
+            JSONResponse({"status": "ok"})
+            if worker.healthy
+            else JSONResponse({"status": "the engine failed"}, 503)
+        )
 
     @app.get("/version")
     async def version() -> JSON:
@@ -186,7 +197,9 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Counters, gauges and histograms in Prometheus's format."""
-        return PlainTextResponse(metrics.text(worker.waiting, llm.engine.background), media_type=metrics.CONTENT_TYPE)
+        return PlainTextResponse(
+            metrics.text(worker.waiting, llm.engine.background), media_type=metrics.CONTENT_TYPE
+        )
 
 
 def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
@@ -204,15 +217,23 @@ def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) -> tuple[list[GenerationRequest], Style]:
+def _completion_requests(
+    llm: LLM, body: CompletionRequest, options: Options
+) -> tuple[list[GenerationRequest], Style]:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ValueError("max_tokens is 0, which generates nothing; it needs echo: true")
     if body.echo and body.stream and body.logprobs is not None:
-        raise ValueError("echo with logprobs does not go with stream: those of the prompt come in one piece")
+        raise ValueError(
+            "echo with logprobs does not go with stream: those of the prompt come in one piece"
+        )
     if body.echo and body.use_beam_search:
         raise ValueError("echo does not go with use_beam_search")
-    prompts = body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
+    prompts = (
+        body.prompt
+        if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        else [body.prompt]
+    )
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
     params = schema.sampling(body, max_tokens, body.logprobs, forms.asked(body))
@@ -220,7 +241,11 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
     requests = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
-        whole: Any = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        whole: Any = (
+            prompt
+            if text is None
+            else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        )
         ids = _kept(llm, whole, body)
         shown = text if len(ids) == len(whole) else None
         requests.append(_request(llm, ids, shown, params, body, options, grammar))
@@ -239,10 +264,18 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
     return requests, style
 
 
-def _chat_requests(llm: LLM, body: ChatRequest, options: Options) -> tuple[list[GenerationRequest], Style]:
+def _chat_requests(
+    llm: LLM, body: ChatRequest, options: Options
+) -> tuple[list[GenerationRequest], Style]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ValueError("top_logprobs goes with logprobs: true")
-    use = tool_use(llm.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, options.tool_call_parser)
+    use = tool_use(
+        llm.tokenizer,
+        body.tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
+        options.tool_call_parser,
+    )
     ids = _kept(llm, _conversation(llm, body.messages, body.add_generation_prompt, use), body)
     room = llm.engine.config.max_model_len - len(ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
@@ -268,13 +301,21 @@ def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
     return kept(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
 
 
-def _embedding_requests(llm: LLM, body: EmbeddingRequest, options: Options) -> list[GenerationRequest]:
+def _embedding_requests(
+    llm: LLM, body: EmbeddingRequest, options: Options
+) -> list[GenerationRequest]:
     order = _priority(body, options), (body.user or "") if options.allow_user else ""
     return embeddings.requests(llm, body, *order, adapters.adapter_of(body.model, options.name))
 
 
 def _request(
-    llm: LLM, ids: Any, text: str | None, params: Any, body: GenerationBody, options: Options, grammar: Grammar | None
+    llm: LLM,
+    ids: Any,
+    text: str | None,
+    params: Any,
+    body: GenerationBody,
+    options: Options,
+    grammar: Grammar | None,
 ) -> GenerationRequest:
     if not ids:
         raise ValueError("prompt is empty: it has no tokens; give it at least one")
@@ -301,14 +342,22 @@ def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
     )
 
 
-def _conversation(llm: LLM, messages: Sequence[schema.Message], generating: bool | None, use: ToolUse) -> list[int]:
-    return use.tokens(llm.tokenizer, [message.plain() for message in messages], generating is not False)
+def _conversation(
+    llm: LLM, messages: Sequence[schema.Message], generating: bool | None, use: ToolUse
+) -> list[int]:
+    return use.tokens(
+        llm.tokenizer, [message.plain() for message in messages], generating is not False
+    )
 
 
 def _tokenized(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
     """Makes its JSON here, in a thread, because the JSON of a long text takes long."""
     ids = _token_ids(llm, body, options)
-    answer: JSON = {"count": len(ids), "max_model_len": llm.engine.config.max_model_len, "tokens": ids}
+    answer: JSON = {
+        "count": len(ids),
+        "max_model_len": llm.engine.config.max_model_len,
+        "tokens": ids,
+    }
     if body.return_token_strs:
         answer["token_strs"] = [llm.tokenizer.decode_token(token) for token in ids]
     return JSONResponse(answer)
@@ -317,7 +366,9 @@ def _tokenized(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
 def _detokenized(llm: LLM, body: DetokenizeRequest) -> Response:
     size = llm.model.model.config.vocab_size
     if wrong := [token for token in body.tokens if token >= size]:
-        raise ValueError(f"tokens has the id {wrong[0]}, which is not below the vocabulary's {size}")
+        raise ValueError(
+            f"tokens has the id {wrong[0]}, which is not below the vocabulary's {size}"
+        )
     return JSONResponse({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
@@ -335,10 +386,16 @@ def _token_ids(llm: LLM, body: TokenizeRequest, options: Options) -> list[int]:
 
 
 async def _answer(
-    worker: Worker, request: Request, body: GenerationBody, requests: Sequence[GenerationRequest], style: Style
+    worker: Worker,
+    request: Request,
+    body: GenerationBody,
+    requests: Sequence[GenerationRequest],
+    style: Style,
 ) -> Response:
     if body.stream and any(_selects_best(one) for one in requests):
-        message = "best_of above n does not go with stream: which branches are best is known at the end"
+        message = (
+            "best_of above n does not go with stream: which branches are best is known at the end"
+        )
         raise ApiError(400, message, "best_of")
     if body.stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs do not go with stream; ask for the answer in one piece"
@@ -348,7 +405,9 @@ async def _answer(
     submission = await submit(worker, requests, deltas=bool(body.stream))
     if body.stream:
         headers = forms.headers(style.ignored)
-        return EventStream(events(submission, body, style), lambda: worker.cancel(submission), headers)
+        return EventStream(
+            events(submission, body, style), lambda: worker.cancel(submission), headers
+        )
     outputs = await _completed(worker, request, submission)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
@@ -365,4 +424,6 @@ async def _completed(worker: Worker, request: Request, submission: Submission) -
 
 def _selects_best(request: GenerationRequest) -> bool:
     params = request.params
-    return isinstance(params, BeamSearchParams) or (isinstance(params, SamplingParams) and params.drawn().n > params.n)
+    return isinstance(params, BeamSearchParams) or (
+        isinstance(params, SamplingParams) and params.drawn().n > params.n
+    )

@@ -19,7 +19,14 @@ from pagedjax.server.schema import EmbeddingRequest, given
 from pagedjax.session import GenerationRequest
 from pagedjax.text import pooling
 
-POOLING = ("dimensions", "normalize", "use_activation", "pooling_type", "truncate_prompt_tokens", "cache_salt")
+POOLING = (
+    "dimensions",
+    "normalize",
+    "use_activation",
+    "pooling_type",
+    "truncate_prompt_tokens",
+    "cache_salt",
+)
 
 
 def requests(
@@ -33,25 +40,39 @@ def requests(
     limit, size = llm.engine.config.max_model_len, llm.model.model.config.hidden
     params = pooling.resolved(PoolingParams(**given(body, POOLING)), "embed", llm.model.pooling)
     if (params.dimensions or 0) > size:
-        raise ValueError(f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers")
+        raise ValueError(
+            f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers"
+        )
     llm.warn_if_not_made_for_embeddings()
-    several = body.input if isinstance(body.input, list) and not isinstance(body.input[0], int) else [body.input]
+    several = (
+        body.input
+        if isinstance(body.input, list) and not isinstance(body.input[0], int)
+        else [body.input]
+    )
     found = []
     for i, one in enumerate(several):
         text = one if isinstance(one, str) else None
-        ids: Any = one if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        ids: Any = (
+            one
+            if text is None
+            else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        )
         ids = pooling.truncated(ids, params, limit)
         which = f"input {i}" if len(several) > 1 else "input"
         if not ids:
             raise ValueError(f"{which} is empty: it has no tokens; give it at least one")
         if len(ids) > limit:  # checked here, so that the engine's thread does not spend time on it
             remedy = f"shorten it, or set truncate_prompt_tokens to at most {limit}"
-            raise ValueError(f"{which} has {len(ids)} tokens, but max_model_len is {limit}; {remedy}")
+            raise ValueError(
+                f"{which} has {len(ids)} tokens, but max_model_len is {limit}; {remedy}"
+            )
         found.append(GenerationRequest(ids, params, text, priority, user, adapter=adapter))
     return found
 
 
-def answer(model: str, in_base64: bool, outputs: Sequence[pooling.PoolingRequestOutput]) -> Response:
+def answer(
+    model: str, in_base64: bool, outputs: Sequence[pooling.PoolingRequestOutput]
+) -> Response:
     """The whole response. Its JSON is made vector by vector, because `json.dumps` keeps Python's lock: the event loop
     and the engine get it in between."""
     data = [_entry(i, output.outputs.data, in_base64) for i, output in enumerate(outputs)]
@@ -65,5 +86,7 @@ def answer(model: str, in_base64: bool, outputs: Sequence[pooling.PoolingRequest
 
 def _entry(index: int, vector: np.ndarray, in_base64: bool) -> str:
     """Raises ValueError for a NaN, which JSON cannot express."""
-    values = base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector.tolist()
+    values = (
+        base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector.tolist()
+    )
     return json.dumps({"object": "embedding", "index": index, "embedding": values}, allow_nan=False)

@@ -12,7 +12,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pagedjax.server import responses, schema
-from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
+from pagedjax.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+)
 from pagedjax.server.worker import EngineStopped, QueueFull, Submission, Worker
 from pagedjax.session import GenerationRequest
 
@@ -36,9 +41,13 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = kinds.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         headers = {} if self.seconds is None else {"Retry-After": str(self.seconds)}
-        return JSONResponse(responses.error(str(self), kind, self.param, self.code), self.status, headers)
+        return JSONResponse(
+            responses.error(str(self), kind, self.param, self.code), self.status, headers
+        )
 
 
 async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
@@ -56,12 +65,19 @@ def invalid(error: ValueError) -> ApiError:
     known = {name for body in bodies for name in body.model_fields}
     too_long = "max_model_len" in str(error)
     return ApiError(
-        400, str(error), param=first if first in known else None, code="context_length_exceeded" if too_long else None
+        400,
+        str(error),
+        param=first if first in known else None,
+        code="context_length_exceeded" if too_long else None,
     )
 
 
 async def submit(
-    worker: Worker, requests: Sequence[GenerationRequest], *, deltas: bool = True, field: str = "prompt"
+    worker: Worker,
+    requests: Sequence[GenerationRequest],
+    *,
+    deltas: bool = True,
+    field: str = "prompt",
 ) -> Submission:
     """Queue requests, which are those of a field of the body. Raises ApiError if they can never run, or if the queue
     has no room."""

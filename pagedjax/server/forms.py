@@ -33,27 +33,37 @@ def asked(body: GenerationBody) -> StructuredOutputsParams | None:
     if given is None:
         return None if wanted is None else _of_response_format(wanted)
     if wanted is not None and wanted.type != "text":
-        raise ValueError("response_format and structured_outputs both give the answer's form; leave one of them out")
+        raise ValueError(
+            "response_format and structured_outputs both give the answer's form; leave one of them out"
+        )
     if unknown := [name for name in given if name not in FIELDS]:
         near = difflib.get_close_matches(unknown[0][:40], FIELDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}"
         raise ValueError(f"structured_outputs has the unknown field {unknown[0]!r:.80}{hint}")
-    return StructuredOutputsParams(**{name: value for name, value in given.items() if value is not None})
+    return StructuredOutputsParams(
+        **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _of_response_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
     if wanted.type != "json_schema":
         if wanted.json_schema is not None:
-            raise ValueError(f"response_format has a json_schema and the type {wanted.type!r}; set it to 'json_schema'")
+            raise ValueError(
+                f"response_format has a json_schema and the type {wanted.type!r}; set it to 'json_schema'"
+            )
         return None if wanted.type == "text" else StructuredOutputsParams(json_object=True)
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise ValueError('response_format needs a json_schema: {"name": ..., "schema": {...}} with this type')
+        raise ValueError(
+            'response_format needs a json_schema: {"name": ..., "schema": {...}} with this type'
+        )
     return StructuredOutputsParams(
         json=wanted.json_schema.schema_, ignore_unsupported=wanted.json_schema.strict is False
     )
 
 
-def with_tools(llm: LLM, params: Any, use: ToolUse, body: GenerationBody) -> tuple[Any, tuple[str, ...]]:
+def with_tools(
+    llm: LLM, params: Any, use: ToolUse, body: GenerationBody
+) -> tuple[Any, tuple[str, ...]]:
     """The parameters with the grammar of tools, and the keywords of schemas that it ignores."""
     try:
         return use.applied(params, llm.tokenizer)

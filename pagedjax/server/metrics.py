@@ -17,12 +17,40 @@ from pagedjax.config import Resolved
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult, Verified
+from pagedjax.host.types import (
+    Beamed,
+    BeamResult,
+    Event,
+    Finished,
+    Preempted,
+    Sampled,
+    StepResult,
+    Verified,
+)
 from pagedjax.params import BeamSearchParams
 from pagedjax.session import GenerationRequest
 
 PREFIX = "pagedjax"
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.8, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 320.0)
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.15,
+    0.3,
+    0.5,
+    0.8,
+    1.5,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    320.0,
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 COUNTS = (1, 2, 5, 10, 20)
 
@@ -95,12 +123,18 @@ class Metrics:
             "request_params_n": ("Branches of a request", COUNTS),
             "request_params_max_tokens": ("The max_tokens of a request", TOKENS),
         }
-        self._gauges = {name: self._metric(prometheus.Gauge, name, text) for name, text in gauges.items()}
-        self._counters = {name: self._metric(prometheus.Counter, name, text) for name, text in counters.items()}
+        self._gauges = {
+            name: self._metric(prometheus.Gauge, name, text) for name, text in gauges.items()
+        }
+        self._counters = {
+            name: self._metric(prometheus.Counter, name, text) for name, text in counters.items()
+        }
         self._histograms = {
-            name: self._metric(prometheus.Histogram, name, text, buckets=SECONDS) for name, text in times.items()
+            name: self._metric(prometheus.Histogram, name, text, buckets=SECONDS)
+            for name, text in times.items()
         } | {
-            name: self._metric(prometheus.Histogram, name, text, buckets=steps) for name, (text, steps) in sizes.items()
+            name: self._metric(prometheus.Histogram, name, text, buckets=steps)
+            for name, (text, steps) in sizes.items()
         }
         self._success = prometheus.Counter(
             f"{PREFIX}:request_success",
@@ -110,17 +144,33 @@ class Metrics:
         )
         self._positions: Any = None
         if config.speculative:
-            name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by their place in a draft"
+            name, text = (
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens, by their place in a draft",
+            )
             labels = "model_name", "position"
             counter = prometheus.Counter(f"{PREFIX}:{name}", text, labels, registry=self.registry)
-            self._positions = [counter.labels(model, i) for i in range(config.speculative.num_tokens)]
+            self._positions = [
+                counter.labels(model, i) for i in range(config.speculative.num_tokens)
+            ]
         self._max_loras, self._adapters = config.max_loras, None
         if config.enable_lora:
-            name, text = "lora_requests_info", "Adapters of unfinished requests, at a time in seconds since 1970"
+            name, text = (
+                "lora_requests_info",
+                "Adapters of unfinished requests, at a time in seconds since 1970",
+            )
             labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
-            self._adapters = prometheus.Gauge(f"{PREFIX}:{name}", text, labels, registry=self.registry)
+            self._adapters = prometheus.Gauge(
+                f"{PREFIX}:{name}", text, labels, registry=self.registry
+            )
         info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
-        fields = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
+        fields = (
+            "block_size",
+            "num_blocks",
+            "enable_prefix_caching",
+            "kv_cache_dtype",
+            "swap_space_gib",
+        )
         info.info({name: str(getattr(config, name)) for name in fields})
 
     def _metric(self, kind: Any, name: str, text: str, **options: Any) -> Any:
@@ -144,26 +194,40 @@ class Metrics:
         if self._adapters is not None:
             running, queued = ((), ()) if state is None else (state.running.seqs, state.waiting)
             self._adapters.clear()  # as vLLM has it: names are labels, the value is the time
-            self._adapters.labels(self._max_loras, self._named(running), self._named(queued)).set(time.time())
+            self._adapters.labels(self._max_loras, self._named(running), self._named(queued)).set(
+                time.time()
+            )
         return prometheus.generate_latest(self.registry).decode()
 
     def _named(self, seqs: Iterable[Any]) -> str:
         """The adapters of sequences, as a list with commas."""
         branches = (self._branches.get(seq.request_id) for seq in seqs)
-        return ",".join(sorted({one.request.adapter for one in branches if one and one.request.adapter}))
+        return ",".join(
+            sorted({one.request.adapter for one in branches if one and one.request.adapter})
+        )
 
     # as an observer, in the engine's thread ---------------------------------------------------------------------------
 
-    def added(self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState) -> None:
+    def added(
+        self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState
+    ) -> None:
         timed = _Request(at, len(names), request.adapter)
         self._branches |= {name: _Branch(timed) for name in names}
-        width = request.params.beam_width if isinstance(request.params, BeamSearchParams) else request.params.n
+        width = (
+            request.params.beam_width
+            if isinstance(request.params, BeamSearchParams)
+            else request.params.n
+        )
         self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
         self._histograms["request_params_n"].observe(request.params.n or width)
         self._histograms["request_params_max_tokens"].observe(request.params.max_tokens)
 
     def stepped(
-        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState
+        self,
+        before: SchedulerState,
+        result: StepResult | None,
+        events: tuple[Event, ...],
+        after: SchedulerState,
     ) -> None:
         self._state = after
         if result is not None:
@@ -179,13 +243,17 @@ class Metrics:
 
     def _scheduled(self, result: StepResult) -> None:
         computed = 0
-        for seq, start, count in zip(result.plan.seqs, result.plan.starts, result.plan.counts, strict=True):
+        for seq, start, count in zip(
+            result.plan.seqs, result.plan.starts, result.plan.counts, strict=True
+        ):
             computed += max(0, min(start + count, seq.request.prompt_len) - start)
             branch = self._branches.get(seq.request_id)
             if branch is not None and branch.request.scheduled is None:
                 branch.request.scheduled = result.started
                 for _ in range(branch.request.branches):
-                    self._histograms["request_queue_time_seconds"].observe(result.started - branch.request.added)
+                    self._histograms["request_queue_time_seconds"].observe(
+                        result.started - branch.request.added
+                    )
         self._counters["prompt_tokens"].inc(computed)
 
     def _searched(self, search: BeamResult, now: float) -> None:
@@ -219,7 +287,10 @@ class Metrics:
                 counter.inc()
 
     def _tokens(self, names: Iterable[str], now: float) -> None:
-        gap, first = self._histograms["inter_token_latency_seconds"], self._histograms["time_to_first_token_seconds"]
+        gap, first = (
+            self._histograms["inter_token_latency_seconds"],
+            self._histograms["time_to_first_token_seconds"],
+        )
         for name in names:
             if (branch := self._branches.get(name)) is None:
                 continue

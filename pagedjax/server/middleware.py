@@ -9,7 +9,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.server.errors import ApiError
 
-OPEN = ("/health", "/metrics", "/version", "/viewer")  # need no key; the viewer's page alone shows no data
+OPEN = (
+    "/health",
+    "/metrics",
+    "/version",
+    "/viewer",
+)  # need no key; the viewer's page alone shows no data
 
 
 class Gate:
@@ -23,9 +28,9 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        error = self._wrong_key(scope["path"].removeprefix(scope.get("root_path", "")), headers) or self._large_body(
-            headers
-        )
+        error = self._wrong_key(
+            scope["path"].removeprefix(scope.get("root_path", "")), headers
+        ) or self._large_body(headers)
         if error is not None:
             await error.response()(scope, receive, send)
             return
@@ -38,7 +43,9 @@ class Gate:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode()):
             return None
-        return ApiError(401, "send the key of this server as Authorization: Bearer KEY", code="invalid_api_key")
+        return ApiError(
+            401, "send the key of this server as Authorization: Bearer KEY", code="invalid_api_key"
+        )
 
     def _large_body(self, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
@@ -46,7 +53,9 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         limit = self.max_body_bytes
-        return ApiError(413, f"the body has more than {limit} bytes, the limit of this server", code="too_large")
+        return ApiError(
+            413, f"the body has more than {limit} bytes, the limit of this server", code="too_large"
+        )
 
     def _counted(self, receive: Receive) -> Receive:
         """For a body without a Content-Length: counts its bytes as they arrive."""

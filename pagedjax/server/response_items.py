@@ -32,10 +32,17 @@ class Answer:
         for piece in pieces:
             if piece.name is not None:
                 yield from self._close("completed")
-                call = {"type": "function_call", "call_id": piece.id, "name": piece.name, "arguments": ""}
+                call = {
+                    "type": "function_call",
+                    "call_id": piece.id,
+                    "name": piece.name,
+                    "arguments": "",
+                }
                 yield from self._added("fc", call)
             elif piece.call is None and not self._open:
-                yield from self._added("msg", {"type": "message", "role": "assistant", "content": []})
+                yield from self._added(
+                    "msg", {"type": "message", "role": "assistant", "content": []}
+                )
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 self._item["content"].append(part)
                 yield self._of_item("response.content_part.added", part=dict(part), **_FIRST)
@@ -43,7 +50,9 @@ class Answer:
                 continue
             if piece.call is None:
                 self._item["content"][0]["text"] += piece.text
-                yield self._of_item("response.output_text.delta", delta=piece.text, logprobs=[], **_FIRST)
+                yield self._of_item(
+                    "response.output_text.delta", delta=piece.text, logprobs=[], **_FIRST
+                )
             else:
                 self._item["arguments"] += piece.text
                 yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
@@ -55,7 +64,9 @@ class Answer:
         yield from self._close(status)
         why = "max_output_tokens" if reason == "length" else "content_filter"
         self.response |= {"status": status, "usage": usage}
-        self.response |= {"completed_at": now} if complete else {"incomplete_details": {"reason": why}}
+        self.response |= (
+            {"completed_at": now} if complete else {"incomplete_details": {"reason": why}}
+        )
         yield self._event(f"response.{status}", response=self._snapshot())
 
     def failed(self, message: str) -> JSON:
@@ -67,7 +78,9 @@ class Answer:
         return self.response["output"][-1]
 
     def _added(self, prefix: str, item: JSON) -> Iterator[JSON]:
-        self.response["output"].append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
+        self.response["output"].append(
+            {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
+        )
         self._open = True
         copied = {**self._item, "content": []} if "content" in item else dict(self._item)
         yield self._event("response.output_item.added", output_index=self._index, item=copied)
@@ -80,7 +93,9 @@ class Answer:
         item = self._item
         if item["type"] == "message":
             part = item["content"][0]
-            yield self._of_item("response.output_text.done", text=part["text"], logprobs=[], **_FIRST)
+            yield self._of_item(
+                "response.output_text.done", text=part["text"], logprobs=[], **_FIRST
+            )
             yield self._of_item("response.content_part.done", part=dict(part), **_FIRST)
         else:
             done = {"arguments": item["arguments"], "name": item["name"]}

@@ -71,17 +71,28 @@ def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
     for i, output in enumerate(outputs):
         choices += [choice(style, output, one, i * width + one.index) for one in output.outputs]
     of_prompt = about_prompt(style, outputs[0]) if style.chat else {}
-    return {**style.head(), "choices": choices, "usage": usage(outputs, style.only_echo), **of_prompt}
+    return {
+        **style.head(),
+        "choices": choices,
+        "usage": usage(outputs, style.only_echo),
+        **of_prompt,
+    }
 
 
 def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: int) -> JSON:
-    ends: JSON = {"index": index, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    ends: JSON = {
+        "index": index,
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }
     if style.chat:
         said: JSON = {"content": one.text}
         if style.calls is not None:
             said, ends["finish_reason"] = tool_answers.message(one, style.calls)
         ends["message"] = {"role": style.role, **said, "refusal": None}
-        ends["logprobs"] = chat_logprobs(style, one.token_ids, one.logprobs or ()) if wanted(style) else None
+        ends["logprobs"] = (
+            chat_logprobs(style, one.token_ids, one.logprobs or ()) if wanted(style) else None
+        )
     else:
         text = "" if style.only_echo else one.text
         ends["text"] = echoed(style, output) + text if style.echo else text
@@ -96,7 +107,9 @@ def about_prompt(style: Style, output: RequestOutput) -> JSON:
     """vLLM's fields about a prompt: in a chat they are in the answer, in a completion in each choice."""
     about: JSON = {}
     if output.prompt_logprobs is not None and not (style.echo and wanted(style)):
-        about["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
+        about["prompt_logprobs"] = [
+            position and candidates(position) for position in output.prompt_logprobs
+        ]
     if style.token_ids:
         about["prompt_token_ids"] = list(output.prompt_token_ids)
     return about
@@ -142,7 +155,11 @@ def finite(logprob: float) -> float:
 def candidates(position: PositionLogprobs) -> JSON:
     """vLLM's format: by token id."""
     return {
-        str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        str(token): {
+            "logprob": finite(one.logprob),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
         for token, one in position.items()
     }
 
@@ -153,7 +170,9 @@ def best(style: Style, position: PositionLogprobs) -> list[tuple[int, Logprob]]:
     return ranked[: style.logprobs]
 
 
-def chat_logprobs(style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> JSON:
+def chat_logprobs(
+    style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]
+) -> JSON:
     def entry(token: int, one: Logprob) -> JSON:
         coded = style.tokenizer.coding is not None
         raw = style.tokenizer.token_bytes(token) if coded else one.decoded_token.encode()
@@ -161,7 +180,8 @@ def chat_logprobs(style: Style, token_ids: Sequence[int], positions: Sequence[Po
         return {"token": text, "logprob": finite(one.logprob), "bytes": list(raw)}
 
     content = [
-        entry(token, position[token]) | {"top_logprobs": [entry(*candidate) for candidate in best(style, position)]}
+        entry(token, position[token])
+        | {"top_logprobs": [entry(*candidate) for candidate in best(style, position)]}
         for token, position in zip(token_ids, positions, strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -232,7 +252,12 @@ def legacy_logprobs(
         texts.append(style.spelled(token, plain))
         values.append(finite(position[token].logprob) if position else None)
         tops.append(legacy_top(style, token, position) if position else None)
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": list(offsets)}
+    return {
+        "tokens": texts,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
 
 
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
@@ -274,7 +299,9 @@ def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
     return {**style.head(chunk=True), "choices": [choice] if choice else [], "usage": usage}
 
 
-def delta_choice(style: Style, delta: Delta, index: int, offset: int, said: JSON, reason: str | None) -> JSON:
+def delta_choice(
+    style: Style, delta: Delta, index: int, offset: int, said: JSON, reason: str | None
+) -> JSON:
     """The choice of a stream chunk, for one new token.
 
     Args:
@@ -302,6 +329,11 @@ def delta_choice(style: Style, delta: Delta, index: int, offset: int, said: JSON
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def error(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> JSON:
+def error(
+    message: str,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> JSON:
     """OpenAI's format of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

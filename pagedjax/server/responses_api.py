@@ -27,7 +27,16 @@ Prepare = Callable[[ChatRequest], tuple[list[GenerationRequest], Style]]
 
 # Fields that a chat has under the same name.
 SHARED = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+    *(
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "presence_penalty",
+    ),
     *("frequency_penalty", "stop", "cache_salt", "priority", "user", "parallel_tool_calls"),
 )
 STATELESS = "this server stores no answers; send the whole conversation as input"
@@ -42,14 +51,18 @@ class TextFormat(Strict):
 class ResponsesRequest(Strict):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: (
+        str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+    )
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: float | None = None
     top_p: float | None = None
     text: TextFormat | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=schema.MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[list[dict[str, Any]], Field(max_length=schema.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -79,9 +92,13 @@ class ResponsesRequest(Strict):
     # refused with what to do instead
     previous_response_id: Annotated[None, refused(STATELESS)] = None
     conversation: Annotated[None, refused(STATELESS)] = None
-    prompt: Annotated[None, refused("this server stores no prompts; send instructions and input")] = None
+    prompt: Annotated[
+        None, refused("this server stores no prompts; send instructions and input")
+    ] = None
     background: Annotated[Literal[False] | None, schema.BeforeValidator(schema.only_false)] = None
-    top_logprobs: Annotated[None, refused("log-probabilities come with /v1/chat/completions; leave it out")] = None
+    top_logprobs: Annotated[
+        None, refused("log-probabilities come with /v1/chat/completions; leave it out")
+    ] = None
 
 
 def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
@@ -94,11 +111,16 @@ def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
             requests, style = await in_thread(lambda: prepare(as_chat(body)))
         except ApiError as error:
             raise _renamed(error) from error
-        answer, reader = Answer(_head(body, style)), CallReader(style.calls) if style.calls else None
+        answer, reader = (
+            Answer(_head(body, style)),
+            CallReader(style.calls) if style.calls else None,
+        )
         headers = forms.headers(style.ignored)
         submission = await submit(worker, requests, deltas=bool(body.stream))
         if body.stream:
-            return EventStream(_events(submission, answer, reader), lambda: worker.cancel(submission), headers)
+            return EventStream(
+                _events(submission, answer, reader), lambda: worker.cancel(submission), headers
+            )
         try:
             outputs = await unless_client_leaves(request, submission.completed())
         finally:
@@ -113,7 +135,9 @@ def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
         return JSONResponse(answer.response, headers=headers)
 
 
-async def _events(submission: Submission, answer: Answer, reader: CallReader | None) -> AsyncIterator[str]:
+async def _events(
+    submission: Submission, answer: Answer, reader: CallReader | None
+) -> AsyncIterator[str]:
     """The server-sent events of an answer."""
     for event in answer.begin():
         yield _sse(event)
@@ -121,7 +145,9 @@ async def _events(submission: Submission, answer: Answer, reader: CallReader | N
     try:
         async for delta in submission:
             reason = delta.finish_reason or reason
-            for event in answer.push(_pieces(reader, delta.text, last=delta.finish_reason is not None)):
+            for event in answer.push(
+                _pieces(reader, delta.text, last=delta.finish_reason is not None)
+            ):
                 yield _sse(event)
         for event in answer.end(reason, _usage(submission), int(time.time())):
             yield _sse(event)
@@ -144,7 +170,10 @@ def _usage(submission: Submission) -> JSON:
     given, made = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
     return {
         "input_tokens": given,
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": output.num_cached_tokens,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": made,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": given + made,
@@ -204,7 +233,11 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 
 def _renamed(error: ApiError) -> ApiError:
     """The error with this API's names of fields."""
-    names = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
+    names = {
+        "messages": "input",
+        "response_format": "text",
+        "max_completion_tokens": "max_output_tokens",
+    }
     message, param = str(error), error.param
     if param is None:
         param = next((name for name in ("input", "text") if message.startswith(f"{name}.")), None)
@@ -219,13 +252,17 @@ def messages(body: ResponsesRequest) -> list[JSON]:
     Raises:
         ValueError: an item of another type than messages, calls and their outputs.
     """
-    found: list[JSON] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    found: list[JSON] = (
+        [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    )
     if isinstance(body.input, str):
         return [*found, {"role": "user", "content": body.input}]
     for i, item in enumerate(body.input):
         place, kind = f"input.{i}", item.get("type", "message")
         if kind == "message" and item.get("role") in ROLES:
-            found.append({"role": item["role"], "content": _content(f"{place}.content", item.get("content"))})
+            found.append(
+                {"role": item["role"], "content": _content(f"{place}.content", item.get("content"))}
+            )
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -236,8 +273,12 @@ def messages(body: ResponsesRequest) -> list[JSON]:
             output = _content(f"{place}.output", item.get("output"))
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind != "reasoning":  # which this server never makes, and no template takes
-            what = f"{place} has the type {kind!r:.80}" + ("" if kind != "message" else f" and no role of {ROLES}")
-            raise ValueError(f"{what}; items here are messages, function_call and function_call_output")
+            what = f"{place} has the type {kind!r:.80}" + (
+                "" if kind != "message" else f" and no role of {ROLES}"
+            )
+            raise ValueError(
+                f"{what}; items here are messages, function_call and function_call_output"
+            )
     return found
 
 
@@ -252,7 +293,10 @@ def _nested(given: Any) -> Any:
     """A function as a chat has it: its fields are in `function`."""
     if not isinstance(given, dict) or given.get("type") != "function":
         return given
-    return {"type": "function", "function": {name: value for name, value in given.items() if name != "type"}}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in given.items() if name != "type"},
+    }
 
 
 def _response_format(given: dict[str, Any] | None) -> Any:
@@ -261,4 +305,7 @@ def _response_format(given: dict[str, Any] | None) -> Any:
         return given
     if too_deep(given):
         raise ValueError(f"text.format has more than {MAX_LEVELS} levels; make it flatter")
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in given.items() if name != "type"},
+    }

@@ -10,7 +10,15 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagedjax.tools.definitions import CHOICE_FORM, MAX_TOOLS
@@ -41,9 +49,7 @@ def plain_values(value: Any) -> Any:
     for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
         several = item if isinstance(item, list) else [item]
         if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
-            what = (
-                f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
-            )
+            what = f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
             raise ValueError(what)
     return value
 
@@ -91,7 +97,13 @@ SAMPLING = (
     "cache_salt",
 )
 BEAMS = ("length_penalty", "early_stopping")
-SHARED_WITH_BEAMS = ("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt")
+SHARED_WITH_BEAMS = (
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "cache_salt",
+)
 
 
 class Strict(BaseModel):
@@ -103,7 +115,9 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis; there is none here
+    include_obfuscation: bool | None = (
+        None  # OpenAI's padding against traffic analysis; there is none here
+    )
 
 
 def refused(why: str) -> BeforeValidator:
@@ -129,7 +143,10 @@ class ResponseFormat(Strict):
 
 
 OLD_FORM = "this is the older form of structured_outputs and does not exist here; use structured_outputs: {{{}: ...}}"
-GUIDED = {f"guided_{name}": OLD_FORM.format(name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+GUIDED = {
+    f"guided_{name}": OLD_FORM.format(name)
+    for name in ("json", "regex", "choice", "grammar", "json_object")
+}
 
 
 class GenerationBody(Strict):
@@ -142,13 +159,17 @@ class GenerationBody(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(at_most(MAX_FIELD_TOKENS))] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(at_most(MAX_FIELD_TOKENS))] | None = (
+        None
+    )
     seed: int | None = None
     stop: Strings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Annotated[dict[str, Any], BeforeValidator(at_most(MAX_FIELDS))] | None = None  # vLLM's
+    structured_outputs: Annotated[dict[str, Any], BeforeValidator(at_most(MAX_FIELDS))] | None = (
+        None  # vLLM's
+    )
     user: str | None = None  # the share of the policy "fair", if the server has --allow-user
     # fields of vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -165,7 +186,9 @@ class GenerationBody(Strict):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    vllm_xargs: Annotated[dict[str, Any], BeforeValidator(plain_values)] | None = None  # for the server's row features
+    vllm_xargs: Annotated[dict[str, Any], BeforeValidator(plain_values)] | None = (
+        None  # for the server's row features
+    )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -187,8 +210,12 @@ class GenerationBody(Strict):
     guided_choice: Annotated[None, refused(GUIDED["guided_choice"])] = None
     guided_grammar: Annotated[None, refused(GUIDED["guided_grammar"])] = None
     guided_json_object: Annotated[None, refused(GUIDED["guided_json_object"])] = None
-    guided_whitespace_pattern: Annotated[None, refused(OLD_FORM.format("whitespace_pattern"))] = None
-    guided_decoding_backend: Annotated[None, refused("there is one backend, llguidance; leave the field out")] = None
+    guided_whitespace_pattern: Annotated[None, refused(OLD_FORM.format("whitespace_pattern"))] = (
+        None
+    )
+    guided_decoding_backend: Annotated[
+        None, refused("there is one backend, llguidance; leave the field out")
+    ] = None
 
 
 def form(prompt: Any) -> str:
@@ -214,7 +241,9 @@ class CompletionRequest(GenerationBody):
     max_tokens: Count | None = None  # 16; 0 only echoes
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: Annotated[None, refused("models here continue a prompt and fill no gap; leave it out")] = None
+    suffix: Annotated[
+        None, refused("models here continue a prompt and fill no gap; leave it out")
+    ] = None
 
 
 class TextPart(Strict):
@@ -222,14 +251,25 @@ class TextPart(Strict):
     text: str
 
 
-OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")
+OTHER_PARTS = (
+    "image_url",
+    "input_image",
+    "image",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "file",
+    "input_file",
+)
 
 
 def text_parts(content: Any) -> Any:
     """A check of a content's parts: models here read text alone."""
     for part in content[:MAX_FIELDS] if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") in OTHER_PARTS:
-            raise ValueError(f"a part has the type {part['type']!r}, and models here read text alone; send its text")
+            raise ValueError(
+                f"a part has the type {part['type']!r}, and models here read text alone; send its text"
+            )
     return content
 
 
@@ -241,7 +281,8 @@ class Message(BaseModel):
 
     role: str
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None, BeforeValidator(text_parts)
+        str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None,
+        BeforeValidator(text_parts),
     ] = None
 
     def plain(self) -> dict[str, Any]:
@@ -249,7 +290,11 @@ class Message(BaseModel):
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
         rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
-        return {**rest, "role": "system" if self.role == "developer" else self.role, "content": text}
+        return {
+            **rest,
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+        }
 
 
 class EmbeddingRequest(Strict):
@@ -277,14 +322,18 @@ def only_false(value: Any) -> Any:
     """A check of `background`."""
     if value in (None, False):
         return value
-    raise ValueError("an answer is made while its client waits, and is not kept; leave it out, and use stream: true")
+    raise ValueError(
+        "an answer is made while its client waits, and is not kept; leave it out, and use stream: true"
+    )
 
 
 def only_text(value: Any) -> Any:
     """A check of `modalities`."""
     if value in (None, [], ["text"]):
         return value
-    raise ValueError("answers are text, and no other kind exists here; leave it out, or give ['text']")
+    raise ValueError(
+        "answers are text, and no other kind exists here; leave it out, or give ['text']"
+    )
 
 
 class ChatRequest(GenerationBody):
@@ -296,15 +345,25 @@ class ChatRequest(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     # refused with what to do instead
     modalities: Annotated[list[str] | None, BeforeValidator(only_text)] = None
-    audio: Annotated[None, refused("answers are text, and there is no audio here; leave it out")] = None
-    functions: Annotated[None, refused("this is the older form of tools and does not exist here; use tools")] = None
-    function_call: Annotated[None, refused("this is the older form of tool_choice; use tool_choice")] = None
-    web_search_options: Annotated[None, refused("this server searches no web; define a function in tools")] = None
+    audio: Annotated[
+        None, refused("answers are text, and there is no audio here; leave it out")
+    ] = None
+    functions: Annotated[
+        None, refused("this is the older form of tools and does not exist here; use tools")
+    ] = None
+    function_call: Annotated[
+        None, refused("this is the older form of tool_choice; use tool_choice")
+    ] = None
+    web_search_options: Annotated[
+        None, refused("this server searches no web; define a function in tools")
+    ] = None
 
 
 class TokenizeRequest(Strict):
@@ -313,7 +372,9 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
     messages: Messages | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -354,7 +415,10 @@ def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
 
 
 def sampling(
-    request: GenerationBody, max_tokens: int, logprobs: int | None, form: StructuredOutputsParams | None = None
+    request: GenerationBody,
+    max_tokens: int,
+    logprobs: int | None,
+    form: StructuredOutputsParams | None = None,
 ) -> SamplingParams | BeamSearchParams:
     """The sampling parameters of a request, whose answer has a form.
 
@@ -363,7 +427,11 @@ def sampling(
     """
     if request.use_beam_search:
         if form is not None:
-            name = "structured_outputs" if request.structured_outputs is not None else "response_format"
+            name = (
+                "structured_outputs"
+                if request.structured_outputs is not None
+                else "response_format"
+            )
             raise ValueError(
                 f"{name} does not go with use_beam_search, whose answers have no form; leave one of them out"
             )
@@ -375,24 +443,38 @@ def sampling(
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
     if request.vllm_xargs is not None:
         values["extra_args"] = request.vllm_xargs
-    return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs, structured_outputs=form)
+    return SamplingParams(
+        **values, max_tokens=max(1, max_tokens), logprobs=logprobs, structured_outputs=form
+    )
 
 
 def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
     """The parameters of a beam search; `n` is its width, as in vLLM."""
-    neutral: Mapping[str, Any] = {"temperature": (0.0,), "top_p": (1.0,), "top_k": (0, -1), "best_of": (request.n,)}
-    used = given(request, [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")])
+    neutral: Mapping[str, Any] = {
+        "temperature": (0.0,),
+        "top_p": (1.0,),
+        "top_k": (0, -1),
+        "best_of": (request.n,),
+    }
+    used = given(
+        request,
+        [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")],
+    )
     used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
     if used or logprobs is not None or request.stream:
         name = next(iter(used), "stream" if request.stream else "logprobs")
-        raise ValueError(f"{name} does not go with use_beam_search: a beam search samples nothing and comes whole")
+        raise ValueError(
+            f"{name} does not go with use_beam_search: a beam search samples nothing and comes whole"
+        )
     shared = given(request, (*SHARED_WITH_BEAMS, *BEAMS))
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
 
 
 # The forms of a field, for one error message; pydantic has an error for each form.
 FORMS = {
-    **dict.fromkeys(("prompt", "input"), "a text, a list of token ids, or a list of texts or of such lists"),
+    **dict.fromkeys(
+        ("prompt", "input"), "a text, a list of token ids, or a list of texts or of such lists"
+    ),
     "stop": "a text, or a list of texts",
     "bad_words": "a text, or a list of texts",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
@@ -407,14 +489,25 @@ def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
     first = (unknown or long or list(errors))[0]
     if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+        return (
+            f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
+            None,
+        )
     place, *rest = first["loc"]
     path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
     field = path[0][:80] if path else None
     if unknown:
-        known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *EmbeddingRequest.model_fields})
+        known = sorted(
+            {
+                *CompletionRequest.model_fields,
+                *ChatRequest.model_fields,
+                *EmbeddingRequest.model_fields,
+            }
+        )
         near = difflib.get_close_matches(path[-1], known, n=1)
-        return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
+        return f"unknown field {'.'.join(path)!r:.120}" + (
+            f"; did you mean {near[0]!r}?" if near else ""
+        ), field
     text = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
         checked_here = first["type"] == "value_error" and at == len(path) - 1

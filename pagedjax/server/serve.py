@@ -36,17 +36,26 @@ def bound_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port < 2**16:  # getaddrinfo takes a port modulo 2**16
         raise ValueError(f"port is {port}; it must be from 0 (a free one) to {2**16 - 1}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        raise ValueError(f"cannot listen at {host!r}, port {port}: {error}; choose others (--host, --port)") from error
+        raise ValueError(
+            f"cannot listen at {host!r}, port {port}: {error}; choose others (--host, --port)"
+        ) from error
     return made
 
 
 def serve(
-    llm: LLM, options: Options, listener: socket.socket, *, drain_seconds: int = 60, log_level: str = "info"
+    llm: LLM,
+    options: Options,
+    listener: socket.socket,
+    *,
+    drain_seconds: int = 60,
+    log_level: str = "info",
 ) -> None:
     """Serve until a signal. Prints the address when the server listens.
 
@@ -59,7 +68,8 @@ def serve(
         app,
         log_level=log_level,
         access_log=log_level == "debug",
-        timeout_graceful_shutdown=drain_seconds + 2 * GRACE,  # then uvicorn cancels, without an answer
+        timeout_graceful_shutdown=drain_seconds
+        + 2 * GRACE,  # then uvicorn cancels, without an answer
         timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that clients close it
         server_header=False,
     )
@@ -74,7 +84,9 @@ def serve(
 class _Server(uvicorn.Server):
     """Prints a line when it listens, and ends unfinished requests before uvicorn cancels them."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str
+    ) -> None:
         super().__init__(config)
         self._worker, self._drain_seconds, self._line = worker, drain_seconds, line
         self._second_signal = asyncio.Event()
@@ -103,7 +115,9 @@ class _Server(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT and not self._second_signal.is_set():
             self._second_signal.set()  # the loop reads it when it next wakes, ten times a second
         elif sig == signal.SIGTERM:
-            self.should_exit = True  # uvicorn would raise it again in the end, and the exit status would not be 0
+            self.should_exit = (
+                True  # uvicorn would raise it again in the end, and the exit status would not be 0
+            )
         else:
             super().handle_exit(sig, frame)
 
@@ -138,9 +152,13 @@ def read_key(file: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         what = f"the API key file {file!r} cannot be read: {why}"
-        raise ValueError(f"{what}; name a text file that has the key alone, or leave it out to need no key") from None
+        raise ValueError(
+            f"{what}; name a text file that has the key alone, or leave it out to need no key"
+        ) from None
     if not key:
-        raise ValueError(f"the API key in {file} is empty; write the key into it, or leave it out to need no key")
+        raise ValueError(
+            f"the API key in {file} is empty; write the key into it, or leave it out to need no key"
+        )
     return key
 
 
@@ -165,9 +183,13 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         tool_call_parser=args.tool_call_parser,
         allow_runtime_lora_updating=args.allow_runtime_lora_updating,
     )
-    folders = adapters.modules(args.lora_modules, options.name, engine, options.allow_runtime_lora_updating)
+    folders = adapters.modules(
+        args.lora_modules, options.name, engine, options.allow_runtime_lora_updating
+    )
     if engine.get("policy") == "fair" and not options.allow_user:
-        log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
+        log.warning(
+            "the policy is fair, but the field user of requests is ignored; add --allow-user to share by it"
+        )
     group = joined()
     start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
     if group is not None and group.process:
@@ -179,7 +201,9 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         if args.record:
             llm.engine.record(args.record, times=True)
         try:
-            serve(llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level)
+            serve(
+                llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level
+            )
         except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
             return ended(llm, 130)
         finally:

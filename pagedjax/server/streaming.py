@@ -44,7 +44,10 @@ class EventStream(StreamingResponse):
     """Server-sent events. `ended` is called after the last event, when the client leaves, and if it has left before."""
 
     def __init__(
-        self, events: AsyncIterator[str], ended: Callable[[], None], headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncIterator[str],
+        ended: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         # nginx and others behind its example would keep events until their buffer is full
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
@@ -74,7 +77,9 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
     def with_usage(chunk: JSON, index: int) -> str:
         """With vLLM's usage so far, which counts one branch."""
         if always:
-            chunk["usage"] = responses.used(len(requests[index // width].prompt_token_ids), generated[index])
+            chunk["usage"] = responses.used(
+                len(requests[index // width].prompt_token_ids), generated[index]
+            )
         return responses.event(chunk)
 
     try:

@@ -17,7 +17,11 @@ def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
     if not calls:
         return {"content": text}, output.finish_reason
     listed = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
         for call in calls
     ]
     reason = _reason(output.finish_reason, complete)

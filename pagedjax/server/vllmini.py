@@ -64,7 +64,9 @@ class Results:
             ApiError: all results are in progress, and there is no room for one more. The submission is cancelled.
         """
         if len(self._results) >= MAX_RESULTS:
-            completed = next((name for name, one in self._results.items() if one.status != "in progress"), None)
+            completed = next(
+                (name for name, one in self._results.items() if one.status != "in progress"), None
+            )
             if completed is None:
                 self._worker.cancel(submission)
                 message = f"{MAX_RESULTS} generations are in progress, the limit of /generate; try again later"
@@ -85,7 +87,9 @@ class Results:
         return found
 
     def _keep(self, name: str) -> None:
-        self._timers[name] = asyncio.get_running_loop().call_later(self._seconds, self._forget, name)
+        self._timers[name] = asyncio.get_running_loop().call_later(
+            self._seconds, self._forget, name
+        )
 
     def _forget(self, name: str) -> None:
         result = self._results.pop(name)

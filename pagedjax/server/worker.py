@@ -56,7 +56,9 @@ class QueueFull(Exception):
     """The queue has no room. `seconds`: about how long until it has."""
 
     def __init__(self, waiting: int, limit: int, seconds: int) -> None:
-        super().__init__(f"{waiting} requests are waiting, and the limit is {limit}; try again in about {seconds} s")
+        super().__init__(
+            f"{waiting} requests are waiting, and the limit is {limit}; try again in about {seconds} s"
+        )
         self.seconds = seconds
 
 
@@ -118,11 +120,18 @@ class _Owner(NamedTuple):
 class Observer(Protocol):
     """A reader of what happens. Its methods run in the engine's thread and change nothing."""
 
-    def added(self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState, /) -> None:
+    def added(
+        self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState, /
+    ) -> None:
         """A request was queued; `names` are its branches. `at`: time.perf_counter when the server received it."""
 
     def stepped(
-        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState, /
+        self,
+        before: SchedulerState,
+        result: StepResult | None,
+        events: tuple[Event, ...],
+        after: SchedulerState,
+        /,
     ) -> None:
         """A step, with the stop strings found after it. `result` is None for cancellations and for a failed step."""
 
@@ -130,7 +139,9 @@ class Observer(Protocol):
 class Worker:
     """Runs an engine in a thread, from `start` to `stop`."""
 
-    def __init__(self, llm: LLM, *, max_queue: int = 256, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, llm: LLM, *, max_queue: int = 256, observers: Sequence[Observer] = ()
+    ) -> None:
         """`max_queue`: requests that may wait; one more raises `QueueFull`."""
         self.llm, self.max_queue = llm, max_queue
         self.error: BaseException | None = None  # that ended the engine
@@ -142,7 +153,9 @@ class Worker:
         self._submitted = 0  # requests put into the inbox; only the event loop writes it
         self._received = 0  # requests taken from the inbox; only the thread writes it
         self._failures = 0  # failed steps in a row
-        self._seconds_per_request = 0.1  # of steps between two requests that end, as a moving average
+        self._seconds_per_request = (
+            0.1  # of steps between two requests that end, as a moving average
+        )
         self._busy_seconds = 0.0  # of steps since a request ended
         self._stopped = True  # before the start and after the end
         self._finishing = threading.Lock()
@@ -173,7 +186,9 @@ class Worker:
         """Requests that are not admitted yet, including those in the inbox."""
         return self._submitted - self._received + len(self.llm.engine.scheduler_state.waiting)
 
-    async def submit(self, requests: Sequence[GenerationRequest], *, deltas: bool = True) -> Submission:
+    async def submit(
+        self, requests: Sequence[GenerationRequest], *, deltas: bool = True
+    ) -> Submission:
         """Queue all requests, or none of them.
 
         Raises:
@@ -254,7 +269,9 @@ class Worker:
             added = self._session.add(submission.requests)
         except ValueError as error:
             self._call_in_loop(_refuse, accepted, error)
-        except Exception as error:  # it ends the engine; this client is not among the owners, so answer it here
+        except (
+            Exception
+        ) as error:  # it ends the engine; this client is not among the owners, so answer it here
             self.error = error
             self._call_in_loop(_refuse, accepted, self._reason())
             raise
@@ -262,7 +279,9 @@ class Worker:
             state = self.llm.engine.scheduler_state
             for i, branches in enumerate(added):
                 self._owners |= dict.fromkeys(branches, _Owner(submission, i, branches))
-                self._notify("added", tuple(branches), submission.requests[i], submission.received_at, state)
+                self._notify(
+                    "added", tuple(branches), submission.requests[i], submission.received_at, state
+                )
             self._call_in_loop(_accept, accepted)
         self._received += len(submission.requests)
 
@@ -277,7 +296,9 @@ class Worker:
     def _cancel(self, submission: Submission) -> None:
         """Abandon each unfinished request of the submission once."""
         before, events = self.llm.engine.scheduler_state, ()
-        owned = {name: owner for name, owner in self._owners.items() if owner.submission is submission}
+        owned = {
+            name: owner for name, owner in self._owners.items() if owner.submission is submission
+        }
         for name in owned:
             del self._owners[name]
         for branches in {owner.request: owner.branches for owner in owned.values()}.values():
@@ -290,9 +311,13 @@ class Worker:
             step = self._session.step()
         except Exception:
             self._failures += 1
-            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, self.llm.engine.scheduler_state):
+            if self._failures == MAX_FAILED_STEPS or not _rolled_back(
+                before, self.llm.engine.scheduler_state
+            ):
                 raise
-            log.exception("a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS)
+            log.exception(
+                "a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS
+            )
             self._notify("stepped", before, None, (), self.llm.engine.scheduler_state)
             return
         self._failures = 0
@@ -308,7 +333,10 @@ class Worker:
             reason = branch.finish_reason
             delta = Delta(request, branch.index, text, token_id, entry, reason, branch.stop_reason)
             updates.append((submission, delta))
-        ends, self._busy_seconds = 0, self._busy_seconds + step.result.finished - step.result.started
+        ends, self._busy_seconds = (
+            0,
+            self._busy_seconds + step.result.finished - step.result.started,
+        )
         for name in step.ended:
             submission, request, branches = self._owners.pop(name)
             if all(branch.finish_reason is not None for branch in branches.values()):
@@ -316,7 +344,9 @@ class Worker:
                 updates.append((submission, Completed(request, output)))
                 ends += 1
         if ends:
-            self._seconds_per_request += 0.2 * (self._busy_seconds / ends - self._seconds_per_request)
+            self._seconds_per_request += 0.2 * (
+                self._busy_seconds / ends - self._seconds_per_request
+            )
             self._busy_seconds = 0.0
         if updates:
             self._call_in_loop(_deliver, updates)
@@ -329,7 +359,10 @@ class Worker:
             except Exception:
                 if id(observer) not in self._logged:
                     self._logged.add(id(observer))
-                    log.exception("%s failed as an observer; further errors of it are not logged", type(observer))
+                    log.exception(
+                        "%s failed as an observer; further errors of it are not logged",
+                        type(observer),
+                    )
 
     def fail(self, reason: str) -> None:
         """Answer every client with the reason, while the engine's thread may wait for a device that never answers."""
@@ -338,12 +371,16 @@ class Worker:
 
     def _finish(self, error: Exception) -> None:
         """Answer every client with the error. A working engine also cancels what is unfinished."""
-        with self._finishing:  # `fail` may answer first, and the engine's thread what it was just taking
+        with (
+            self._finishing
+        ):  # `fail` may answer first, and the engine's thread what it was just taking
             self._answer(error)
 
     def _answer(self, error: Exception) -> None:
         self._stopped = True
-        submissions = {id(owner.submission): owner.submission for owner in list(self._owners.values())}
+        submissions = {
+            id(owner.submission): owner.submission for owner in list(self._owners.values())
+        }
         if self.error is None:
             for submission in submissions.values():
                 self._cancel(submission)
@@ -355,7 +392,9 @@ class Worker:
                 self._call_in_loop(_refuse, answer, error)
 
     def _reason(self) -> EngineStopped:
-        return EngineStopped("the server is stopping" if self.error is None else f"the engine failed: {self.error}")
+        return EngineStopped(
+            "the server is stopping" if self.error is None else f"the engine failed: {self.error}"
+        )
 
     def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None, "call start first"

@@ -19,7 +19,9 @@ from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 KEPT = 64  # compiled grammars, those that were used last
 # Characters of a form at most, so that compiling takes less than a second. A grammar may be translated in Python.
 MAX_TEXT = {"json": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**14}
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # between JSON's tokens: a model could write white space for ever
+WHITE_SPACE = (
+    r"[\x20\x0A\x0D\x09]{1,16}"  # between JSON's tokens: a model could write white space for ever
+)
 JSON_SPACE = r"[\x20\x0A\x0D\x09]*"
 LOCATED = 500  # schemas in a schema up to which the place of an error is looked for
 # Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it was complete.
@@ -31,7 +33,11 @@ class Grammars:
     """Compiles and keeps grammars for one tokenizer and one model. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self.tokenizer, self.vocab_size, self.eos_token_ids = (
+            tokenizer,
+            vocab_size,
+            tuple(eos_token_ids),
+        )
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._vocabulary: Any = None
         self._lock = threading.Lock()
@@ -55,7 +61,9 @@ class Grammars:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _checked(self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]) -> Grammar:
+    def _checked(
+        self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]
+    ) -> Grammar:
         library, known = _library(), self._known_vocabulary()
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
         start = library.LLMatcher(known, text, log_level=0, limits=limits)
@@ -74,7 +82,9 @@ class Grammars:
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("structured_outputs constrain text, and this model has no tokenizer")
         if not self.eos_token_ids:
-            raise ValueError("structured_outputs end by an EOS token, and this model has none; name it in its config")
+            raise ValueError(
+                "structured_outputs end by an EOS token, and this model has none; name it in its config"
+            )
         with self._lock:
             if self._vocabulary is None:
                 try:
@@ -82,7 +92,9 @@ class Grammars:
                         _library(), self.tokenizer, self.vocab_size, self.eos_token_ids
                     )
                 except ValueError as error:
-                    raise ValueError(f"structured_outputs cannot use this model's tokenizer: {error}") from error
+                    raise ValueError(
+                        f"structured_outputs cannot use this model's tokenizer: {error}"
+                    ) from error
             return self._vocabulary
 
 
@@ -98,7 +110,9 @@ def _form(form: StructuredOutputsParams) -> str:
     return next(name for name in names if getattr(form, name) not in (None, False))
 
 
-def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None = None) -> tuple[str, tuple[str, ...]]:
+def grammar_text(
+    form: StructuredOutputsParams, marks: Mapping[str, int] | None = None
+) -> tuple[str, tuple[str, ...]]:
     """llguidance's text of a form's grammar, and the keywords that are ignored.
 
     Args:
@@ -109,9 +123,17 @@ def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None 
     """
     library, name = _library(), _form(form)
     value = getattr(form, name)
-    length = sum(map(len, value)) if isinstance(value, tuple) else len(value) if isinstance(value, str) else 0
+    length = (
+        sum(map(len, value))
+        if isinstance(value, tuple)
+        else len(value)
+        if isinstance(value, str)
+        else 0
+    )
     if length > (limit := MAX_TEXT.get(name, 0)):
-        raise ValueError(f"structured_outputs.{name} has {length} characters; the limit is {limit}; make it shorter")
+        raise ValueError(
+            f"structured_outputs.{name} has {length} characters; the limit is {limit}; make it shorter"
+        )
     if name == "regex":
         return library.LLMatcher.grammar_from_regex(value), ()
     if name == "choice":
@@ -121,14 +143,18 @@ def grammar_text(form: StructuredOutputsParams, marks: Mapping[str, int] | None 
         try:
             return library.grammar_from("grammar", vocabulary.by_id(value, marks or {})), ()
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured_outputs.grammar cannot be read: {first_line(str(error))}") from error
+            raise ValueError(
+                f"structured_outputs.grammar cannot be read: {first_line(str(error))}"
+            ) from error
     schema, ignored = ({"type": "object"}, ()) if name == "json_object" else schema_of(form)
     if form.whitespace_pattern is not None:
         _check_white_space(form.whitespace_pattern)
     options = {"whitespace_pattern": form.whitespace_pattern or WHITE_SPACE, "lenient": False}
     if form.disable_any_whitespace:
         options = {"whitespace_flexible": False, "lenient": False}
-    return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options), ignored
+    return library.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides=options
+    ), ignored
 
 
 def _check_white_space(pattern: str) -> None:
@@ -140,7 +166,9 @@ def _check_white_space(pattern: str) -> None:
         raise ValueError(f"{what}: {error}") from None
     if other is not None:
         example = f"texts that begin with {other!r}"
-        raise ValueError(f"{what}, which allows {example} and are no white space of JSON; use [ \\t\\n\\r] alone")
+        raise ValueError(
+            f"{what}, which allows {example} and are no white space of JSON; use [ \\t\\n\\r] alone"
+        )
 
 
 def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
@@ -152,12 +180,16 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
         raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
     check_whole("structured_outputs.json", schema)
     if not isinstance(schema, (dict, bool)):
-        raise ValueError(f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false")
+        raise ValueError(
+            f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false"
+        )
     if schema is False:
         raise ValueError("structured_outputs.json is false, and the schema false allows no answer")
     schema = {} if schema is True else schema
     how = "ignore_unsupported (strict: false in response_format)"
-    schema, places = keywords.checked(schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported)
+    schema, places = keywords.checked(
+        schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported
+    )
     if form.disable_additional_properties:
         schema = keywords.closed(schema)
     return schema, places
@@ -166,7 +198,10 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
 def _place(form: StructuredOutputsParams, message: str, known: Any) -> str:
     """Where the smallest schema is that gives the same error by itself; nothing if there is none."""
     library, found = _library(), ""
-    schemas = [one for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)]
+    schemas = [
+        one
+        for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)
+    ]
     if len(schemas) > LOCATED:
         return found
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)

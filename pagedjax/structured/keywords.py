@@ -44,9 +44,24 @@ UNSUPPORTED = _names(
     """
 )
 KEYWORDS = sorted(SUPPORTED | DESCRIBING | UNSUPPORTED)
-OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # their values are mappings to schemas
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # their values are, or may be, lists of schemas
-SINGLE = ("items", "additionalProperties", "additionalItems")  # their values are, or may be, schemas
+OF_SCHEMAS = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+)  # their values are mappings to schemas
+LISTS = (
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "prefixItems",
+    "items",
+)  # their values are, or may be, lists of schemas
+SINGLE = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+)  # their values are, or may be, schemas
 MAX_DEPTH = 100  # of a schema in a schema; deeper ones would also exhaust Python's stack elsewhere
 MAX_SCHEMAS = 20_000  # in one schema
 
@@ -65,17 +80,26 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             continue
         count += 1
         if count > MAX_SCHEMAS:
-            raise ValueError(f"the JSON schema has more than {MAX_SCHEMAS} schemas in it; make it smaller")
+            raise ValueError(
+                f"the JSON schema has more than {MAX_SCHEMAS} schemas in it; make it smaller"
+            )
         if depth > MAX_DEPTH:
-            raise ValueError(f"the JSON schema is more than {MAX_DEPTH} levels deep at {place[:80]}; make it flatter")
+            raise ValueError(
+                f"the JSON schema is more than {MAX_DEPTH} levels deep at {place[:80]}; make it flatter"
+            )
         yield place, one
         inner: list[tuple[str, Any, int]] = []
         for name in OF_SCHEMAS:
             if isinstance(several := one.get(name), Mapping):
-                inner += [(f"{place}/{name}/{_escaped(key)}", value, depth + 1) for key, value in several.items()]
+                inner += [
+                    (f"{place}/{name}/{_escaped(key)}", value, depth + 1)
+                    for key, value in several.items()
+                ]
         for name in LISTS:
             if isinstance(several := one.get(name), list):
-                inner += [(f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(several)]
+                inner += [
+                    (f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(several)
+                ]
         inner += [(f"{place}/{name}", one.get(name), depth + 1) for name in SINGLE]
         todo += reversed(inner)
 
@@ -91,9 +115,15 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
             at = f"{place}/{_escaped(name)}"
             if name in SUPPORTED or name in DESCRIBING:
                 if name == "minProperties" and _counts_repeated_keys(one):
-                    yield at, "above 1 and above the number of required properties: additional keys may repeat"
+                    yield (
+                        at,
+                        "above 1 and above the number of required properties: additional keys may repeat",
+                    )
                 if name == "patternProperties" and _names_all_keys(one):
-                    yield at, "not supported where its patterns match keys of properties alone: the keys would repeat"
+                    yield (
+                        at,
+                        "not supported where its patterns match keys of properties alone: the keys would repeat",
+                    )
             elif name == "x-guidance":
                 yield at, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
@@ -107,7 +137,9 @@ def _nearly(name: str) -> str | None:
     """The keyword that a name differs from by little; None if it is a name of its own, or nearly one that describes."""
     if len(name) > 40 or not name.isalnum():
         return None
-    near = difflib.get_close_matches(name.lower(), {word.lower(): word for word in KEYWORDS}, n=1, cutoff=0.85)
+    near = difflib.get_close_matches(
+        name.lower(), {word.lower(): word for word in KEYWORDS}, n=1, cutoff=0.85
+    )
     found = {word.lower(): word for word in KEYWORDS}[near[0]] if near else None
     return None if found in DESCRIBING else found
 
@@ -138,7 +170,9 @@ def checked(schema: Any, what: str, *, ignore: str, ignored: bool) -> tuple[Any,
 def _counts_repeated_keys(schema: Mapping[str, Any]) -> bool:
     """Whether `minProperties` may count one key twice: the parser does not know which additional keys there were."""
     least, required = schema["minProperties"], schema.get("required")
-    return isinstance(least, (int, float)) and least > max(1, len(required) if isinstance(required, list) else 0)
+    return isinstance(least, (int, float)) and least > max(
+        1, len(required) if isinstance(required, list) else 0
+    )
 
 
 def _names_all_keys(schema: Mapping[str, Any]) -> bool:
@@ -150,7 +184,12 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     keys, patterns = schema.get("properties"), schema.get("patternProperties")
     if schema.get("additionalProperties") is not False:
         return False
-    if not isinstance(keys, Mapping) or not isinstance(patterns, Mapping) or not keys or not patterns:
+    if (
+        not isinstance(keys, Mapping)
+        or not isinstance(patterns, Mapping)
+        or not keys
+        or not patterns
+    ):
         return False
     parts = [part for pattern in patterns for part in _alternatives(pattern)]
     allowed = "|".join(f"({_of_whole_keys(part)})" for part in parts)
@@ -195,11 +234,17 @@ def without(schema: Any, places: frozenset[str]) -> Any:
 
 def closed(schema: Any) -> Any:
     """A copy of a schema whose objects have the properties that it names, and no others."""
-    places = {place for place, one in subschemas(schema) if "properties" in one and "additionalProperties" not in one}
+    places = {
+        place
+        for place, one in subschemas(schema)
+        if "properties" in one and "additionalProperties" not in one
+    }
 
     def copied(value: Any, place: str) -> Any:
         if isinstance(value, Mapping):
-            found = {name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()}
+            found = {
+                name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()
+            }
             return found | {"additionalProperties": False} if place in places else found
         if isinstance(value, list):
             return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]

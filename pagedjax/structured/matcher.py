@@ -81,7 +81,11 @@ class Matcher:
     def forced(self, output: Tokens, most: int) -> list[int]:
         """The next tokens, if the grammar leaves no choice; at most `most`."""
         parser = self.after(output)
-        return parser.compute_ff_tokens()[:most] if parser is not None and not parser.is_stopped() else []
+        return (
+            parser.compute_ff_tokens()[:most]
+            if parser is not None and not parser.is_stopped()
+            else []
+        )
 
     def allowed(self, output: Tokens, drafts: Tokens) -> int:
         """How many of the drafts, from the first, are allowed after the output."""
@@ -110,13 +114,25 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     not computed. A row whose matcher has failed may have every token except its `stops`: its sequence must not end as
     if its form was complete, and the engine cancels it after the step.
     """
-    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+    from llguidance.numpy import (
+        fill_next_token_bitmask_par,
+        fill_next_token_bitmask_par_with_draft_tokens,
+    )
 
     found = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
-    parsers = [(row.matcher.after(row.output), row.first, [int(token) for token in row.drafts]) for row in rows]
-    if plain := [(parser, first) for parser, first, drafts in parsers if parser is not None and not drafts]:
+    parsers = [
+        (row.matcher.after(row.output), row.first, [int(token) for token in row.drafts])
+        for row in rows
+    ]
+    if plain := [
+        (parser, first) for parser, first, drafts in parsers if parser is not None and not drafts
+    ]:
         fill_next_token_bitmask_par(_executor(), plain, found)
-    if drafted := [(parser, first, drafts) for parser, first, drafts in parsers if parser is not None and drafts]:
+    if drafted := [
+        (parser, first, drafts)
+        for parser, first, drafts in parsers
+        if parser is not None and drafts
+    ]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
     found = found.view(np.uint32)
     ending = _allow_an_end(found, rows[0].matcher.grammar.ends)
@@ -151,7 +167,9 @@ def _executor() -> Any:
 def first_line(message: str) -> str:
     """The part of the library's message that says what is wrong: one line, without the parser's state."""
     lines = [
-        line.strip() for line in message.split("<state>")[0].replace("<non-verbose/>", "").splitlines() if line.strip()
+        line.strip()
+        for line in message.split("<state>")[0].replace("<non-verbose/>", "").splitlines()
+        if line.strip()
     ]
     last = next((line for line in lines if line.startswith("error:")), "")
     return f"{lines[0] if lines else ''} {last}".strip()[:400]

@@ -50,7 +50,12 @@ def _literal(pattern: str) -> str:
 def _bytes() -> Any:
     """llguidance's tokenizer of single bytes."""
     pieces = byte_alphabet() | {"<end>": END}
-    coding = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    coding = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     end = {"id": END, "content": "<end>", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     described = {

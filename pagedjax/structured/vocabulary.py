@@ -17,7 +17,9 @@ from typing import Any
 from pagedjax.text.tokenizer import Tokenizer
 
 # A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or such a name.
-LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^\s<>"\[\]]+>)')
+LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^\s<>"\[\]]+>)'
+)
 
 
 def marks(tokenizer: Tokenizer) -> dict[str, int]:
@@ -30,7 +32,9 @@ def _is_mark(text: str, special: bool) -> bool:
     return special or (text.startswith("<") and text.endswith(">"))
 
 
-def library_tokenizer(library: Any, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+def library_tokenizer(
+    library: Any, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
+) -> Any:
     """llguidance's tokenizer. It takes half a second for 49,152 tokens.
 
     Raises:

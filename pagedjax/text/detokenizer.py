@@ -28,7 +28,11 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         # only the end is read: a request with many branches makes many detokenizers of one long prompt
@@ -51,7 +55,9 @@ class _Bytes:
         self._token_bytes = tokenizer.token_bytes
         self._at_start = tokenizer.strips_first_space and not prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(map(self._token_bytes, prompt[-64:]))[-3:]  # an incomplete character has at most 3 bytes
+        tail = b"".join(map(self._token_bytes, prompt[-64:]))[
+            -3:
+        ]  # an incomplete character has at most 3 bytes
         self._decoder.decode(tail)
         self._from_prompt = bool(self._decoder.getstate()[0])
 
@@ -78,7 +84,9 @@ class _Window:
     """
 
     CONTEXT = 6  # prompt tokens that can affect the space before the first token of the output
-    MAX_PENDING = 16  # most tokens kept back until a character is complete; no character has as many bytes
+    MAX_PENDING = (
+        16  # most tokens kept back until a character is complete; no character has as many bytes
+    )
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
@@ -88,7 +96,9 @@ class _Window:
     def push(self, token_id: int) -> str:
         self._new.append(token_id)
         before, after = self._decode(self._known), self._decode(self._known + self._new)
-        if len(after) <= len(before) or (after.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING):
+        if len(after) <= len(before) or (
+            after.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
+        ):
             return ""
         self._known, self._new = self._new, []
         return after[len(before) :]
@@ -107,7 +117,9 @@ class StopChecker:
     more text decides it; it is always shorter than the longest stop string.
     """
 
-    def __init__(self, stop: Sequence[str], *, min_tokens: int = 0, include_stop_str_in_output: bool = False) -> None:
+    def __init__(
+        self, stop: Sequence[str], *, min_tokens: int = 0, include_stop_str_in_output: bool = False
+    ) -> None:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._include = include_stop_str_in_output
@@ -140,7 +152,9 @@ class StopChecker:
 def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | None:
     """(start, end) of the stop string that ends first, after position `new`; of equal ends, the earliest start."""
     found = ((s, text.find(s, max(0, new + 1 - len(s)))) for s in stop)
-    return min(((at, at + len(s)) for s, at in found if at >= 0), key=lambda m: (m[1], m[0]), default=None)
+    return min(
+        ((at, at + len(s)) for s, at in found if at >= 0), key=lambda m: (m[1], m[0]), default=None
+    )
 
 
 def pending_length(text: str, stop: str) -> int:

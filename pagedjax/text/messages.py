@@ -23,7 +23,9 @@ def content_text(place: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise ValueError(f"{place} is {content!r:.80}; it must be a text, or a list of parts of text")
+        raise ValueError(
+            f"{place} is {content!r:.80}; it must be a text, or a list of parts of text"
+        )
     return "".join(_part_text(f"{place}.{i}", part) for i, part in enumerate(content))
 
 

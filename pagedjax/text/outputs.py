@@ -24,7 +24,9 @@ class Logprob:
     decoded_token: str
 
 
-PositionLogprobs = dict[int, Logprob]  # token id -> candidate: the chosen token and the most likely ones
+PositionLogprobs = dict[
+    int, Logprob
+]  # token id -> candidate: the chosen token and the most likely ones
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,19 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: str | int | None = None  # the stop string or stop token; None for EOS and for other reasons
+    stop_reason: str | int | None = (
+        None  # the stop string or stop token; None for EOS and for other reasons
+    )
     cumulative_logprob: float | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
-    tool_calls: tuple[ToolCall, ...] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
+    tool_calls: tuple[
+        ToolCall, ...
+    ] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
     taps: TapArrays | None = None  # of SamplingParams.taps
-    versions: tuple[int, ...] = ()  # of each token, the `params_version` that made it; of a beam, which has many: none
+    versions: tuple[
+        int, ...
+    ] = ()  # of each token, the `params_version` that made it; of a beam, which has many: none
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,13 @@ class RequestOutput:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None  # the first is None: nothing predicts it
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = (
+        None  # the first is None: nothing predicts it
+    )
     finished: bool = True
-    num_cached_tokens: int = 0  # of the prompt, found in the cache when the request was first admitted
+    num_cached_tokens: int = (
+        0  # of the prompt, found in the cache when the request was first admitted
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,9 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+def beam_search_output(
+    output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer
+) -> BeamSearchOutput:
     """The output of a beam search in vLLM's form."""
     sequences = []
     for one in output.outputs:
@@ -93,7 +107,9 @@ def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenize
         tokens = [*output.prompt_token_ids, *(one.token_ids[:-1] if cut else one.token_ids)]
         text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         total = one.cumulative_logprob or 0.0
-        sequences.append(BeamSearchSequence(tokens, text, total, one.finish_reason, one.stop_reason))
+        sequences.append(
+            BeamSearchSequence(tokens, text, total, one.finish_reason, one.stop_reason)
+        )
     return BeamSearchOutput(sequences)
 
 
@@ -112,14 +128,18 @@ class OutputBuilder:
     stop_reason: str | int | None = None
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    chosen: dict[int, float] = field(default_factory=dict)  # log-probabilities of the tokens, by position
+    chosen: dict[int, float] = field(
+        default_factory=dict
+    )  # log-probabilities of the tokens, by position
     num_cached: int | None = None  # tokens found in the cache at its first admission
     collected: Collected | None = None  # what its taps gave so far
     versions: list[int] = field(default_factory=list)  # of the weights that made each token
 
     def __post_init__(self) -> None:
         p = self.params
-        self._detokenizer = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=p.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            self.tokenizer, self.prompt, skip_special_tokens=p.skip_special_tokens
+        )
         self._stop = StopChecker(
             p.stop, min_tokens=p.min_tokens, include_stop_str_in_output=p.include_stop_str_in_output
         )
@@ -164,7 +184,9 @@ class OutputBuilder:
         chosen = Logprob(entry.logprob, entry.rank, self.tokenizer.decode_token(entry.token_id))
         best = {
             token: Logprob(logprob, rank, self.tokenizer.decode_token(token))
-            for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
+            for rank, (token, logprob) in enumerate(
+                zip(entry.top_ids, entry.top_logprobs, strict=True), start=1
+            )
         }
         return {entry.token_id: chosen} | best
 
@@ -177,7 +199,9 @@ class OutputBuilder:
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
             cumulative_logprob=self.cumulative if wanted else None,
-            logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids))) if wanted else None,
+            logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids)))
+            if wanted
+            else None,
             taps=self.collected.arrays(len(self.token_ids)) if self.collected else None,
             versions=tuple(self.versions),
         )
@@ -212,5 +236,7 @@ class BeamOutputBuilder:
             for token in token_ids[:-1]:
                 branch.push(token, None)
             branch.push(token_ids[-1], reason)
-            outputs.append(replace(branch.completion(), cumulative_logprob=total, score=score, versions=()))
+            outputs.append(
+                replace(branch.completion(), cumulative_logprob=total, score=score, versions=())
+            )
         return tuple(outputs)

@@ -83,14 +83,20 @@ def resolved(params: PoolingParams, task: PoolingTask, own: str | None) -> Pooli
         ValueError: another task than the method's, or a pooling of the model that is not supported.
     """
     if task not in get_args(PoolingTask):
-        raise ValueError(f"pooling_task is {task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}")
+        raise ValueError(
+            f"pooling_task is {task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}"
+        )
     if params.task not in (None, task):
-        raise ValueError(f"task is {params.task!r}, but this method's is {task!r}; leave it out, or call encode")
+        raise ValueError(
+            f"task is {params.task!r}, but this method's is {task!r}; leave it out, or call encode"
+        )
     params = replace(params, task=task)
     if task == "token_embed" or params.pooling_type is not None:
         return params
     if own is not None and own not in get_args(PoolingType):
-        raise ValueError(f"the model's files ask for {own!r}, which is not supported; give pooling_type to do without")
+        raise ValueError(
+            f"the model's files ask for {own!r}, which is not supported; give pooling_type to do without"
+        )
     kind: Any = own or "LAST"
     return replace(params, pooling_type=kind)
 
@@ -103,11 +109,15 @@ def truncated(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence
 
 def embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
     values = EmbeddingOutput(output.outputs.data.tolist())
-    return EmbeddingRequestOutput(output.request_id, values, output.prompt_token_ids, output.num_cached_tokens)
+    return EmbeddingRequestOutput(
+        output.request_id, values, output.prompt_token_ids, output.num_cached_tokens
+    )
 
 
 def similarity(
-    request_id: str, one: PoolingRequestOutput[PoolingOutput], other: PoolingRequestOutput[PoolingOutput]
+    request_id: str,
+    one: PoolingRequestOutput[PoolingOutput],
+    other: PoolingRequestOutput[PoolingOutput],
 ) -> ScoringRequestOutput:
     """The score of two prompts. Zeros are like nothing: their score is 0."""
     a, b = (output.outputs.data.astype(np.float64) for output in (one, other))

@@ -28,7 +28,9 @@ def check_whole(place: str, value: Any) -> None:
     """Raises ValueError for half of a pair in a value; names where."""
     for below in halves(value):
         where = f"{place} at {below}" if below else place
-        raise ValueError(f"{where} has half of a surrogate pair; remove it, or write the whole character")
+        raise ValueError(
+            f"{where} has half of a surrogate pair; remove it, or write the whole character"
+        )
 
 
 def _below(place: str, name: str | int) -> str:

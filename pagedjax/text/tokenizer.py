@@ -44,13 +44,17 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text has half of a surrogate pair at character {error.start}; remove it") from error
+            raise ValueError(
+                f"the text has half of a surrogate pair at character {error.start}; remove it"
+            ) from error
         # of a batch, because alone it would keep every other thread of Python waiting: 1 MiB takes half a second
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, character for character (no clean-up of spaces)."""
-        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # as in encode
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[
+            0
+        ]  # as in encode
 
     def decode_token(self, token_id: int) -> str:
         """The text one token stands for in the middle of a text; U+FFFD where it is only part of a character."""
@@ -72,17 +76,31 @@ class Tokenizer:
             ValueError: the model has no chat template, a content is no text, or the template refuses the messages.
         """
         if self.chat_template is None:
-            raise ValueError("this model has no chat template (it is no chat model); encode a plain prompt instead")
+            raise ValueError(
+                "this model has no chat template (it is no chat model); encode a plain prompt instead"
+            )
         if not messages:
-            raise ValueError("a conversation has at least one message, e.g. {'role': 'user', 'content': 'Hi'}")
+            raise ValueError(
+                "a conversation has at least one message, e.g. {'role': 'user', 'content': 'Hi'}"
+            )
         text = self._render(for_template(messages), add_generation_prompt, tools)
         return self.encode(text, add_special_tokens=False)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any
+    ) -> str:
         render = _template_renderer()
         TemplateError = imported("jinja2").TemplateError
         # the errors beside TemplateError are of messages with other types than the template expects
-        refusals = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+        refusals = (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        )
         try:
             (text,), _ = render(
                 [messages],
@@ -92,7 +110,9 @@ class Tokenizer:
                 **self.special_tokens,
             )
         except refusals as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+            raise ValueError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
         return text
 
     @cached_property
@@ -111,7 +131,9 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` skips."""
-        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            i for i, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to a text; only where `coding` is known. Empty for an id beyond the vocabulary."""
@@ -123,7 +145,9 @@ class Tokenizer:
         if self.coding == "byte-level":
             table = byte_alphabet()
             # an added token may use other characters; the decoder then takes it as it is
-            return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+            return (
+                bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+            )
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("▁", " ").encode()
@@ -132,7 +156,9 @@ class Tokenizer:
 def _template_renderer() -> Callable[..., Any]:
     """transformers' renderer of chat templates. It defines what a template may do, and guards it (a sandbox)."""
     logger = logging.getLogger("transformers")
-    quiet = logging.Filter("nothing")  # its advice on import that torch is missing; the library does not use torch
+    quiet = logging.Filter(
+        "nothing"
+    )  # its advice on import that torch is missing; the library does not use torch
     logger.addFilter(quiet)
     try:
         return imported("transformers.utils.chat_template_utils").render_jinja_template
@@ -143,7 +169,9 @@ def _template_renderer() -> Callable[..., Any]:
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
     """The kinds of the decoder's steps, in order."""
     decoder = backend.decoder
-    state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}  # type: ignore
+    state: dict[str, Any] = (
+        json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    )  # type: ignore
     return [step["type"] for step in state.get("decoders", [state])]
 
 
@@ -160,7 +188,10 @@ class NoTokenizer(Tokenizer):
         raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Any = None,
     ) -> list[int]:
         raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
 
@@ -168,6 +199,12 @@ class NoTokenizer(Tokenizer):
 @cache
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes as visible characters: character -> byte."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }

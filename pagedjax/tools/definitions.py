@@ -27,7 +27,10 @@ class Tool:
     def shown(self) -> dict[str, Any]:
         """As prompts show it: as OpenAI defines it, without `strict`."""
         about = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **about, "parameters": dict(self.parameters)}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **about, "parameters": dict(self.parameters)},
+        }
 
 
 def tools_of(given: Any) -> tuple[Tool, ...]:
@@ -46,7 +49,9 @@ def tools_of(given: Any) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in seen:
-            raise ValueError(f"tools.{i}.function.name is {tool.name!r} again; give each tool a name of its own")
+            raise ValueError(
+                f"tools.{i}.function.name is {tool.name!r} again; give each tool a name of its own"
+            )
         seen.add(tool.name)
     return tools
 
@@ -64,14 +69,25 @@ def _tool(place: str, given: Any) -> Tool:
     if unknown := sorted(map(str, set(function) - {"name", "description", "parameters", "strict"})):
         raise ValueError(f"{place} has the unknown field {unknown[0]!r:.80}; a function has name, description, "
                          "parameters and strict")  # fmt: skip
-    name, description, strict = function.get("name"), function.get("description"), function.get("strict")
+    name, description, strict = (
+        function.get("name"),
+        function.get("description"),
+        function.get("strict"),
+    )
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"{place}.name is {name!r:.80}; it must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -")
+        raise ValueError(
+            f"{place}.name is {name!r:.80}; it must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
+        )
     if description is not None and not isinstance(description, str):
         raise ValueError(f"{place}.description is {description!r:.80}; it must be a text")
     if strict is not None and not isinstance(strict, bool):
         raise ValueError(f"{place}.strict is {strict!r:.80}; it must be true or false")
-    return Tool(name, description, _parameters(f"{place}.parameters", function.get("parameters")), strict is not False)
+    return Tool(
+        name,
+        description,
+        _parameters(f"{place}.parameters", function.get("parameters")),
+        strict is not False,
+    )
 
 
 def _parameters(place: str, given: Any) -> Mapping[str, Any]:
@@ -82,7 +98,9 @@ def _parameters(place: str, given: Any) -> Mapping[str, Any]:
     if too_deep(given):
         raise ValueError(f"{place} has more than {MAX_LEVELS} levels; make it flatter")
     if given.get("type", "object") != "object":
-        raise ValueError(f"{place}.type is {given['type']!r:.80}; arguments are an object, so it must be 'object'")
+        raise ValueError(
+            f"{place}.type is {given['type']!r:.80}; arguments are an object, so it must be 'object'"
+        )
     return {"type": "object", **given}
 
 
@@ -90,7 +108,11 @@ def too_deep(value: Any) -> bool:
     """Whether a JSON value has more than MAX_LEVELS, which would exhaust the stack where it is written again."""
     level = [value]
     for _ in range(MAX_LEVELS):
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, (Mapping, list))]
+        inner = [
+            one.values() if isinstance(one, Mapping) else one
+            for one in level
+            if isinstance(one, (Mapping, list))
+        ]
         level = [item for several in inner for item in several]
         if not level:
             return False
@@ -106,14 +128,22 @@ def choice_of(given: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:
     if given is None:
         return ("auto" if tools else "none"), None
     if not tools and given != "none":
-        raise ValueError("tool_choice goes with tools; give at least one tool, or leave tool_choice out")
+        raise ValueError(
+            "tool_choice goes with tools; give at least one tool, or leave tool_choice out"
+        )
     if isinstance(given, str) and given in CHOICES:
         return given, None
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    function = (
+        given.get("function")
+        if isinstance(given, Mapping) and given.get("type") == "function"
+        else None
+    )
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise ValueError(f"tool_choice is {given!r:.80}; it must be {CHOICE_FORM}")
     names = [tool.name for tool in tools]
     if name not in names:
-        raise ValueError(f"tool_choice names {name!r:.80}, which is none of the tools ({', '.join(names):.200})")
+        raise ValueError(
+            f"tool_choice names {name!r:.80}, which is none of the tools ({', '.join(names):.200})"
+        )
     return "required", name

@@ -31,7 +31,9 @@ class CallFormat:
 
     def written(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, each a name and its arguments as JSON."""
-        each = [f"{self.before}{name}{self.after}{arguments}{self.close}" for name, arguments in calls]
+        each = [
+            f"{self.before}{name}{self.after}{arguments}{self.close}" for name, arguments in calls
+        ]
         return self.begin + self.between.join(each) + self.end if calls else ""
 
 
@@ -45,7 +47,13 @@ HERMES = CallFormat(
     trigger="<tool_call>",
 )
 LLAMA = CallFormat(
-    begin="", before='{"name": "', after='", "parameters": ', close="}", between="; ", end="", trigger=""
+    begin="",
+    before='{"name": "',
+    after='", "parameters": ',
+    close="}",
+    between="; ",
+    end="",
+    trigger="",
 )
 MISTRAL = CallFormat(
     begin="[TOOL_CALLS][",
@@ -59,7 +67,13 @@ MISTRAL = CallFormat(
 )
 MISTRAL_SPACED = replace(MISTRAL, begin="[TOOL_CALLS] [")
 MISTRAL_ARGS = replace(
-    MISTRAL, begin="[TOOL_CALLS]", before="", after="[ARGS]", close="", between="[TOOL_CALLS]", end=""
+    MISTRAL,
+    begin="[TOOL_CALLS]",
+    before="",
+    after="[ARGS]",
+    close="",
+    between="[TOOL_CALLS]",
+    end="",
 )
 PARSERS = ("hermes", "llama3_json", "mistral")  # names of vLLM's
 
@@ -85,8 +99,12 @@ def dialect(template: str | None, parser: str | None = None) -> Dialect:
     if parser is None:
         return Dialect(found or HERMES, found is not None)
     if parser not in PARSERS:
-        raise ValueError(f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}")
-    forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[parser]
+        raise ValueError(
+            f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}"
+        )
+    forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[
+        parser
+    ]
     return Dialect(forced, knows)
 
 
@@ -96,7 +114,11 @@ def _found(template: str) -> CallFormat | None:
     if "<tool_call>" in template:
         other = "<function=" in template or "<arg_key>" in template
         return HERMES if "arguments" in template and not other else None
-    return _llama(template) if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template else None
+    return (
+        _llama(template)
+        if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template
+        else None
+    )
 
 
 def _llama(template: str) -> CallFormat:

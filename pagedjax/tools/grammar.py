@@ -17,8 +17,18 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.definitions import Tool
 from pagedjax.tools.formats import CallFormat
 
-OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}  # may have further properties
-JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}  # as the engine compiles other schemas
+OPEN = {
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}  # may have further properties
+JSON_RULES = {
+    "whitespace_pattern": WHITE_SPACE,
+    "lenient": False,
+}  # as the engine compiles other schemas
 
 
 def lark(
@@ -49,7 +59,10 @@ def lark(
         schema, places = arguments_schema(tool)
         ignored += [f"{tool.name}{place}" for place in places]
         head = written(f"{form.before}{tool.name}{form.after}")
-        rules += [f"call_{i}: {head} args_{i} {written(form.close)}", f"args_{i}: {_inline(schema)}"]
+        rules += [
+            f"call_{i}: {head} args_{i} {written(form.close)}",
+            f"args_{i}: {_inline(schema)}",
+        ]
     further = f"({written(form.between)} call)*" if parallel else ""
     rules += [
         f"calls: call {further} {written(form.end)}",
@@ -61,7 +74,11 @@ def lark(
         if not form.trigger:
             raise ValueError("response_format does not go with tools for this model, whose calls are bare JSON too; "
                              "leave one of them out, or set tool_choice to 'required' or 'none'")  # fmt: skip
-        rules = [f"start: answer | {written(form.begin)} calls", f"answer: {_inline(answer)}", *rules]
+        rules = [
+            f"start: answer | {written(form.begin)} calls",
+            f"answer: {_inline(answer)}",
+            *rules,
+        ]
     else:
         rules = [*_text_or_calls(form, marks, tokenizer.special_ids), *rules]
     text = "\n".join(rules) + "\n"
@@ -79,7 +96,9 @@ def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
     refuse them.
     """
     what = f"tools: the schema of {tool.name!r}"
-    schema, lost = keywords.checked(tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict)
+    schema, lost = keywords.checked(
+        tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict
+    )
     if "properties" in schema and not OPEN & schema.keys():
         schema = {**schema, "additionalProperties": False}
     return schema, lost
@@ -96,7 +115,9 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
     if form.json_object:
         return {"type": "object"}, ()
     if form.json is None:
-        raise ValueError("structured_outputs go with tools as JSON alone (json, json_object); leave one of them out")
+        raise ValueError(
+            "structured_outputs go with tools as JSON alone (json, json_object); leave one of them out"
+        )
     return schema_of(form)
 
 
@@ -120,11 +141,15 @@ def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[
 
 
 def _inline(schema: Any) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_RULES} if isinstance(schema, dict) else schema)
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": JSON_RULES} if isinstance(schema, dict) else schema
+    )
 
 
 def _literal(text: str, marks: dict[str, int]) -> str:
     """A text in a rule, its marks as tokens."""
     inner = [mark for mark in marks if mark and mark in text]
     parts = re.split("(" + "|".join(map(re.escape, inner)) + ")", text) if inner else [text]
-    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part
+    )

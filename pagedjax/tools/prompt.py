@@ -25,7 +25,9 @@ If no function helps, answer in plain text."""
 Messages = list[dict[str, Any]]
 
 
-def conversation(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], dialect: Dialect) -> Messages:
+def conversation(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], dialect: Dialect
+) -> Messages:
     """The messages as a chat template takes them: arguments of calls are objects, and content is never missing.
 
     For a template that knows no tools, calls and results become text, and the tools become a part of the system text.
@@ -56,7 +58,9 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         raise ValueError(f"{what}; give the id of the call that it answers")
     if message.get("role") == "function" or message.get("function_call") is not None:
         what = f"{place} is of the older API of functions"
-        raise ValueError(f"{what}; write tool_calls in place of function_call, and the role 'tool' for results")
+        raise ValueError(
+            f"{what}; write tool_calls in place of function_call, and the role 'tool' for results"
+        )
     calls = message.get("tool_calls")
     if calls is None or message.get("role") != "assistant":
         return dict(message)
@@ -72,7 +76,9 @@ def _call(place: str, call: Any) -> dict[str, Any]:
     """A call with its arguments as an object; OpenAI's clients send them as the text of one."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{place} is {call!r:.80}; a call has an id, the type 'function', and a function with a name")
+        raise ValueError(
+            f"{place} is {call!r:.80}; a call has an id, the type 'function', and a function with a name"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -80,12 +86,22 @@ def _call(place: str, call: Any) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}.function.arguments is no JSON: {error}") from None
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text")
+        raise ValueError(
+            f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text"
+        )
     check_whole(f"{place}.function.arguments", dict(arguments))
     if too_deep(arguments):
-        raise ValueError(f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter")
-    known = {"id": call["id"]} if call.get("id") is not None else {}  # other fields would appear in prompts
-    return {**known, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+        raise ValueError(
+            f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter"
+        )
+    known = (
+        {"id": call["id"]} if call.get("id") is not None else {}
+    )  # other fields would appear in prompts
+    return {
+        **known,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }
 
 
 def _as_text(messages: Messages, dialect: Dialect) -> Messages:
@@ -102,10 +118,18 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
             results = True
             continue
         results = False
-        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("role") == "assistant":
+        if (
+            isinstance(message, Mapping)
+            and message.get("tool_calls")
+            and message.get("role") == "assistant"
+        ):
             functions = [call["function"] for call in message["tool_calls"]]
-            each = [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
-            text = "\n".join(part for part in (message["content"], dialect.format.written(each)) if part)
+            each = [
+                (one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions
+            ]
+            text = "\n".join(
+                part for part in (message["content"], dialect.format.written(each)) if part
+            )
             message = {"role": "assistant", "content": text}
         found.append(message)
     return found

@@ -96,7 +96,9 @@ class CallReader:
 
     def _arguments(self, last: bool) -> Iterator[Piece]:
         """A JSON object, up to the brace that closes it."""
-        end = next((i for i, character in enumerate(self._left, start=1) if self._closes(character)), None)
+        end = next(
+            (i for i, character in enumerate(self._left, start=1) if self._closes(character)), None
+        )
         if end is not None:
             self._state = "close"
         ready, self._left = self._left[:end], "" if end is None else self._left[end:]
@@ -138,8 +140,14 @@ def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:
     """The calls that pieces make together."""
     begun = [piece for piece in pieces if piece.name is not None]
     texts = ["".join(piece.text for piece in pieces if piece.call == one.call) for one in begun]
-    return tuple(ToolCall(one.id or "", one.name or "", text) for one, text in zip(begun, texts, strict=True))
+    return tuple(
+        ToolCall(one.id or "", one.name or "", text) for one, text in zip(begun, texts, strict=True)
+    )
 
 
 def _new_id(length: int | None) -> str:
-    return "".join(secrets.choice(LETTERS) for _ in range(length)) if length else f"call_{secrets.token_hex(12)}"
+    return (
+        "".join(secrets.choice(LETTERS) for _ in range(length))
+        if length
+        else f"call_{secrets.token_hex(12)}"
+    )

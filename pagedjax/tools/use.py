@@ -37,7 +37,9 @@ class ToolUse:
         """The format of calls; None if there can be none."""
         return self.dialect.format if self.tools else None
 
-    def tokens(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], generating: bool = True) -> list[int]:
+    def tokens(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], generating: bool = True
+    ) -> list[int]:
         """The tokens of a conversation with these tools.
 
         Raises:
@@ -56,7 +58,9 @@ class ToolUse:
         if not self.tools:
             return params, ()
         if not isinstance(params, SamplingParams):
-            raise ValueError("tools do not go with a beam search, whose answers have no form; leave one of them out")
+            raise ValueError(
+                "tools do not go with a beam search, whose answers have no form; leave one of them out"
+            )
         allowed = [tool for tool in self.tools if self.only in (None, tool.name)]
         answer, lost = grammar.answer_schema(params.structured_outputs)
         text, ignored = grammar.lark(
@@ -69,7 +73,10 @@ class ToolUse:
         )
         # calls may be written with special tokens, and must be seen; others cannot occur in the grammar
         form = StructuredOutputsParams(grammar=text)
-        return replace(params, structured_outputs=form, skip_special_tokens=False), (*ignored, *lost)
+        return replace(params, structured_outputs=form, skip_special_tokens=False), (
+            *ignored,
+            *lost,
+        )
 
     def compiled(self, grammars: Grammars, params: SamplingParams) -> Grammar:
         """The compiled grammar of parameters from `applied`.
@@ -84,16 +91,24 @@ class ToolUse:
         except ValueError as error:
             for tool in self.tools:
                 try:
-                    grammars.compiled(StructuredOutputsParams(json=grammar.arguments_schema(tool)[0]))
+                    grammars.compiled(
+                        StructuredOutputsParams(json=grammar.arguments_schema(tool)[0])
+                    )
                 except ValueError as wrong:
-                    message = str(wrong).replace("structured_outputs.json", f"tools: the schema of {tool.name!r}")
+                    message = str(wrong).replace(
+                        "structured_outputs.json", f"tools: the schema of {tool.name!r}"
+                    )
                     raise ValueError(message) from error
             raise ValueError(f"tools cannot be used: {error}") from error
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """An output with its calls. The text stays as the model wrote it."""
         form = self.form
-        return output if form is None else replace(output, outputs=tuple(_read(one, form) for one in output.outputs))
+        return (
+            output
+            if form is None
+            else replace(output, outputs=tuple(_read(one, form) for one in output.outputs))
+        )
 
 
 def _read(output: CompletionOutput, form: CallFormat) -> CompletionOutput:
@@ -101,7 +116,11 @@ def _read(output: CompletionOutput, form: CallFormat) -> CompletionOutput:
 
 
 def tool_use(
-    tokenizer: Tokenizer, tools: Any = None, choice: Any = None, parallel: bool | None = None, parser: str | None = None
+    tokenizer: Tokenizer,
+    tools: Any = None,
+    choice: Any = None,
+    parallel: bool | None = None,
+    parser: str | None = None,
 ) -> ToolUse:
     """The tools of a request, checked.
 
@@ -115,4 +134,10 @@ def tool_use(
     defined = tools_of(tools)
     kind, only = choice_of(choice, defined)
     used = () if kind == "none" else defined
-    return ToolUse(used, kind == "required", only, parallel is not False, dialect(tokenizer.chat_template, parser))
+    return ToolUse(
+        used,
+        kind == "required",
+        only,
+        parallel is not False,
+        dialect(tokenizer.chat_template, parser),
+    )

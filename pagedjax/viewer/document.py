@@ -15,7 +15,19 @@ from pagedjax.viewer.drafts import several
 from pagedjax.viewer.read_recording import Run
 from pagedjax.viewer.text import Decode, texts
 
-SCRIPTS = ("fold", "lives", "story", "look", "grid", "batch", "timeline", "panels", "controls", "live", "main")
+SCRIPTS = (
+    "fold",
+    "lives",
+    "story",
+    "look",
+    "grid",
+    "batch",
+    "timeline",
+    "panels",
+    "controls",
+    "live",
+    "main",
+)
 MAX_TOKENS = 500_000  # sampled tokens that a page carries: each is 2 to 4 bytes of it
 MAX_LABEL = 2_000  # characters of a prompt that a page carries
 
@@ -29,13 +41,26 @@ def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | 
     """
     kept, bare = bounded(run)
     text = texts(run.frames, run.prompts, decode) if decode and not bare else {}
-    given, records = labels or {}, (record for frame in run.frames for record in frame.get("came", ()))
+    given, records = (
+        labels or {},
+        (record for frame in run.frames for record in frame.get("came", ())),
+    )
     named = {number: given[request_id] for number, request_id, *_ in records if request_id in given}
     shown = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
-    about = {**facts(run.config._asdict(), run.policy, run.version), "name": run.name, "timed": run.timed}
+    about = {
+        **facts(run.config._asdict(), run.policy, run.version),
+        "name": run.name,
+        "timed": run.timed,
+    }
     about |= {"truncated": run.truncated, "bare": bare}
-    data = {"about": about, "frames": kept.frames, **text, "prompts": prompts if text else {}, "labels": shown}
+    data = {
+        "about": about,
+        "frames": kept.frames,
+        **text,
+        "prompts": prompts if text else {},
+        "labels": shown,
+    }
     return assembled(run.name or "a run", about, pack(data))
 
 
@@ -50,10 +75,14 @@ def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
 
 def bounded(run: Run) -> tuple[Run, bool]:
     """Returns (run, left out): without sampled tokens if a page cannot carry so many, and whether that is so."""
-    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
+    tokens = sum(
+        max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ())
+    )
     if tokens <= MAX_TOKENS:
         return run, False
-    bare = tuple({name: part for name, part in frame.items() if name != "sampled"} for frame in run.frames)
+    bare = tuple(
+        {name: part for name, part in frame.items() if name != "sampled"} for frame in run.frames
+    )
     return run._replace(frames=bare), True
 
 

@@ -21,7 +21,11 @@ from pagedjax.host.types import HOLE, Seq
 MOST_BLOCKS = 1024  # of a pool that a person can still read
 MOST_ENTRIES = 1024  # of all block tables together
 ACROSS, BLOCK_ACROSS = 8, 18  # cells in a line of a block table, and of the pool
-WIDE, CELL, LINE = 64, 30, 46  # pixels: width of a table's cell, side of a pool's cell, height of a table's line
+WIDE, CELL, LINE = (
+    64,
+    30,
+    46,
+)  # pixels: width of a table's cell, side of a pool's cell, height of a table's line
 LEFT, TOP = 120, 14  # pixels: room for names, and above
 GOLDEN = 137.508  # degrees between the hues of neighbours in arrival, as on the viewer's page
 INK, SOFT, FREE, FREE_LINE, IDLE = "#1b1f27", "#5d6675", "#ffffff", "#b9c0cc", "#d5d9e1"
@@ -85,7 +89,13 @@ def colour(arrival: int, *, light: float = 0.5) -> str:
 def _table(seq: Seq, size: int, groups: int, top: int) -> tuple[list[str], int]:
     """The block table of a sequence, one picture for each group of layers -> (lines, y below it)."""
     lines = [
-        _text(4, top + 14, _short(seq.request_id, 16), weight="bold", fill=colour(seq.arrival, light=0.35)),
+        _text(
+            4,
+            top + 14,
+            _short(seq.request_id, 16),
+            weight="bold",
+            fill=colour(seq.arrival, light=0.35),
+        ),
         _text(4, top + 28, f"computed {seq.computed} of {seq.length}", fill=SOFT),
     ]
     y = top
@@ -113,10 +123,14 @@ def _entry(seq: Seq, block: int, first: int, size: int, x: int, y: int) -> Itera
         yield _rect(x, y, slot * computed, 18, colour(seq.arrival))
         if size <= 16:
             yield from (
-                f'<path d="M{x + slot * i:g} {y}v18" stroke="#ffffff" stroke-width="0.7"/>' for i in range(1, size)
+                f'<path d="M{x + slot * i:g} {y}v18" stroke="#ffffff" stroke-width="0.7"/>'
+                for i in range(1, size)
             )
         yield _rect(x, y, WIDE - 4, 18, "none", INK)
-    yield _text(x + WIDE / 2 - 2, y + 31, "hole" if block == HOLE else str(block), anchor="middle") + "</g>"
+    yield (
+        _text(x + WIDE / 2 - 2, y + 31, "hole" if block == HOLE else str(block), anchor="middle")
+        + "</g>"
+    )
 
 
 def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[list[str], int]:
@@ -131,7 +145,15 @@ def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[lis
     for block in range(pool.num_blocks + 1):
         x, y = LEFT + block % BLOCK_ACROSS * CELL, top + block // BLOCK_ACROSS * CELL
         mine = owners.get(block, []) if block else []
-        kind = "trash" if not block else "owned" if mine else "idle" if block in pool.stamps else "empty"
+        kind = (
+            "trash"
+            if not block
+            else "owned"
+            if mine
+            else "idle"
+            if block in pool.stamps
+            else "empty"
+        )
         lines += _cell(block, kind, mine, x, y)
     bottom = top + (pool.num_blocks // BLOCK_ACROSS + 1) * CELL
     note = "0: trash block, for padding; white: empty; grey: idle, content can be found; two colours: shared"
@@ -149,12 +171,23 @@ def _cell(block: int, kind: str, owners: list[Seq], x: int, y: int) -> Iterator[
         yield _rect(x, y + i * side / 2, side, side / (1 + i), colour(seq.arrival, light=0.75))
     if kind == "trash":
         yield f'<path d="M{x} {y}l{side} {side}m0 {-side}l{-side} {side}" stroke="{FREE_LINE}"/>'
-    yield _text(x + side / 2, y + side / 2 + 4, str(block), anchor="middle", fill=INK if owners else SOFT) + "</g>"
+    yield (
+        _text(
+            x + side / 2,
+            y + side / 2 + 4,
+            str(block),
+            anchor="middle",
+            fill=INK if owners else SOFT,
+        )
+        + "</g>"
+    )
 
 
 def _queue(state: SchedulerState) -> str:
     """The first sequences of the queue, in words."""
-    shown = [f"{_short(seq.request_id, 12)} ({seq.length} tokens)" for seq in islice(state.waiting, 6)]
+    shown = [
+        f"{_short(seq.request_id, 12)} ({seq.length} tokens)" for seq in islice(state.waiting, 6)
+    ]
     more = len(state.waiting) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "no sequence"
 
@@ -169,11 +202,21 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _rect(x: float, y: float, width: float, height: float, fill: str, line: str = "none", dash: str = "none") -> str:
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    line: str = "none",
+    dash: str = "none",
+) -> str:
     where = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     return f'<rect {where} fill="{fill}" stroke="{line}" stroke-dasharray="{dash}"/>'
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", fill: str = INK) -> str:
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", fill: str = INK
+) -> str:
     style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

@@ -32,7 +32,9 @@ class Fold(NamedTuple):
     shown: Picture  # after the last frame
     numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
     count: int = 0  # requests so far
-    came: tuple[list, ...] = ()  # new requests since the last frame; the next three fields too are since then
+    came: tuple[
+        list, ...
+    ] = ()  # new requests since the last frame; the next three fields too are since then
     log: tuple[LogEntry, ...] = ()
     published: tuple[int, ...] = ()  # blocks whose content can be found from now on
     evicted: tuple[int, ...] = ()  # blocks whose content was lost
@@ -50,10 +52,14 @@ def start_from(state: SchedulerState) -> Fold:
     """Begins a fold in the middle of a run: unfinished requests count as new."""
     fold = Fold(scheduler.init(state.config), {}, Picture())
     fold = _arrived(fold, [*scheduler.running(state), *state.waiting])
-    return fold._replace(state=state, tables=_tables(fold, state), published=tuple(state.pool.hashes))
+    return fold._replace(
+        state=state, tables=_tables(fold, state), published=tuple(state.pool.hashes)
+    )
 
 
-def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None) -> Fold:
+def passed(
+    fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None
+) -> Fold:
     """Applies a change of the state that is no step. A request that is gone without an event was aborted."""
     unfinished = (*state.waiting, *state.running.seqs)  # one that was adopted may run at once
     fold = _arrived(fold, [seq for seq in unfinished if seq.arrival >= fold.state.arrivals], at)
@@ -77,7 +83,9 @@ def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = 
     """Opens the frame of a step: the picture while the step runs."""
     numbers = fold.numbers
     log = story.planned(plan, numbers)
-    fold = _moved(fold._replace(log=fold.log + tuple(log)), state, allocates=True, copies=plan.copies)
+    fold = _moved(
+        fold._replace(log=fold.log + tuple(log)), state, allocates=True, copies=plan.copies
+    )
     columns = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
     rows = tuple([(numbers[seq.request.request_id], *row) for seq, *row in columns])
     frame = _framed(fold, drafts.drafted(rows, plan), plan.step)
@@ -100,7 +108,9 @@ def committed(
         frame = frame | {"at": [frame["at"][0], at]}
     found = _filled(plan, fold.state, state)
     log = story.committed(events, fold.numbers, fold.shown.requests, found)
-    fold = fold._replace(published=fold.published + tuple(b for _, ids in found for b in ids), at=at or fold.at)
+    fold = fold._replace(
+        published=fold.published + tuple(b for _, ids in found for b in ids), at=at or fold.at
+    )
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
     fold = _moved(fold, state, allocates=False)
     if fold.log:
@@ -135,7 +145,9 @@ def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
             if name in numbers:  # cancelled and submitted again since the last frame
                 log.append(["ended", numbers[name], "abort", None])
             numbers[name] = count
-            came.append(_record(count, name, seq.request, seq.limit, None if count == first else first))
+            came.append(
+                _record(count, name, seq.request, seq.limit, None if count == first else first)
+            )
             count += 1
         log.append(["submitted", first] if at is None else ["submitted", first, at])
     return fold._replace(numbers=numbers.finish(), came=tuple(came), log=tuple(log), count=count)
@@ -150,7 +162,11 @@ def _ended(fold: Fold, state: SchedulerState, events: Iterable[Event]) -> Fold:
     """Logs requests that finished, and those that are gone without an event."""
     numbers, log = fold.numbers, list(fold.log)
     for event in events:
-        if isinstance(event, Finished) and event.request_id in numbers and event.request_id not in state.ids:
+        if (
+            isinstance(event, Finished)
+            and event.request_id in numbers
+            and event.request_id not in state.ids
+        ):
             log.append(["ended", numbers[event.request_id], event.reason, event.num_output])
             numbers = numbers.delete(event.request_id)
     if len(numbers) != len(state.ids):
@@ -165,13 +181,19 @@ def _tables(fold: Fold, state: SchedulerState) -> Tables:
     return {numbers[seq.request.request_id]: seq.blocks for seq in state.running.seqs}
 
 
-def _moved(fold: Fold, state: SchedulerState, *, allocates: bool, copies: Sequence[tuple[int, int]] = ()) -> Fold:
+def _moved(
+    fold: Fold, state: SchedulerState, *, allocates: bool, copies: Sequence[tuple[int, int]] = ()
+) -> Fold:
     """Logs the blocks that tables gained and lost since the transition before."""
     if state.running.seqs is fold.state.running.seqs:
         return fold._replace(state=state)
     tables = _tables(fold, state)
-    made = story.moves(fold.tables, tables, fold.state.pool, state.pool, allocates=allocates, copies=copies)
-    evicted = fold.evicted + tuple(block for entry in made if entry[0] == "evicted" for block in entry[2])
+    made = story.moves(
+        fold.tables, tables, fold.state.pool, state.pool, allocates=allocates, copies=copies
+    )
+    evicted = fold.evicted + tuple(
+        block for entry in made if entry[0] == "evicted" for block in entry[2]
+    )
     return fold._replace(state=state, tables=tables, log=fold.log + tuple(made), evicted=evicted)
 
 
@@ -195,10 +217,16 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
     packed = {row[0] for row in rows}
     active = zip(state.running.seqs, state.running.lengths, state.running.computed, strict=True)
-    named = [(numbers[seq.request.request_id], computed, length) for seq, length, computed in active]
+    named = [
+        (numbers[seq.request.request_id], computed, length) for seq, length, computed in active
+    ]
     still = [list(one) for one in named if one[0] not in packed]
-    away = [[numbers[seq.request.request_id], held(seq.blocks)] for seq in state.waiting if seq.blocks]
-    ends = {n: computed for n, computed, _ in named} | {n: start + count for n, start, count, *_ in rows}
+    away = [
+        [numbers[seq.request.request_id], held(seq.blocks)] for seq in state.waiting if seq.blocks
+    ]
+    ends = {n: computed for n, computed, _ in named} | {
+        n: start + count for n, start, count, *_ in rows
+    }
     used = state.pool.num_blocks - state.pool.num_free
     empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config)
     frame: Frame = {
@@ -235,17 +263,25 @@ def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
 def _publications(fold: Fold) -> list[list[int]] | None:
     """Changes of the blocks that can be found; all of these blocks if the changes do not explain their number."""
     findable, old = fold.state.pool.hashes, fold.shown.published
-    new = [block for block in dict.fromkeys(fold.published) if block not in old and block in findable]
-    lost = [block for block in dict.fromkeys(fold.evicted) if block in old and block not in findable]
+    new = [
+        block for block in dict.fromkeys(fold.published) if block not in old and block in findable
+    ]
+    lost = [
+        block for block in dict.fromkeys(fold.evicted) if block in old and block not in findable
+    ]
     if len(old) + len(new) - len(lost) != len(findable):
         return [sorted(findable)]
     return [new, lost] if new or lost else None
 
 
-def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig) -> int:
+def _empty_slots(
+    tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig
+) -> int:
     """Slots of owned blocks without a token when the step ends. A shared block counts once, at its fullest."""
     size, groups = config.block_size, config.groups
-    tokens_in: dict[int, int] = {}  # block -> tokens in it, for blocks that some table does not fill
+    tokens_in: dict[
+        int, int
+    ] = {}  # block -> tokens in it, for blocks that some table does not fill
     for n, table in tables.items():
         for i in range(ends[n] // size * groups, len(table)):
             tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i // groups * size, 0)

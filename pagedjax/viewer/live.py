@@ -57,7 +57,9 @@ class Live:
         ValueError: the policy is unknown, or keep is below 1.
     """
 
-    def __init__(self, state: SchedulerState, policy: str | Policy = "fcfs", *, keep: int = 1_000) -> None:
+    def __init__(
+        self, state: SchedulerState, policy: str | Policy = "fcfs", *, keep: int = 1_000
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; a page shows at least 1 step")
         self._policy = find(policy) if isinstance(policy, str) else policy
@@ -76,7 +78,11 @@ class Live:
     # the engine's thread
 
     def stepped(
-        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState
+        self,
+        before: SchedulerState,
+        result: StepResult | None,
+        events: tuple[Event, ...],
+        after: SchedulerState,
     ) -> None:
         """Records a step, or without a result another change of the state.
 
@@ -85,7 +91,11 @@ class Live:
             result: the result of `engine.step()`.
             events: those of the result, and of cancels that follow from it.
         """
-        plan, times = (None, (0.0, 0.0)) if result is None else (result.plan, (result.started, result.finished))
+        plan, times = (
+            (None, (0.0, 0.0))
+            if result is None
+            else (result.plan, (result.started, result.finished))
+        )
         self._records.append(Record(self._serial, before, after, tuple(events), plan, times))
         self._serial += 1
 

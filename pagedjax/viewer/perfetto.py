@@ -27,7 +27,11 @@ def trace(run: Run) -> dict[str, Any]:
     for index, frame in enumerate(run.frames):
         picture = apply(picture, frame)
         tracks.take(picture, frame, *_times(frame, index, run.timed))
-    unit = "seconds as recorded" if run.timed else "no times were recorded: one step is one millisecond"
+    unit = (
+        "seconds as recorded"
+        if run.timed
+        else "no times were recorded: one step is one millisecond"
+    )
     other = {"recorded by": f"pagedjax {run.version}", "policy": run.policy, "time": unit}
     return {"traceEvents": tracks.events(), "displayTimeUnit": "ms", "otherData": other}
 
@@ -48,7 +52,10 @@ class Tracks:
         self._open: dict[int, Slice] = {}  # number -> the slice of the request's present phase
         self._prompt_lens: dict[int, int] = {}
         self._away: dict[int, str] = {}  # requests that were preempted -> how
-        self._events: list[Slice] = [_name(ENGINE, None, "engine"), _name(REQUESTS, None, "requests")]
+        self._events: list[Slice] = [
+            _name(ENGINE, None, "engine"),
+            _name(REQUESTS, None, "requests"),
+        ]
         self._events.append(_name(ENGINE, 0, "steps"))
 
     def take(self, picture: Picture, frame: Frame, begin: float, end: float) -> None:
@@ -61,7 +68,11 @@ class Tracks:
             self._take_entry(entry, begin)
         if not picture.rest:
             rows = picture.rows
-            facts = {"tokens": picture.counts[0], "sequences": len(rows), "blocks": picture.counts[1]}
+            facts = {
+                "tokens": picture.counts[0],
+                "sequences": len(rows),
+                "blocks": picture.counts[1],
+            }
             facts |= _verdict(sum(map(drafts_of, rows)), _total(frame.get("accepted")))
             self._events.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, facts))
         right = frame.get("accepted", [None] * len(picture.rows))
@@ -89,7 +100,14 @@ class Tracks:
         elif what == "ended":
             self._leave(n, at)
             self._events.append(
-                {"ph": "i", "s": "t", "name": f"finished: {rest[0]}", "pid": REQUESTS, "tid": n + 1, "ts": round(at, 3)}
+                {
+                    "ph": "i",
+                    "s": "t",
+                    "name": f"finished: {rest[0]}",
+                    "pid": REQUESTS,
+                    "tid": n + 1,
+                    "ts": round(at, 3),
+                }
             )
 
     def _take_row(self, row: Sequence[int], accepted: int | None, begin: float, end: float) -> None:
@@ -104,8 +122,14 @@ class Tracks:
             verdict = _verdict(drafts, accepted)
             for name, value in verdict.items():
                 inside[name] = inside.get(name, 0) + value
-            name = f"drafts: {drafts}" if accepted is None else f"drafts: {accepted} of {drafts} accepted"
-            self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {**verdict, "of": length}))
+            name = (
+                f"drafts: {drafts}"
+                if accepted is None
+                else f"drafts: {accepted} of {drafts} accepted"
+            )
+            self._events.append(
+                _slice(REQUESTS, n + 1, name, begin, end, {**verdict, "of": length})
+            )
         elif phase != "decode":
             name = f"tokens {start}-{start + count - 1}"
             self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {"of": length}))
@@ -127,12 +151,22 @@ class Tracks:
         tokens, used, idle, _ = picture.counts
         blocks = {"used": used, "cached": idle, "empty": self._blocks - used - idle}
         away = len(picture.away)
-        queue = {"waiting": len(picture.waiting) - away, "running": len(picture.tables), "swapped": away}
-        for name, values in (("blocks", blocks), ("tokens in a step", {"tokens": tokens}), ("requests", queue)):
+        queue = {
+            "waiting": len(picture.waiting) - away,
+            "running": len(picture.tables),
+            "swapped": away,
+        }
+        for name, values in (
+            ("blocks", blocks),
+            ("tokens in a step", {"tokens": tokens}),
+            ("requests", queue),
+        ):
             self._counter(name, values, at)
 
     def _counter(self, name: str, values: Mapping[str, float], at: float) -> None:
-        self._events.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
+        self._events.append(
+            {"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values}
+        )
 
     def events(self) -> list[Slice]:
         """All events so far in order of time. Of slices that begin together the longer one is first."""
@@ -159,11 +193,25 @@ def _total(accepted: Sequence[int | None] | None) -> int | None:
 
 def _name(pid: int, tid: int | None, name: str) -> Slice:
     what = "process_name" if tid is None else "thread_name"
-    return {"ph": "M", "name": what, "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
+    return {
+        "ph": "M",
+        "name": what,
+        "pid": pid,
+        **({} if tid is None else {"tid": tid}),
+        "args": {"name": name},
+    }
 
 
 def _slice(pid: int, tid: int, name: str, begin: float, end: float, args: dict[str, Any]) -> Slice:
     begin = round(begin, 3)
     duration = round(max(0.0, round(end, 3) - begin), 3)
-    made = {"ph": "X", "name": name, "cat": "pagedjax", "pid": pid, "tid": tid, "ts": begin, "dur": duration}
+    made = {
+        "ph": "X",
+        "name": name,
+        "cat": "pagedjax",
+        "pid": pid,
+        "tid": tid,
+        "ts": begin,
+        "dur": duration,
+    }
     return made | {"args": args}

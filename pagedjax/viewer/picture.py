@@ -34,7 +34,9 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 Frame = dict[str, Any]
-Batch = tuple[tuple[int, ...], ...]  # (number, first token, tokens, known tokens), and drafts if the row has any
+Batch = tuple[
+    tuple[int, ...], ...
+]  # (number, first token, tokens, known tokens), and drafts if the row has any
 
 
 class Picture(NamedTuple):
@@ -47,8 +49,13 @@ class Picture(NamedTuple):
     published: Map[int, None] = Map()
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
-    requests: Map[int, tuple[Any, ...]] = Map()  # number -> its record in `came`, of unfinished requests
-    verified: tuple[int, ...] = (0, 0)  # drafts, and those of them that were accepted, of all steps so far
+    requests: Map[int, tuple[Any, ...]] = (
+        Map()
+    )  # number -> its record in `came`, of unfinished requests
+    verified: tuple[int, ...] = (
+        0,
+        0,
+    )  # drafts, and those of them that were accepted, of all steps so far
 
 
 def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
@@ -57,7 +64,9 @@ def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
         return None
     most = min(len(old), len(new))
     front = next((i for i in range(most) if not _same(old[i], new[i])), most)
-    back = next((i for i in range(most - front) if not _same(old[-1 - i], new[-1 - i])), most - front)
+    back = next(
+        (i for i in range(most - front) if not _same(old[-1 - i], new[-1 - i])), most - front
+    )
     return [front, back, [_plain(item) for item in new[front : len(new) - back]]]
 
 
@@ -84,7 +93,12 @@ def apply(picture: Picture, frame: Frame) -> Picture:
             tables[n] = (*tables.get(n, ())[:kept], *new)
     tables = tables.finish()
     requests = picture.requests.mutate()
-    ended = (entry[1] for part in ("before", "after") for entry in frame.get(part, ()) if entry[0] == "ended")
+    ended = (
+        entry[1]
+        for part in ("before", "after")
+        for entry in frame.get(part, ())
+        if entry[0] == "ended"
+    )
     for record in frame.get("came", ()):
         requests[record[0]] = tuple(record)
     for n in ended:

@@ -52,10 +52,14 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     except ReplayError as error:
         raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
     name, config = os.path.basename(path), first.state.config
-    return Run(config, header["policy"], header["pagedjax"], made, prompts, name, replay.truncated(path))
+    return Run(
+        config, header["policy"], header["pagedjax"], made, prompts, name, replay.truncated(path)
+    )
 
 
-def fold(transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None) -> Iterator[Frame]:
+def fold(
+    transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None
+) -> Iterator[Frame]:
     """Yields the frames of a run: one for each step, one whenever no request is left, and one for its end.
 
     Args:

@@ -39,7 +39,11 @@ def planned(plan: Plan, numbers: Mapping[str, int]) -> list[LogEntry]:
     return [
         *(["preempted", numbers[name], name in swapped] for name in plan.preempted),
         *(["resumed", numbers[name]] for name in plan.resumed),
-        *(["admitted", numbers[name], known, cached] for name, known, cached in entered if name not in resumed),
+        *(
+            ["admitted", numbers[name], known, cached]
+            for name, known, cached in entered
+            if name not in resumed
+        ),
     ]
 
 
@@ -55,7 +59,9 @@ def committed(
         requests: the records in `came`, by number.
         filled: (request id, its blocks that can be found now).
     """
-    log: list[LogEntry] = [["cached", numbers[name], ids] for name, ids in filled if name in numbers]
+    log: list[LogEntry] = [
+        ["cached", numbers[name], ids] for name, ids in filled if name in numbers
+    ]
     for event in events:
         if isinstance(event, Forked):
             branches = [numbers[name] for name in event.request_ids]
@@ -101,7 +107,11 @@ def moves(
     given_up: list[LogEntry] = []
     seen: set[int] = set()
     for n, ids in losses:
-        gone = [block for block in ids if block not in seen and (block not in after.owners or block in taken)]
+        gone = [
+            block
+            for block in ids
+            if block not in seen and (block not in after.owners or block in taken)
+        ]
         seen.update(gone)
         kept = [block for block in gone if block in before.hashes or block in after.hashes]
         given_up += _entry("freed", n, [block for block in gone if block not in kept])
@@ -109,7 +119,9 @@ def moves(
     return given_up + gained
 
 
-def _changes(old: Tables, new: Tables) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
+def _changes(
+    old: Tables, new: Tables
+) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
     """Returns (gains, losses): (number, blocks) of each request that gained or lost blocks."""
     gains, losses = [], []
     for n, table in new.items():
@@ -123,7 +135,10 @@ def _changes(old: Tables, new: Tables) -> tuple[list[tuple[int, list[int]]], lis
         gains.append((n, [block for block in table if block not in mine]))
         losses.append((n, [block for block in had if block not in now]))
     losses += [(n, list(table)) for n, table in old.items() if n not in new]
-    without_holes = [[(n, [block for block in ids if block]) for n, ids in changes] for changes in (gains, losses)]
+    without_holes = [
+        [(n, [block for block in ids if block]) for n, ids in changes]
+        for changes in (gains, losses)
+    ]
     gains, losses = without_holes
     return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
 

@@ -10,7 +10,9 @@ from pagedjax.viewer.picture import Frame, Picture, apply
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, as a tokenizer's `decode`
 REPLACEMENT = "\ufffd"  # the result of decoding an incomplete character
-MAX_PENDING = 16  # tokens that may wait for the rest of a character: more than any character has bytes
+MAX_PENDING = (
+    16  # tokens that may wait for the rest of a character: more than any character has bytes
+)
 
 
 def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
@@ -27,10 +29,14 @@ def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
 
 def beamed(frames: Iterable[Frame]) -> set[int]:
     """Returns the token ids with which beams continued."""
-    return {entry[3] for frame in frames for entry in frame.get("after", ()) if entry[0] == "beamed"}
+    return {
+        entry[3] for frame in frames for entry in frame.get("after", ()) if entry[0] == "beamed"
+    }
 
 
-def texts(frames: Sequence[Frame], prompts: Mapping[int, Sequence[int]], decode: Decode) -> dict[str, Any]:
+def texts(
+    frames: Sequence[Frame], prompts: Mapping[int, Sequence[int]], decode: Decode
+) -> dict[str, Any]:
     """Returns the data that the page needs to show text.
 
     Returns:
@@ -38,7 +44,9 @@ def texts(frames: Sequence[Frame], prompts: Mapping[int, Sequence[int]], decode:
         token that differs there, because a character needs several tokens; labels: prompts by request number.
     """
     outputs = generated(frames)
-    known = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(frames)
+    known = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(
+        frames
+    )
     words = {token: decode([token]) for token in sorted(known)}
     fixes: dict[int, dict[int, str]] = {}
     for n, ids in outputs.items():

@@ -41,7 +41,11 @@ def _mesh(_: str, value: Any) -> Mapping[str, Any]:
 
 
 def _swap_space(_: str, value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"swap_space_gib": value} | ({"preemption": "swap"} if value else {})
+    return (
+        {}
+        if value is None
+        else {"swap_space_gib": value} | ({"preemption": "swap"} if value else {})
+    )
 
 
 def _lookahead(_: str, value: Any) -> Mapping[str, Any]:
@@ -57,7 +61,11 @@ def _keep_window_blocks(_: str, value: Any) -> Mapping[str, Any]:
 
 
 def _devices(_: str, value: Any) -> Mapping[str, Any]:
-    return {} if value is None else {"devices": tuple(value) if isinstance(value, (list, tuple)) else value}
+    return (
+        {}
+        if value is None
+        else {"devices": tuple(value) if isinstance(value, (list, tuple)) else value}
+    )
 
 
 def _max_logprobs(_: str, value: Any) -> Mapping[str, Any]:
@@ -67,20 +75,37 @@ def _max_logprobs(_: str, value: Any) -> Mapping[str, Any]:
     return {}
 
 
-LOADING = ("revision", "hf_token", "download_dir", "use_tqdm_on_load")  # of the model and not of its engine
+LOADING = (
+    "revision",
+    "hf_token",
+    "download_dir",
+    "use_tqdm_on_load",
+)  # of the model and not of its engine
 
 TABLE = (
     # what has a meaning here
     taken("model tokenizer seed max_model_len max_num_batched_tokens max_num_seqs", "the same"),
     taken("block_size enable_prefix_caching", "the same"),
     taken("dtype", "the same; `auto` is float32 on a CPU and bfloat16 elsewhere", _dtype),
-    taken("kv_cache_dtype", "`auto` is `dtype`; `fp8` and `fp8_e4m3` are `float8_e4m3fn`", _cache_dtype),
-    taken("quantization", "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; others: an error", _quantization),
+    taken(
+        "kv_cache_dtype",
+        "`auto` is `dtype`; `fp8` and `fp8_e4m3` are `float8_e4m3fn`",
+        _cache_dtype,
+    ),
+    taken(
+        "quantization",
+        "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; others: an error",
+        _quantization,
+    ),
     taken("tensor_parallel_size", '`mesh={"tensor": n}`', _mesh),
-    taken("enable_expert_parallel", '`mesh={"expert": n}` of `tensor_parallel_size` n', _as("experts")),
+    taken(
+        "enable_expert_parallel", '`mesh={"expert": n}` of `tensor_parallel_size` n', _as("experts")
+    ),
     taken("device_ids", "`devices`", _devices),
     taken(
-        "gpu_memory_utilization", "`memory_fraction`: a share of what is free after the weights", _as("memory_fraction")
+        "gpu_memory_utilization",
+        "`memory_fraction`: a share of what is free after the weights",
+        _as("memory_fraction"),
     ),
     taken("num_gpu_blocks_override", "`num_blocks`", _as("num_blocks")),
     taken("swap_space", '`swap_space_gib`, with `preemption="swap"` above 0', _swap_space),
@@ -88,7 +113,9 @@ TABLE = (
     taken("scheduling_policy", "`policy`", _as("policy")),
     taken("disable_hybrid_kv_cache_manager", "`free_window_blocks=False`", _keep_window_blocks),
     taken("async_scheduling", "`lookahead` of 1 or 0; 0 with speculation", _lookahead),
-    taken("speculative_config", "`speculative`, also under vLLM's names of fields", _as("speculative")),
+    taken(
+        "speculative_config", "`speculative`, also under vLLM's names of fields", _as("speculative")
+    ),
     taken(
         "logits_processors",
         "`row_features`: a `RowFeature` or its `folder/file.py:NAME` ([how](logits-processors.md)); classes: an error",
@@ -144,7 +171,10 @@ TABLE = (
         "vllm",
         warns=True,
     ),
-    nothing("task runner convert served_model_name", "an engine serves all that its model can do, under any name"),
+    nothing(
+        "task runner convert served_model_name",
+        "an engine serves all that its model can do, under any name",
+    ),
     nothing(
         "structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback "
         "guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties "
@@ -200,47 +230,100 @@ TABLE = (
         "models here take text alone",
     ),
     # what is refused, unless it asks for nothing
-    refused("pipeline_parallel_size", "there are no stages of a pipeline; use tensor_parallel_size", 1),
     refused(
-        "data_parallel_size", "an engine has one cache and one queue; start an engine for each slice, with devices", 1
+        "pipeline_parallel_size", "there are no stages of a pipeline; use tensor_parallel_size", 1
+    ),
+    refused(
+        "data_parallel_size",
+        "an engine has one cache and one queue; start an engine for each slice, with devices",
+        1,
     ),
     refused(
         "prefill_context_parallel_size decode_context_parallel_size",
         "no context is split over devices; use tensor_parallel_size",
         1,
     ),
-    refused("nnodes", "start the same command in each process (processes.md), with tensor_parallel_size", 1),
+    refused(
+        "nnodes",
+        "start the same command in each process (processes.md), with tensor_parallel_size",
+        1,
+    ),
     refused("enable_elastic_ep enable_eplb enable_dbo", "experts are dealt once; leave it out"),
     refused(
-        "cpu_offload_gb offload_group_size", "weights stay on the devices; use quantization='int8' or more devices"
+        "cpu_offload_gb offload_group_size",
+        "weights stay on the devices; use quantization='int8' or more devices",
     ),
-    refused("kv_offloading_size", "blocks that finished requests leave stay on the device; use swap_space"),
-    refused("kv_cache_memory_bytes", "the size of the cache is a number of blocks; use num_gpu_blocks_override"),
-    refused("kv_cache_dtype_skip_layers calculate_kv_scales", "all layers keep one dtype; use kv_cache_dtype"),
-    refused("kv_transfer_config kv_events_config ec_transfer_config", "engines share no cache; leave it out"),
-    refused("enable_lora_bias default_mm_loras", "adapters have factors alone; merge them into the weights"),
-    refused("lora_target_modules", "an adapter is served with all of its modules; train it without the others"),
-    refused("enable_prompt_adapter enable_prompt_embeds enable_mm_embeds", "a prompt is text or token ids; give these"),
+    refused(
+        "kv_offloading_size",
+        "blocks that finished requests leave stay on the device; use swap_space",
+    ),
+    refused(
+        "kv_cache_memory_bytes",
+        "the size of the cache is a number of blocks; use num_gpu_blocks_override",
+    ),
+    refused(
+        "kv_cache_dtype_skip_layers calculate_kv_scales",
+        "all layers keep one dtype; use kv_cache_dtype",
+    ),
+    refused(
+        "kv_transfer_config kv_events_config ec_transfer_config",
+        "engines share no cache; leave it out",
+    ),
+    refused(
+        "enable_lora_bias default_mm_loras",
+        "adapters have factors alone; merge them into the weights",
+    ),
+    refused(
+        "lora_target_modules",
+        "an adapter is served with all of its modules; train it without the others",
+    ),
+    refused(
+        "enable_prompt_adapter enable_prompt_embeds enable_mm_embeds",
+        "a prompt is text or token ids; give these",
+    ),
     refused("mm_encoder_only", "models here take text alone; leave it out"),
     refused(
         "hf_overrides hf_config_path model_class_overrides rope_scaling rope_theta",
         "give LLM(params=..., config=...) instead",
     ),
     refused("quantization_config", "weights are rounded by one rule; use quantization='int8'"),
-    refused("load_format", "a model's form is known by its files; leave it out", "auto", "hf", "safetensors", "gguf"),
+    refused(
+        "load_format",
+        "a model's form is known by its files; leave it out",
+        "auto",
+        "hf",
+        "safetensors",
+        "gguf",
+    ),
     refused("model_weights", "a model is one folder, file or name; give it as model"),
     refused("tokenizer_revision", "load the tokenizer's folder yourself and give it as tokenizer"),
-    refused("chat_template", "a model's own template is used; change tokenizer_config.json or chat_template.jinja"),
     refused(
-        "logprobs_mode", "log-probabilities are the model's own, before any option: 'raw_logprobs'", "raw_logprobs"
+        "chat_template",
+        "a model's own template is used; change tokenizer_config.json or chat_template.jinja",
+    ),
+    refused(
+        "logprobs_mode",
+        "log-probabilities are the model's own, before any option: 'raw_logprobs'",
+        "raw_logprobs",
     ),
     refused("attention_backend", "use attention_impl, or leave it out"),
     refused("scheduler_cls", "write a Policy and give it as policy"),
-    refused("disable_sliding_window", "a model's window is a part of it; lower max_model_len to the window"),
+    refused(
+        "disable_sliding_window",
+        "a model's window is a part of it; lower max_model_len to the window",
+    ),
     refused("spec_method spec_model spec_tokens", "use speculative_config={'method': ..., ...}"),
-    refused("speculative_model num_speculative_tokens", "use speculative_config={'method': 'draft_model', ...}"),
-    refused("pooler_config override_pooler_config", "an engine has no pooler of a user; leave it out"),
-    refused("reasoning_parser reasoning_config", "text is returned as it was generated; split it yourself"),
+    refused(
+        "speculative_model num_speculative_tokens",
+        "use speculative_config={'method': 'draft_model', ...}",
+    ),
+    refused(
+        "pooler_config override_pooler_config", "an engine has no pooler of a user; leave it out"
+    ),
+    refused(
+        "reasoning_parser reasoning_config",
+        "text is returned as it was generated; split it yourself",
+    ),
     refused("watermark_config", "write it as logits_processors; logits-processors.md has one"),
     refused("diffusion_config engram_config", "no model here has it; leave it out"),
     refused("weight_transfer_config", "use LLM.update_params"),

@@ -17,9 +17,15 @@ def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     Raises:
         ValueError: a mapping with neither, or with something else.
     """
-    others = [key for key, value in prompt.items() if key not in (TEXT, TOKENS) and value is not None]
+    others = [
+        key for key, value in prompt.items() if key not in (TEXT, TOKENS) and value is not None
+    ]
     if others:
-        remedy = "use SamplingParams(cache_salt=...)" if others[0] == "cache_salt" else "models here take text alone"
+        remedy = (
+            "use SamplingParams(cache_salt=...)"
+            if others[0] == "cache_salt"
+            else "models here take text alone"
+        )
         raise ValueError(f"a prompt has {others[0]!r}; {remedy}")
     text, tokens = prompt.get(TEXT), prompt.get(TOKENS)
     if text is None and tokens is None:

@@ -35,7 +35,10 @@ SAMPLING = (
         "guided_decoding guided_json guided_regex guided_choice guided_grammar response_format",
         "use structured_outputs=StructuredOutputsParams(json=...), or its regex, choice or grammar",
     ),
-    refused("logits_processors", "write a RowFeature, give it as LLM(logits_processors=...), and set extra_args"),
+    refused(
+        "logits_processors",
+        "write a RowFeature, give it as LLM(logits_processors=...), and set extra_args",
+    ),
     refused(
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start",
         "put a token at the end of the prompt, and set prompt_logprobs=0",
@@ -47,9 +50,15 @@ SAMPLING = (
     refused("watermarking", "no output has a mark; leave it out"),
 )
 BEAM_SEARCH = (
-    taken("beam_width max_tokens ignore_eos length_penalty include_stop_str_in_output skip_special_tokens", "the same"),
+    taken(
+        "beam_width max_tokens ignore_eos length_penalty include_stop_str_in_output skip_special_tokens",
+        "the same",
+    ),
     refused("temperature", "scores are those of the model; leave it out"),
-    refused("structured_outputs allowed_token_ids", "a search ranks the whole vocabulary; use SamplingParams"),
+    refused(
+        "structured_outputs allowed_token_ids",
+        "a search ranks the whole vocabulary; use SamplingParams",
+    ),
     refused("watermarking", "no output has a mark; leave it out"),
 )
 
@@ -99,6 +108,10 @@ def _with_fields(
     for name in others:
         if name not in table:
             near = difflib.get_close_matches(name, [*fields, *table], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its arguments are {', '.join(sorted(fields))}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"its arguments are {', '.join(sorted(fields))}"
+            )
             raise TypeError(f"{cls} has no argument {name!r}; {hint}")
     return read(others, {name: table[name] for name in others}, TypeError) | own

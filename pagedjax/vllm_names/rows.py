@@ -33,12 +33,16 @@ class Row(NamedTuple):
     warns: bool = False
 
 
-def taken(names: str, text: str, becomes: Callable[[str, Any], Mapping[str, Any]] | None = None) -> Row:
+def taken(
+    names: str, text: str, becomes: Callable[[str, Any], Mapping[str, Any]] | None = None
+) -> Row:
     return Row(tuple(names.split()), "taken", text, becomes)
 
 
 def nothing(names: str, text: str, *asks_nothing: Any, warns: bool = False) -> Row:
-    return Row(tuple(names.split()), "changes nothing", text, asks_nothing=asks_nothing, warns=warns)
+    return Row(
+        tuple(names.split()), "changes nothing", text, asks_nothing=asks_nothing, warns=warns
+    )
 
 
 def refused(names: str, text: str, *asks_nothing: Any) -> Row:
@@ -49,7 +53,9 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
     return {name: row for row in rows for name in row.names}
 
 
-def read(given: Mapping[str, Any], table: Mapping[str, Row], error: type[Exception] = ValueError) -> dict[str, Any]:
+def read(
+    given: Mapping[str, Any], table: Mapping[str, Row], error: type[Exception] = ValueError
+) -> dict[str, Any]:
     """The arguments as options of this project. Names that are not in the table stay as they are.
 
     Raises:
@@ -71,9 +77,13 @@ def read(given: Mapping[str, Any], table: Mapping[str, Row], error: type[Excepti
             options = _options(name, value, row, error)
             for option in options:
                 if option in found:
-                    raise ValueError(f"{name} is vLLM's name of {option}, and both are given; leave one of them out")
+                    raise ValueError(
+                        f"{name} is vLLM's name of {option}, and both are given; leave one of them out"
+                    )
             found |= options
-            log.debug("%s is taken as %s", name, ", ".join(options) or "the default")  # no value: one may be secret
+            log.debug(
+                "%s is taken as %s", name, ", ".join(options) or "the default"
+            )  # no value: one may be secret
     for level, lines in ((logging.INFO, info), (logging.WARNING, warnings)):
         if lines:
             log.log(level, "accepted, and changes nothing: %s", "; ".join(lines))
@@ -91,5 +101,7 @@ def _options(name: str, value: Any, row: Row, error: type[Exception]) -> dict[st
 
 def _asks_nothing(value: Any, row: Row) -> bool:
     """Whether a value is off, or vLLM's default: some scripts give all arguments."""
-    off = value is None or (isinstance(value, (int, float, str, list, tuple, dict, set)) and not value)
+    off = value is None or (
+        isinstance(value, (int, float, str, list, tuple, dict, set)) and not value
+    )
     return off or any(type(value) is type(one) and value == one for one in row.asks_nothing)

@@ -36,7 +36,14 @@ FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
 # Options of PEFT that change what an adapter computes, and are not supported. Off is None, False, or what is empty.
 OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")  # that change an adapter
 UNSUPPORTED = (
-    *("use_dora", "modules_to_save", "lora_bias", "layer_replication", "use_qalora", "target_parameters"),
+    *(
+        "use_dora",
+        "modules_to_save",
+        "lora_bias",
+        "layer_replication",
+        "use_qalora",
+        "target_parameters",
+    ),
     *("trainable_token_indices", "alora_invocation_tokens"),
 )
 
@@ -48,12 +55,18 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
         FileNotFoundError: no such folder, or a file is missing.
         ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
     """
-    path = Path(os.path.expanduser(folder))  # an unknown user stays as it is; Path.expanduser raises
+    path = Path(
+        os.path.expanduser(folder)
+    )  # an unknown user stays as it is; Path.expanduser raises
     if not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it")
+        raise FileNotFoundError(
+            f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it"
+        )
     options = read_json(path / CONFIG)
     if options.get("peft_type") != "LORA":
-        raise ValueError(f"{path / CONFIG}: peft_type is {options.get('peft_type')!r}; 'LORA' is supported")
+        raise ValueError(
+            f"{path / CONFIG}: peft_type is {options.get('peft_type')!r}; 'LORA' is supported"
+        )
     _check_options(str(path / CONFIG), options)
     factors = _factors(path, {name: tensor.read() for name, tensor in _tensors(path).items()})
     return adapter_of(factors, options, config, name, source=str(path))
@@ -73,13 +86,19 @@ def adapter_of(
     """
     if not source:
         if not isinstance(options, Mapping):
-            raise ValueError(f"options is {options!r:.80}; it must be a mapping, such as {{'lora_alpha': 16}}")
+            raise ValueError(
+                f"options is {options!r:.80}; it must be a mapping, such as {{'lora_alpha': 16}}"
+            )
         for option in options:
             one_of(f"an option of adapter {name!r}", option, (*OPTIONS, *UNSUPPORTED, "bias"))
     label = f"{name!r} ({source})" if source else repr(name)
     given = jax.device_get(dict(factors))
     parts = adapter_parts(given, config, options, label)
-    wrong = [module for module, (a, b) in given.items() if not (np.isfinite(a).all() and np.isfinite(b).all())]
+    wrong = [
+        module
+        for module, (a, b) in given.items()
+        if not (np.isfinite(a).all() and np.isfinite(b).all())
+    ]
     if wrong:
         raise ValueError(
             f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load another state"
@@ -88,7 +107,11 @@ def adapter_of(
 
 
 def initial_factors(
-    config: DecoderConfig, rank: int = 8, *, modules: str | Sequence[str] | None = None, seed: int | Sequence[int] = 0
+    config: DecoderConfig,
+    rank: int = 8,
+    *,
+    modules: str | Sequence[str] | None = None,
+    seed: int | Sequence[int] = 0,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Factors from which the training of an adapter starts: A is random and B is zero, so B A is zero.
 
@@ -149,8 +172,14 @@ def adapter_parts(
         if places[0] in parts:
             problems.append(f"{module}: its factors are given twice, with and without a prefix")
             continue
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(hasattr(x, "astype") for x in pair):
-            problems.append(f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]")
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not all(hasattr(x, "astype") for x in pair)
+        ):
+            problems.append(
+                f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]"
+            )
             continue
         a, b = pair
         inputs, outputs = _sizes(config, places)
@@ -199,8 +228,12 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
         parts = [Part(layer, matrix, i) for i in range(count)]
         each = [parts] if len(entry.sources) == 1 else [[part] for part in parts]
         if len(each) != len(entry.sources):
-            what = f"{matrix} of this model has {count} part, and a Llama's has {len(entry.sources)}"
-            raise ValueError(f"adapters are for Llama's matrices with a gated MLP, and {what}; leave adapters out")
+            what = (
+                f"{matrix} of this model has {count} part, and a Llama's has {len(entry.sources)}"
+            )
+            raise ValueError(
+                f"adapters are for Llama's matrices with a gated MLP, and {what}; leave adapters out"
+            )
         for source, own in zip(entry.sources, each, strict=True):
             found[source.removesuffix(".weight")] = own
     return found
@@ -213,7 +246,9 @@ def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
         module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT does.
     """
     alpha = options.get("lora_alpha", 8)
-    for pattern, value in (options.get("alpha_pattern") or {}).items():  # as PEFT reads them: the first one that fits
+    for pattern, value in (
+        options.get("alpha_pattern") or {}
+    ).items():  # as PEFT reads them: the first one that fits
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
@@ -235,12 +270,18 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
     for name in UNSUPPORTED:
         if options.get(name):
             what = f"{file}: {name} is {options[name]!r:.80}, which is not supported"
-            raise ValueError(f"{what}; train the adapter without it, or merge it into the model's weights")
+            raise ValueError(
+                f"{what}; train the adapter without it, or merge it into the model's weights"
+            )
     if options.get("bias", "none") != "none":
         what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
-        raise ValueError(f"{what}; train with bias='none', or merge the adapter into the model's weights")
+        raise ValueError(
+            f"{what}; train with bias='none', or merge the adapter into the model's weights"
+        )
     if not isinstance(options.get("use_rslora", False), bool):
-        raise ValueError(f"{file}: use_rslora is {options['use_rslora']!r:.80}; it must be true or false")
+        raise ValueError(
+            f"{file}: use_rslora is {options['use_rslora']!r:.80}; it must be true or false"
+        )
     patterns = options.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object")
@@ -248,11 +289,17 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            what = f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error})"
+            what = (
+                f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error})"
+            )
             raise ValueError(f"{what}; write a module's name, such as q_proj") from None
     alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        if (
+            isinstance(alpha, bool)
+            or not isinstance(alpha, (int, float))
+            or not math.isfinite(alpha)
+        ):
             raise ValueError(f"{file}: {name} is {alpha!r}; it must be a number")
 
 
@@ -268,18 +315,24 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     raise FileNotFoundError(f"{what}; save the adapter with safe_serialization=True")
 
 
-def _factors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _factors(
+    path: Path, tensors: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The pairs of factors by module. Raises ValueError for other tensors, and factors without their other half."""
     found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, values in tensors.items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
         if match is None:
             what = f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix"
-            raise ValueError(f"{what}; train without it, or merge the adapter into the model's weights")
+            raise ValueError(
+                f"{what}; train without it, or merge the adapter into the model's weights"
+            )
         found[match["module"]][match["side"]] = values
     for module, sides in found.items():
         if len(sides) < 2:
-            raise ValueError(f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again")
+            raise ValueError(
+                f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again"
+            )
     return {module: (sides["A"], sides["B"]) for module, sides in found.items()}
 
 
@@ -320,6 +373,8 @@ def write_adapter(
     else:
         from pagedjax.weights import orbax_checkpoint
 
-        orbax_checkpoint.write(path / PARAMS, nested({name: jax.device_put(x) for name, x in tensors.items()}))
+        orbax_checkpoint.write(
+            path / PARAMS, nested({name: jax.device_put(x) for name, x in tensors.items()})
+        )
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path

@@ -49,7 +49,13 @@ class Architecture(NamedTuple):
     defaults: Mapping[str, Any]
     nullable: tuple[str, ...] = ()
     required: tuple[str, ...] = (
-        *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+        *(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        ),
         "intermediate_size",
     )
     renamed: Mapping[str, str] = {}
@@ -98,27 +104,39 @@ def llama_change(name: str, config: Mapping[str, Any]) -> Change | None:
     return None
 
 
-def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def llama_gguf_config(
+    path: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """The model's config.json, rebuilt from the `llama.*` keys."""
 
     def key(name: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{name}", default)
         if value is None:
-            raise ValueError(f"{path}: the metadata lacks llama.{name}; the file is incomplete, convert it again")
+            raise ValueError(
+                f"{path}: the metadata lacks llama.{name}; the file is incomplete, convert it again"
+            )
         if isinstance(value, list):  # one number for each layer; supported if all are equal
             if len(set(value)) != 1:
-                raise ValueError(f"{path}: llama.{name} differs between layers ({value}); they must be equal")
+                raise ValueError(
+                    f"{path}: llama.{name} differs between layers ({value}); they must be equal"
+                )
             return value[0]
         return value
 
     if metadata.get("llama.expert_count", 0):
-        raise ValueError(f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models work")
+        raise ValueError(
+            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models work"
+        )
     heads = key("attention.head_count")
     head_dim = key("attention.key_length", key("embedding_length") // heads)
     for other in ("attention.value_length", "rope.dimension_count"):
         if key(other, head_dim) != head_dim:
-            raise ValueError(f"{path}: llama.{other} is {key(other)}; it must equal the head size, {head_dim}")
-    biased = {part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in tensors}
+            raise ValueError(
+                f"{path}: llama.{other} is {key(other)}; it must equal the head size, {head_dim}"
+            )
+    biased = {
+        part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in tensors
+    }
     config = {
         "model_type": "llama",
         "hidden_size": key("embedding_length"),
@@ -127,7 +145,9 @@ def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[s
         "num_attention_heads": heads,
         "num_key_value_heads": key("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else key("vocab_size"),
+        "vocab_size": tensors["token_embd.weight"].shape[0]
+        if "token_embd.weight" in tensors
+        else key("vocab_size"),
         "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
         "rope_theta": float(key("rope.freq_base", 10000.0)),
         "rope_scaling": gguf_rope_scaling(path, "llama", metadata, tensors),
@@ -137,7 +157,9 @@ def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[s
         "mlp_bias": "ffn_up" in biased,
     }
     if "attn_q" in biased and not config["attention_bias"]:
-        config["qkv_bias"] = True  # Hugging Face's attention_bias would mean a bias of the output too
+        config["qkv_bias"] = (
+            True  # Hugging Face's attention_bias would mean a bias of the output too
+        )
     return config
 
 
@@ -151,13 +173,17 @@ def gguf_rope_scaling(
         kind, factor = "linear", linear  # the key's name in older files
     if "rope_freqs.weight" in tensors:
         if kind != "none":
-            raise ValueError(f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one is allowed")
+            raise ValueError(
+                f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one is allowed"
+            )
         # each frequency is divided by its factor
         return {"rope_type": "freqs", "factors": tensors["rope_freqs.weight"].read().tolist()}
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return None
     if kind not in ("linear", "yarn") or factor is None:
-        raise ValueError(f"{path}: {base}type is {kind!r} with factor {factor!r}; supported: none, linear, yarn")
+        raise ValueError(
+            f"{path}: {base}type is {kind!r} with factor {factor!r}; supported: none, linear, yarn"
+        )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     renamed = {
         "original_context_length": "original_max_position_embeddings",
@@ -218,10 +244,13 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
     "llama": Architecture(LLAMA_DEFAULTS, gguf=GGUF_LLAMA),
     "mistral": Architecture(
-        LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8}, nullable=("sliding_window",)
+        LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8},
+        nullable=("sliding_window",),
     ),
     "qwen2": Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS, nullable=("sliding_window",)),
-    "qwen3": Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)),
+    "qwen3": Architecture(
+        LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)
+    ),
     "mixtral": Architecture(
         LLAMA_DEFAULTS
         | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
@@ -231,13 +260,24 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
     "qwen3_moe": Architecture(
         LLAMA_DEFAULTS
         | QWEN_DEFAULTS
-        | {"max_window_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4}
-        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+        | {
+            "max_window_layers": 0,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "num_key_value_heads": 4,
+        }
+        | {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
         nullable=("sliding_window",),
         renamed={"num_local_experts": "num_experts"},
     ),
     "gemma2": Architecture(
-        GEMMA_DEFAULTS | {"rope_theta": 10000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        GEMMA_DEFAULTS
+        | {"rope_theta": 10000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         nullable=CAPS,
     ),
     "gemma3_text": Architecture(
@@ -247,8 +287,18 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
         nullable=CAPS,
     ),
     "gpt2": Architecture(
-        {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
-        required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+        {
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "activation_function": "gelu_new",
+        },
+        required=(
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        ),
         renamed={
             "n_embd": "hidden_size",
             "n_layer": "num_hidden_layers",
@@ -264,7 +314,9 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
 # --- any architecture -------------------------------------------------------------------------------------------------
 
 
-def normalised(config: Mapping[str, Any], where: Any, family: Family | None = None) -> dict[str, Any]:
+def normalised(
+    config: Mapping[str, Any], where: Any, family: Family | None = None
+) -> dict[str, Any]:
     """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into theta and scaling.
 
     Args:
@@ -276,7 +328,9 @@ def normalised(config: Mapping[str, Any], where: Any, family: Family | None = No
     try:
         return _normalised(config, where, _architecture(config, where, family))
     except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{where}: a value has the wrong type ({error}); fetch the model again") from error
+        raise ValueError(
+            f"{where}: a value has the wrong type ({error}); fetch the model again"
+        ) from error
 
 
 def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) -> Architecture:
@@ -284,7 +338,9 @@ def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) 
     if family is not None:
         if model_type != family.model_type:
             what = f"model_type is {model_type!r}, and the given model_family reads {family.model_type!r}"
-            raise ValueError(f"{where}: {what}; give the family of this model, or leave model_family out")
+            raise ValueError(
+                f"{where}: {what}; give the family of this model, or leave model_family out"
+            )
         return family.architecture
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = f"supported: {', '.join(ARCHITECTURES)}"
@@ -293,22 +349,34 @@ def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) 
     return ARCHITECTURES[model_type]
 
 
-def _normalised(config: Mapping[str, Any], where: Any, architecture: Architecture) -> dict[str, Any]:
+def _normalised(
+    config: Mapping[str, Any], where: Any, architecture: Architecture
+) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"{where}: {method!r} quantisation is not supported; use the unquantised model or a GGUF file")
+        raise ValueError(
+            f"{where}: {method!r} quantisation is not supported; use the unquantised model or a GGUF file"
+        )
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}
     if "full_attention" in rope:  # one entry for each type of layer
         near, rope = rope.get("sliding_attention", {}), {**rope["full_attention"]}
         if near.get("rope_type", "default") != "default":
-            raise ValueError(f"{where}: sliding_attention has rope scaling ({near}); only full_attention may have it")
+            raise ValueError(
+                f"{where}: sliding_attention has rope scaling ({near}); only full_attention may have it"
+            )
         result["rope_local_base_freq"] = near.get("rope_theta", result.get("rope_local_base_freq"))
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
-    if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (None, 1, 1.0):
-        raise ValueError(f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is supported")
+    if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (
+        None,
+        1,
+        1.0,
+    ):
+        raise ValueError(
+            f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is supported"
+        )
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
         scaling.pop("type", None)
@@ -324,5 +392,7 @@ def _normalised(config: Mapping[str, Any], where: Any, architecture: Architectur
     result.setdefault("num_key_value_heads", heads)
     result.setdefault("head_dim", result["hidden_size"] // heads)
     if heads % result["num_key_value_heads"]:
-        raise ValueError(f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} KV heads")
+        raise ValueError(
+            f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} KV heads"
+        )
     return result

@@ -80,10 +80,15 @@ def convert(
     if to == "safetensors":
         check_shared(checkpoint)
     own = checkpoint.format == "orbax"
-    check_table(checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.ignored)
+    check_table(
+        checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.ignored
+    )
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
-    with complete_folder(target) as folder, tqdm(total=len(table), disable=not progress, leave=False) as bar:
+    with (
+        complete_folder(target) as folder,
+        tqdm(total=len(table), disable=not progress, leave=False) as bar,
+    ):
         write_side_files(checkpoint, folder, dtype)
         read = reader(checkpoint, table, dtype)
 
@@ -94,7 +99,9 @@ def convert(
         if to == "orbax":
             from pagedjax.weights import orbax_checkpoint
 
-            values = {".".join(entry.path): jax.device_put(counted(entry), host()) for entry in table}
+            values = {
+                ".".join(entry.path): jax.device_put(counted(entry), host()) for entry in table
+            }
             orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
         else:
             groups = [group(entry, rows_of(entry, config), counted) for entry in table]
@@ -106,7 +113,9 @@ def check_free(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists():
-        raise ValueError(f"{target} exists and is not an empty folder; choose a new folder, or remove this one first")
+        raise ValueError(
+            f"{target} exists and is not an empty folder; choose a new folder, or remove this one first"
+        )
 
 
 @contextmanager
@@ -129,7 +138,11 @@ def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
     """The dtype of all parameters; float32 if they have several, or one that models here cannot have."""
-    found = {checkpoint.tensors[name].dtype.name for entry in table for name in stored_names(checkpoint, entry)}
+    found = {
+        checkpoint.tensors[name].dtype.name
+        for entry in table
+        for name in stored_names(checkpoint, entry)
+    }
     return next((dtype for dtype in get_args(DType) if found == {dtype}), "float32")
 
 
@@ -145,7 +158,9 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
     """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at once."""
     if checkpoint.format != "orbax":
         return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
-    params = restore_params(checkpoint, table, dtype, sharding=jax.sharding.SingleDeviceSharding(host()))
+    params = restore_params(
+        checkpoint, table, dtype, sharding=jax.sharding.SingleDeviceSharding(host())
+    )
 
     def read(entry: ParamSource) -> np.ndarray:
         value = params
@@ -164,10 +179,16 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
     total, count = (entry.shape[::-1] if entry.transpose else entry.shape)[0], len(entry.sources)
     if entry.rows:
         return entry.rows
-    if count == 3 and all(f".{part}_proj." in name for part, name in zip("qkv", entry.sources, strict=True)):
-        return tuple(heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads))
+    if count == 3 and all(
+        f".{part}_proj." in name for part, name in zip("qkv", entry.sources, strict=True)
+    ):
+        return tuple(
+            heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)
+        )
     if total % count:
-        raise ValueError(f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give their rows")
+        raise ValueError(
+            f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give their rows"
+        )
     return (total // count,) * count
 
 
@@ -188,18 +209,27 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
 
 def check_shared(checkpoint: Checkpoint) -> None:
     """Raise a ValueError if transformers has no config.json for this model."""
-    config, remedy = checkpoint.config, "transformers does not support such models; convert to orbax"
+    config, remedy = (
+        checkpoint.config,
+        "transformers does not support such models; convert to orbax",
+    )
     scaling = (config.get("rope_scaling") or {}).get("rope_type")
     if scaling == "freqs":
-        raise ValueError(f"{checkpoint.path}: rope_scaling is {scaling!r}, factors from a GGUF file; {remedy}")
+        raise ValueError(
+            f"{checkpoint.path}: rope_scaling is {scaling!r}, factors from a GGUF file; {remedy}"
+        )
     if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
-        raise ValueError(f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; {remedy}")
+        raise ValueError(
+            f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; {remedy}"
+        )
 
 
 def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
     theirs = {usual: own for own, usual in family_of(checkpoint).architecture.renamed.items()}
-    config = {theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"}
+    config = {
+        theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"
+    }
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     if checkpoint.generation_config:
         write_json(folder / "generation_config.json", checkpoint.generation_config)

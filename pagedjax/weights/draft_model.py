@@ -30,7 +30,9 @@ KIND = "eagle"
 OF_THE_MODEL = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim")
 
 
-def load_draft_model(options: Speculative | None, target: LoadedModel, *, progress: bool = False) -> DraftModel | None:
+def load_draft_model(
+    options: Speculative | None, target: LoadedModel, *, progress: bool = False
+) -> DraftModel | None:
     """What `options` want to draft with for a model, in its dtype; None if that is no model.
 
     Raises:
@@ -41,9 +43,13 @@ def load_draft_model(options: Speculative | None, target: LoadedModel, *, progre
         return None
     if options.model is None:
         what = (
-            "a smaller model with the same tokenizer" if options.method == "draft" else "the folder of a trained head"
+            "a smaller model with the same tokenizer"
+            if options.method == "draft"
+            else "the folder of a trained head"
         )
-        raise ValueError(f"speculative.method is {options.method!r} and speculative.model is None; name {what}")
+        raise ValueError(
+            f"speculative.method is {options.method!r} and speculative.model is None; name {what}"
+        )
     if options.method == KIND:
         return read_eagle(options.model, target.model.config, target.model.dtype)
     try:
@@ -66,7 +72,9 @@ def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> Non
         ours, wanted = draft.model.config.vocab_size, target.model.config.vocab_size
         if ours != wanted:
             what = f"speculative.model {name!r} has a vocabulary of {ours} tokens and the model one of {wanted}"
-            raise ValueError(f"{what}, and without tokenizers these must be equal; load both with their tokenizers")
+            raise ValueError(
+                f"{what}, and without tokenizers these must be equal; load both with their tokenizers"
+            )
         return
     mine, theirs = draft.tokenizer.backend, target.tokenizer.backend
     if mine is theirs:
@@ -80,7 +88,9 @@ def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> Non
         )
 
 
-def write_eagle(folder: str | os.PathLike[str], target: DecoderConfig, ids: Sequence[int], params: Any) -> Path:
+def write_eagle(
+    folder: str | os.PathLike[str], target: DecoderConfig, ids: Sequence[int], params: Any
+) -> Path:
     """Write a head's folder, which appears only when it is complete.
 
     Args:
@@ -123,10 +133,18 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
         raise FileNotFoundError(f"there is no draft head in {folder}; train one: {train}")
     stored = read_json(folder / "config.json")
     if stored.get("model_type") != KIND:
-        raise ValueError(f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has {KIND!r}")
+        raise ValueError(
+            f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has {KIND!r}"
+        )
     theirs, ours = stored.get("model") or {}, _facts(target)
-    if wrong := [f"{name} {theirs.get(name)}, not {ours[name]}" for name in ours if theirs.get(name) != ours[name]]:
-        raise ValueError(f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train one")
+    if wrong := [
+        f"{name} {theirs.get(name)}, not {ours[name]}"
+        for name in ours
+        if theirs.get(name) != ours[name]
+    ]:
+        raise ValueError(
+            f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train one"
+        )
     ids, window = np.asarray(stored.get("ids") or ()), stored.get("window")
     if not isinstance(window, int) or window < 1:
         raise ValueError(
@@ -134,7 +152,9 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
         )
     of_integers = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind == "i"
     if not of_integers or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
-        raise ValueError(f"ids in {folder / 'config.json'} are not ascending token ids below {target.vocab_size}")
+        raise ValueError(
+            f"ids in {folder / 'config.json'} are not ascending token ids below {target.vocab_size}"
+        )
     config = eagle_config(target, len(ids), window)
     if stored.get("taps") != list(config.taps):
         raise ValueError(
@@ -145,7 +165,9 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     found = tensors(folder / PARAMS)
     if problems := differences(shapes, found, cast=True):
         lines = "\n  ".join(problems)
-        raise ValueError(f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  {lines}")
+        raise ValueError(
+            f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  {lines}"
+        )
     sizes = {name: tuple(x.shape) for name, x in shapes.items()}
     params = restore(Checkpoint(folder, "orbax", stored, found), sizes, dtype)
     return of_eagle(config, *assemble_eagle(config, ids, params, dtype), dtype)

@@ -26,9 +26,13 @@ def own_family(name: str | None) -> Family | None:
         return None
     if not isinstance(name, str):
         what = f"model_family is {name!r:.80}"
-        raise ValueError(f"{what}; it must be a text, module:NAME or folder/file.py:NAME of a Family, or None")
+        raise ValueError(
+            f"{what}; it must be a text, module:NAME or folder/file.py:NAME of a Family, or None"
+        )
     file = name.rpartition(":")[0]
-    return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
+    return _own(
+        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
+    )
 
 
 @cache  # one record for all callers, so that its classes are the same ones; a new one if the file changes
@@ -46,7 +50,9 @@ def built_in(model_type: str) -> Family:
 
     one_of("model_type", model_type, tuple(FAMILIES))
     module = FAMILIES[model_type]
-    return Family(model_type, module.from_hf, module.param_table, ARCHITECTURES[model_type], module.IGNORED)
+    return Family(
+        model_type, module.from_hf, module.param_table, ARCHITECTURES[model_type], module.IGNORED
+    )
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -66,9 +72,13 @@ def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderC
         found = family.from_hf(dict(config))
     except KeyError as error:
         what = f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config does not have"
-        raise ValueError(f"{what}; add it to the config, or its default to Architecture(defaults=...)") from error
+        raise ValueError(
+            f"{what}; add it to the config, or its default to Architecture(defaults=...)"
+        ) from error
     if not isinstance(found, DecoderConfig):
-        what = f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}"
+        what = (
+            f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}"
+        )
         raise ValueError(f"{what}; it must return a DecoderConfig")
     return found
 
@@ -84,14 +94,19 @@ def check_parameters(family: Family, config: DecoderConfig, table: Sequence[Para
     from pagedjax.device.models.decoder import Decoder
     from pagedjax.weights.tree import named
 
-    wanted = {name: tuple(x.shape) for name, x in named(nnx.eval_shape(lambda: Decoder(config, "float32"))).items()}
+    wanted = {
+        name: tuple(x.shape)
+        for name, x in named(nnx.eval_shape(lambda: Decoder(config, "float32"))).items()
+    }
     found = {".".join(map(str, entry.path)): entry for entry in table}
     problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
     for name, entry in found.items():
         if name not in wanted:
             problems += [] if entry.optional else [f"not in the decoder: {name} {entry.shape}"]
         elif tuple(entry.shape) != wanted[name]:
-            problems.append(f"shape of {name}: {tuple(entry.shape)} in the table, {wanted[name]} in the decoder")
+            problems.append(
+                f"shape of {name}: {tuple(entry.shape)} in the table, {wanted[name]} in the decoder"
+            )
     if problems:
         lines = "\n  ".join(problems)
         what = f"param_table of the family {family.model_type!r} does not fit the decoder of its from_hf"

@@ -27,8 +27,12 @@ def open_gguf(path: Path) -> Checkpoint:
         config = architecture.config(path, file.metadata, file.tensors)
         ends = _ends(file.metadata)
     except (TypeError, ZeroDivisionError, IndexError) as error:
-        raise ValueError(f"{path} is damaged: its metadata has a value of the wrong type ({error})") from error
-    config |= {name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()}
+        raise ValueError(
+            f"{path} is damaged: its metadata has a value of the wrong type ({error})"
+        ) from error
+    config |= {
+        name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()
+    }
     config = normalised(config, path)
     tensors = {}
     for own, tensor in file.tensors.items():
@@ -58,5 +62,9 @@ def _architecture(file: GGUFFile) -> GGUF:
 
 def _ends(metadata: dict[str, Any]) -> list[int]:
     """Tokens that end a text, a turn or a message: a chat model may use any of them."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    keys = (
+        "tokenizer.ggml.eos_token_id",
+        "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.eom_token_id",
+    )
     return sorted({metadata[key] for key in keys if key in metadata})

@@ -21,9 +21,25 @@ from pagedjax.weights.checkpoint import Tensor
 
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-MAX_DEPTH = 4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
-ROW = 2**11  # most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+MAX_DEPTH = (
+    4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
+)
+ROW = (
+    2**11
+)  # most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
 
 
 class GGUFFile(NamedTuple):
@@ -44,7 +60,9 @@ def read_gguf(path: Path) -> GGUFFile:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.stat().st_size < 24:
-        raise ValueError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes, but a header has 24")
+        raise ValueError(
+            f"{path} is not a GGUF file: it has {path.stat().st_size} bytes, but a header has 24"
+        )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = Cursor(path, data)
         _check_magic(cursor)
@@ -53,18 +71,26 @@ def read_gguf(path: Path) -> GGUFFile:
         for index in range(num_pairs):
             key = cursor.string(f"key {index} of {num_pairs}")
             metadata[key] = cursor.value(cursor.scalar("I", f"type of {key}"), key)
-        entries = [_entry(cursor, f"tensor {index} of {num_tensors}") for index in range(num_tensors)]
+        entries = [
+            _entry(cursor, f"tensor {index} of {num_tensors}") for index in range(num_tensors)
+        ]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise ValueError(f"{path}: general.alignment is {alignment!r}; it must be a power of two")
+            raise ValueError(
+                f"{path}: general.alignment is {alignment!r}; it must be a power of two"
+            )
         start = -(-cursor.at // alignment) * alignment
         tensors = {entry.name: _tensor(path, entry, start, len(data)) for entry in entries}
     if len(tensors) != len(entries):
-        raise ValueError(f"{path} lists a tensor name twice; the file is damaged, fetch or convert it again")
+        raise ValueError(
+            f"{path} lists a tensor name twice; the file is damaged, fetch or convert it again"
+        )
     return GGUFFile(path, metadata, tensors)
 
 
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's names of parts
+PART = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf"
+)  # llama.cpp's names of parts
 
 
 MOST_PARTS = 99_999  # that such names can number
@@ -84,7 +110,11 @@ def read_parts(path: Path) -> GGUFFile:
     if count in (0, 1):
         return file
     number = file.metadata.get("split.no", 0)
-    if not isinstance(count, int) or not isinstance(number, int) or not 0 <= number < count <= MOST_PARTS:
+    if (
+        not isinstance(count, int)
+        or not isinstance(number, int)
+        or not 0 <= number < count <= MOST_PARTS
+    ):
         what = f"split.no is {number!r:.80} and split.count {count!r:.80}"
         raise ValueError(f"{path} is damaged: {what}; fetch it again")
     where = f"{path} is part {number + 1} of {count}"
@@ -95,7 +125,9 @@ def read_parts(path: Path) -> GGUFFile:
     paths = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     for part in paths:
         if not part.is_file():
-            raise FileNotFoundError(f"{where}, and {part.name} is not beside it; put all parts into one folder")
+            raise FileNotFoundError(
+                f"{where}, and {part.name} is not beside it; put all parts into one folder"
+            )
     parts = [file if part == path else read_gguf(part) for part in paths]
     tensors: dict[str, Tensor] = {}
     for i, part in enumerate(parts):
@@ -104,11 +136,15 @@ def read_parts(path: Path) -> GGUFFile:
             what = f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}"
             raise ValueError(f"{what}, and its name says {i + 1} of {count}; fetch the parts again")
         if twice := tensors.keys() & part.tensors.keys():
-            raise ValueError(f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts again")
+            raise ValueError(
+                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts again"
+            )
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise ValueError(f"the {count} parts of {path} have {len(tensors)} tensors of {total}; fetch them again")
+        raise ValueError(
+            f"the {count} parts of {path} have {len(tensors)} tensors of {total}; fetch them again"
+        )
     return GGUFFile(path, parts[0].metadata, tensors)
 
 
@@ -136,7 +172,9 @@ class Cursor:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path} is damaged: {what} is not valid UTF-8 ({error}); fetch it again") from error
+            raise ValueError(
+                f"{self.path} is damaged: {what} is not valid UTF-8 ({error}); fetch it again"
+            ) from error
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in SCALARS:
@@ -144,8 +182,13 @@ class Cursor:
         if kind == STRING:
             return self.string(what)
         if kind != ARRAY or depth == MAX_DEPTH:
-            raise ValueError(f"{self.path} is damaged: {what} has value type {kind}, which GGUF does not define")
-        item, count = self.scalar("I", f"the type of {what}"), self.scalar("Q", f"the length of {what}")
+            raise ValueError(
+                f"{self.path} is damaged: {what} has value type {kind}, which GGUF does not define"
+            )
+        item, count = (
+            self.scalar("I", f"the type of {what}"),
+            self.scalar("Q", f"the length of {what}"),
+        )
         if item in SCALARS:
             code = SCALARS[item]
             raw = self.take(count * struct.calcsize(f"<{code}"), what)
@@ -166,8 +209,14 @@ def _check_magic(cursor: Cursor) -> None:
         raise ValueError(f"{cursor.path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
     version = cursor.scalar("I", "the version")
     if version not in VERSIONS:
-        hint = "it is big-endian" if version & 0xFFFF == 0 else "convert the model again with a current llama.cpp"
-        raise ValueError(f"{cursor.path} has GGUF version {version}; versions {VERSIONS} are supported ({hint})")
+        hint = (
+            "it is big-endian"
+            if version & 0xFFFF == 0
+            else "convert the model again with a current llama.cpp"
+        )
+        raise ValueError(
+            f"{cursor.path} has GGUF version {version}; versions {VERSIONS} are supported ({hint})"
+        )
 
 
 class Entry(NamedTuple):
@@ -181,9 +230,16 @@ def _entry(cursor: Cursor, what: str) -> Entry:
     name = cursor.string(f"the name of {what}")
     num_dims = cursor.scalar("I", f"the rank of {name}")
     if num_dims > 4:
-        raise ValueError(f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it again")
+        raise ValueError(
+            f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it again"
+        )
     dims = struct.unpack(f"<{num_dims}Q", cursor.take(8 * num_dims, f"the shape of {name}"))
-    return Entry(name, dims[::-1], cursor.scalar("I", f"the type of {name}"), cursor.scalar("Q", f"offset of {name}"))
+    return Entry(
+        name,
+        dims[::-1],
+        cursor.scalar("I", f"the type of {name}"),
+        cursor.scalar("Q", f"offset of {name}"),
+    )
 
 
 def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
@@ -213,14 +269,18 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
     return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load)
 
 
-def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int) -> np.ndarray:
+def _read(
+    path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int
+) -> np.ndarray:
     """The values as float32 of `shape`."""
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
     raw = np.fromfile(path, np.uint8, size, offset=begin)
     if raw.size != size:
-        raise ValueError(f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again")
+        raise ValueError(
+            f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again"
+        )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
     # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole blocks.

@@ -75,14 +75,20 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, add_bos = builders[kind](path, metadata, tokens, types)
     except ValueError:
         raise
-    except Exception as error:  # tokenizers raises plain Exceptions, e.g. for a merge of unknown tokens
-        raise ValueError(f"{path}: the vocabulary and its merges do not fit together ({error})") from error
+    except (
+        Exception
+    ) as error:  # tokenizers raises plain Exceptions, e.g. for a merge of unknown tokens
+        raise ValueError(
+            f"{path}: the vocabulary and its merges do not fit together ({error})"
+        ) from error
     _add_whole_tokens(tokenizer, tokens, types)
     _add_bos_eos(path, tokenizer, metadata, tokens, add_bos)
     return tokenizer
 
 
-def _byte_level(path: Any, metadata: Mapping[str, Any], tokens: list[str], _: list[int]) -> tuple[Tokenizer, bool]:
+def _byte_level(
+    path: Any, metadata: Mapping[str, Any], tokens: list[str], _: list[int]
+) -> tuple[Tokenizer, bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre")
@@ -107,7 +113,9 @@ def _byte_level(path: Any, metadata: Mapping[str, Any], tokens: list[str], _: li
 def _pair(path: Any, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise ValueError(f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file again")
+        raise ValueError(
+            f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file again"
+        )
     return left, right
 
 
@@ -118,24 +126,38 @@ def _sentencepiece(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
-        raise ValueError(f"{path}: the tokenizer removes extra spaces; use the model's Hugging Face directory instead")
+        raise ValueError(
+            f"{path}: the tokenizer removes extra spaces; use the model's Hugging Face directory instead"
+        )
     scores = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
-        raise ValueError(f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it again")
+        raise ValueError(
+            f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it again"
+        )
     listed = metadata.get("tokenizer.ggml.merges")
-    merges = [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
+    merges = (
+        [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
+    )
     vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    unknown = next(
+        (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
+    )
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), spaces] if prefix else [spaces]
+    )
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer, True
 
 
-def score_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+def score_merges(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece, best score first."""
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     pairs = [
@@ -158,7 +180,9 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
 
 
-def _add_bos_eos(path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool) -> None:
+def _add_bos_eos(
+    path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool
+) -> None:
     """Add BOS before and EOS after a text if the file says so. `bos`: add BOS if the file does not say."""
     from tokenizers import processors
 
@@ -171,7 +195,11 @@ def _add_bos_eos(path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], t
             raise ValueError(
                 f"{path}: the tokenizer adds {name.upper()}, but tokenizer.ggml.{name}_token_id is {index}"
             )
-        template = f"{tokens[index]}:0 {template}" if name == "bos" else f"{template} {tokens[index]}:0"
+        template = (
+            f"{tokens[index]}:0 {template}" if name == "bos" else f"{template} {tokens[index]}:0"
+        )
         special.append((tokens[index], index))
     if special:
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=special
+        )

@@ -20,7 +20,11 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
-    **{f"{code}{bits}": f"{name}{bits}" for code, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{
+        f"{code}{bits}": f"{name}{bits}"
+        for code, name in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
 }
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
@@ -33,14 +37,21 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
         ValueError: damaged JSON or safetensors, or a model that is not supported.
     """
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{path} has no config.json; it must be the directory of a Hugging Face model")
+        raise FileNotFoundError(
+            f"{path} has no config.json; it must be the directory of a Hugging Face model"
+        )
     config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     name = (family.architecture if family else ARCHITECTURES[config["model_type"]]).tensor_name
     tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
-    if family is None and "embed_tokens.weight" in tensors:  # saved without its head, e.g. a model for embeddings
-        tensors = {key if key.startswith("lm_head.") else f"model.{key}": tensor for key, tensor in tensors.items()}
+    if (
+        family is None and "embed_tokens.weight" in tensors
+    ):  # saved without its head, e.g. a model for embeddings
+        tensors = {
+            key if key.startswith("lm_head.") else f"model.{key}": tensor
+            for key, tensor in tensors.items()
+        }
     return Checkpoint(path, "huggingface", config, tensors, generation_config, family=family)
 
 
@@ -51,7 +62,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} contains a JSON {type(value).__name__}; it must contain an object")
+        raise ValueError(
+            f"{path} contains a JSON {type(value).__name__}; it must contain an object"
+        )
     return value
 
 
@@ -59,18 +72,32 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if not (path / INDEX).is_file():
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            other = [f.name for pattern in ("*.bin", "*.pth", "*.gguf") for f in sorted(path.glob(pattern))]
+            other = [
+                f.name
+                for pattern in ("*.bin", "*.pth", "*.gguf")
+                for f in sorted(path.glob(pattern))
+            ]
             hint = f"; it has {', '.join(other)}" if other else ""
-            raise FileNotFoundError(f"{path} has no *.safetensors{hint}; save the model with safe_serialization=True")
+            raise FileNotFoundError(
+                f"{path} has no *.safetensors{hint}; save the model with safe_serialization=True"
+            )
         files = [path / "model.safetensors"] if path / "model.safetensors" in files else files
         return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
 
     weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files; fetch it again")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(v, str) for v in weight_map.values())
+    ):
+        raise ValueError(
+            f"{path / INDEX} has no weight_map of tensor names to files; fetch it again"
+        )
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
-        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}; fetch the missing shards")
+        raise FileNotFoundError(
+            f"{path} lacks {', '.join(missing)}, listed in {INDEX}; fetch the missing shards"
+        )
     stored = {shard: read_safetensors(path / shard) for shard in shards}
     if absent := [name for name, shard in weight_map.items() if name not in stored[shard]]:
         raise ValueError(
@@ -98,9 +125,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(raw)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); fetch it again") from error
+        raise ValueError(
+            f"{path} has a damaged header ({type(error).__name__}: {error}); fetch it again"
+        ) from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path} has a damaged header: a JSON {type(header).__name__}, not an object; fetch it again")
+        raise ValueError(
+            f"{path} has a damaged header: a JSON {type(header).__name__}, not an object; fetch it again"
+        )
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in entries.items()}
 
@@ -112,12 +143,18 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
         ):
             shape, begin, end = tuple(dims), start + begin, start + end
         case _:
-            raise ValueError(f"{path} has a damaged header: the entry of {name} is {entry!r}; fetch it again")
+            raise ValueError(
+                f"{path} has a damaged header: the entry of {name} is {entry!r}; fetch it again"
+            )
     if code not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} has dtype {code!r}; supported: {', '.join(DTYPES)}")
+        raise ValueError(
+            f"{path}: tensor {name} has dtype {code!r}; supported: {', '.join(DTYPES)}"
+        )
     dtype = np_dtype(DTYPES[code])
     if end - begin != prod(shape) * dtype.itemsize or begin < start:
-        raise ValueError(f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again")
+        raise ValueError(
+            f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again"
+        )
     if end > file_size:
         raise ValueError(
             f"{path} is truncated: tensor {name} {shape} {code} takes bytes {begin} to {end}, "
@@ -129,7 +166,9 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
 def _read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, begin: int) -> np.ndarray:
     values = np.fromfile(path, dtype, prod(shape), offset=begin)
     if values.size != prod(shape):
-        raise ValueError(f"{path} is truncated: {name} has {values.size} of its {prod(shape)} values; fetch it again")
+        raise ValueError(
+            f"{path} is truncated: {name} has {values.size} of its {prod(shape)} values; fetch it again"
+        )
     return values.reshape(shape)
 
 

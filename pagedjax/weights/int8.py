@@ -18,7 +18,9 @@ ROWS = 1024  # rounded at a time: the float32 copy has four times the bytes
 
 def has_scales(path: Sequence[str], shape: Sequence[int]) -> bool:
     """Whether a parameter has scales: matrices of products and the embedding, but not learned positions or routers."""
-    return len(shape) == 2 and path[-1] in ("weight", "embed", "up", "down") and "router" not in path
+    return (
+        len(shape) == 2 and path[-1] in ("weight", "embed", "up", "down") and "router" not in path
+    )
 
 
 def rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
     from pagedjax.device.placement import Placement
 
-READERS = 2  # threads; most of the time is the first access to new memory, which is slow on one core
+READERS = (
+    2  # threads; most of the time is the first access to new memory, which is slow on one core
+)
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints contain it
-OWN_BUFFERS = ("angles",)  # the same in our own trees: stored by a trainer that saves its whole state
+OWN_BUFFERS = (
+    "angles",
+)  # the same in our own trees: stored by a trainer that saves its whole state
 
 
 Pack = Callable[[str, np.ndarray], np.ndarray]  # (name, as it is stored) -> as the model has it
@@ -63,13 +67,20 @@ def load_params(
     import jax
 
     one_of("dtype", dtype, get_args(DType))
-    put = placement.put if placement else lambda path, values: jax.device_put(pack(".".join(path), values))
+    put = (
+        placement.put
+        if placement
+        else lambda path, values: jax.device_put(pack(".".join(path), values))
+    )
     if checkpoint.format == "orbax" and not placement:
         restored = named(restore_params(checkpoint, table, dtype))
         params = {}
         for name in list(restored):  # one at a time, so that there is no second copy of the model
             one = {name: np.asarray(restored.pop(name))}
-            params |= {name: put(name.split("."), x) for name, x in (with_scales(one) if int8 else one.items())}
+            params |= {
+                name: put(name.split("."), x)
+                for name, x in (with_scales(one) if int8 else one.items())
+            }
         return nested(params)
     if checkpoint.format == "orbax":
         table, ignore = own_table(table), OWN_BUFFERS
@@ -83,7 +94,9 @@ def load_params(
         values = {name: assemble(checkpoint.tensors, entry, np_dtype(stored))}
         # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
         values = dict(with_scales(values)) if small else values
-        values = jax.block_until_ready({name: put(name.split("."), x) for name, x in values.items()})
+        values = jax.block_until_ready(
+            {name: put(name.split("."), x) for name, x in values.items()}
+        )
         gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return values
 
@@ -104,13 +117,17 @@ def restore_params(
 
     table = own_table(table)
     check_table(checkpoint, table, OWN_BUFFERS)
-    shapes = {name: entry.shape for entry in table if (name := entry.sources[0]) in checkpoint.tensors}
+    shapes = {
+        name: entry.shape for entry in table if (name := entry.sources[0]) in checkpoint.tensors
+    }
     return restore(checkpoint, shapes, dtype, sharding=sharding)
 
 
 def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
     """The table for tensors that are finished parameters, named by their path."""
-    return tuple(ParamSource(e.path, (".".join(e.path),), e.shape, optional=e.optional) for e in table)
+    return tuple(
+        ParamSource(e.path, (".".join(e.path),), e.shape, optional=e.optional) for e in table
+    )
 
 
 def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype) -> np.ndarray:
@@ -120,11 +137,17 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype)
     return np.ascontiguousarray(value.T) if entry.transpose else value
 
 
-def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()) -> None:
+def check_table(
+    checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()
+) -> None:
     """Raise one ValueError that lists all differences of table and checkpoint: names, shapes, and kinds of dtype."""
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
     named = {name for entry in table for name in entry.sources}
-    allowed = [*BUFFERS, *ignore, *(["lm_head.weight"] if checkpoint.config.get("tie_word_embeddings") else [])]
+    allowed = [
+        *BUFFERS,
+        *ignore,
+        *(["lm_head.weight"] if checkpoint.config.get("tie_word_embeddings") else []),
+    ]
     for name, tensor in checkpoint.tensors.items():
         if name not in named and not any(fnmatchcase(name, pattern) for pattern in allowed):
             problems.append(f"unexpected: {name} {tensor.shape} in {tensor.file.name}")
@@ -144,21 +167,35 @@ def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
     joined = entry.shape[::-1] if entry.transpose else entry.shape
     rows = entry.rows or (joined[:1] if len(entry.sources) == 1 else ())
     wanted = [(count, *joined[1:]) for count in rows] if joined else [()]
-    problems = [f"missing: {name}{_of(wanted, i)}" for i, name in enumerate(entry.sources) if name in absent]
+    problems = [
+        f"missing: {name}{_of(wanted, i)}" for i, name in enumerate(entry.sources) if name in absent
+    ]
     found = [tensors[name] for name in entry.sources if name in tensors]
     if wanted:
-        pairs = [(tensors[name], shape) for name, shape in zip(entry.sources, wanted, strict=True) if name in tensors]
+        pairs = [
+            (tensors[name], shape)
+            for name, shape in zip(entry.sources, wanted, strict=True)
+            if name in tensors
+        ]
         wrong = [(tensor, str(shape)) for tensor, shape in pairs if tensor.shape != shape]
     else:
         rest = joined[1:]
-        wrong = [(tensor, f"(any, {', '.join(map(str, rest))})") for tensor in found if tensor.shape[1:] != rest]
+        wrong = [
+            (tensor, f"(any, {', '.join(map(str, rest))})")
+            for tensor in found
+            if tensor.shape[1:] != rest
+        ]
         total = sum(tensor.shape[0] for tensor in found)
         if not wrong and not absent and total != joined[0]:
             wrong = [(tensor, f"{joined[0]} rows together, not {total}") for tensor in found]
-    problems += [f"shape of {t.name}: expected {shape}, found {t.shape} in {t.file.name}" for t, shape in wrong]
+    problems += [
+        f"shape of {t.name}: expected {shape}, found {t.shape} in {t.file.name}"
+        for t, shape in wrong
+    ]
     odd = [tensor for tensor in found if not is_float(tensor.dtype)]
     return problems + [
-        f"dtype of {t.name}: expected a floating point type, found {t.dtype.name} in {t.file.name}" for t in odd
+        f"dtype of {t.name}: expected a floating point type, found {t.dtype.name} in {t.file.name}"
+        for t in odd
     ]
 
 

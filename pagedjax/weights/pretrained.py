@@ -84,12 +84,20 @@ def load_model(
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
-    options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "linear_impl": linear_impl}
-    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress)
+    options = {
+        "mesh": sizes,
+        "devices": checked_devices(devices, sizes),
+        "linear_impl": linear_impl,
+    }
+    loaded = read_model(
+        checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress
+    )
     own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
     pooling = pooling_of(checkpoint.path)
-    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started, pooling, model_family)
+    return LoadedModel(
+        str(model), loaded, own, eos, time.perf_counter() - started, pooling, model_family
+    )
 
 
 def read_model(
@@ -113,8 +121,14 @@ def read_model(
     if checkpoint.family is not None:
         families.check_parameters(family, config, table)
     config = replace(config, int8=int8)
-    config = replace(config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices)))
-    placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
+    config = replace(
+        config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
+    )
+    placement = (
+        make_placement(config, mesh or MeshConfig(), devices, jax.devices())
+        if mesh or devices
+        else None
+    )
     options = {"int8": int8, "progress": progress, "ignore": family.ignored, "placement": placement}
     options |= {"pack": partial(models.packed, config)}
     params = load_params(checkpoint, table, dtype, **options)
@@ -149,7 +163,9 @@ def from_params(
     started = time.perf_counter()
     family = own_family(model_family)
     if family is not None and isinstance(config, DecoderConfig):
-        what = f"model_family is {model_family!r} and config is a DecoderConfig, which no family reads"
+        what = (
+            f"model_family is {model_family!r} and config is a DecoderConfig, which no family reads"
+        )
         raise ValueError(f"{what}; leave model_family out, or give the content of config.json")
     hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
     own = config

@@ -41,9 +41,14 @@ def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) 
         return [write_file(folder / "model.safetensors", shards[0], dtype)]
     files, weight_map = [], {}
     for i, shard in enumerate(shards, start=1):
-        files.append(write_file(folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard, dtype))
+        files.append(
+            write_file(folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard, dtype)
+        )
         weight_map |= {name: files[-1].name for group in shard for name in group.shapes}
-    index = {"metadata": {"total_size": sum(group.size(dtype) for group in groups)}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(group.size(dtype) for group in groups)},
+        "weight_map": weight_map,
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return files
 
@@ -68,7 +73,11 @@ def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
     for group in groups:
         for name, shape in group.shapes.items():
             start, end = end, end + prod(shape) * width
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": CODES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # so that the data is aligned
     with path.open("wb") as file:

@@ -14,8 +14,21 @@ from pagedjax.weights.locate import located, open_checkpoint
 if TYPE_CHECKING:
     import tokenizers
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-GGUF_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+GGUF_NAMES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
 
 
 class TokenizerParts(NamedTuple):
@@ -31,7 +44,10 @@ def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
     from pagedjax.weights.gguf_tokenizer import build_tokenizer
 
     backend = build_tokenizer(checkpoint.path, checkpoint.metadata)
-    ids = {name: checkpoint.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_NAMES.items()}
+    ids = {
+        name: checkpoint.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in GGUF_NAMES.items()
+    }
     special = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
     special = {name: text for name, text in special.items() if text is not None}
     return TokenizerParts(backend, special, checkpoint.metadata.get("tokenizer.chat_template"))
@@ -66,7 +82,10 @@ def from_directory(path: Path) -> TokenizerParts:
     config_file = path / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
     special = {name: config[name] for name in SPECIAL_NAMES if config.get(name)}
-    special = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+    special = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in special.items()
+    }
     return TokenizerParts(backend, special, _chat_template(path, config))
 
 
@@ -88,7 +107,9 @@ def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         FileNotFoundError, ValueError: as `open_checkpoint` and `load_tokenizer`.
     """
     path = located(model)
-    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(path))
+    return load_tokenizer(
+        Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(path)
+    )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -100,7 +121,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         FileNotFoundError: a directory without tokenizer.json.
         ValueError: a damaged or unsupported tokenizer; names the file and what is supported.
     """
-    parts = from_gguf(checkpoint) if checkpoint.format == "gguf" else from_directory(checkpoint.path)
+    parts = (
+        from_gguf(checkpoint) if checkpoint.format == "gguf" else from_directory(checkpoint.path)
+    )
     eos = parts.backend.token_to_id(parts.special_tokens.get("eos_token", ""))
     ends = {*checkpoint.eos_token_ids, *(() if eos is None else (eos,))}
     return Tokenizer(parts.backend, tuple(sorted(ends)), parts.special_tokens, parts.chat_template)

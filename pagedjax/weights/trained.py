@@ -22,7 +22,12 @@ from pagedjax.weights.tree import buffers, differences, is_float, name_of, named
 
 
 def model_of(
-    tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8: bool = False, linear_impl: str | None = None
+    tree: Any,
+    config: DecoderConfig,
+    dtype: str | None = None,
+    *,
+    int8: bool = False,
+    linear_impl: str | None = None,
 ) -> Model:
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
 
@@ -70,7 +75,9 @@ def with_linear(model: Model, wanted: str | None) -> Model:
     if chosen == model.config.linear:
         return model
     config = replace(model.config, linear=chosen)
-    params = {name: jax.device_put(packed(config, name, x)) for name, x in named(whole(model)).items()}
+    params = {
+        name: jax.device_put(packed(config, name, x)) for name, x in named(whole(model)).items()
+    }
     return assemble(config, nested(params), model.dtype)
 
 
@@ -82,9 +89,13 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
     """
     if config.mesh is None and config.devices is None:
         return model
-    wanted = make_placement(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
+    wanted = make_placement(
+        model.config, config.mesh or MeshConfig(), config.devices, jax.devices()
+    )
     if model.placement is None:
-        c = replace(model.config, linear=linear_of(config.linear_impl, model.config, model.dtype, mesh=True))
+        c = replace(
+            model.config, linear=linear_of(config.linear_impl, model.config, model.dtype, mesh=True)
+        )
         wanted = replace(wanted, model=c, part=replace(wanted.part, linear=c.linear))
         params = {name: wanted.put(name.split("."), x) for name, x in named(whole(model)).items()}
         return assemble(c, nested(params), model.dtype, wanted)
@@ -126,15 +137,24 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     stored = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
     old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]}
     found = {name: x for name, x in named(tree).items() if name not in computed}
-    found |= dict(with_scales({name: x for name, x in found.items() if name + SCALES in old and _can_be_rounded(x)}))
-    _check(differences({n: x for n, x in old.items() if n not in computed}, found, cast=False), "the model in use")
+    found |= dict(
+        with_scales(
+            {name: x for name, x in found.items() if name + SCALES in old and _can_be_rounded(x)}
+        )
+    )
+    _check(
+        differences({n: x for n, x in old.items() if n not in computed}, found, cast=False),
+        "the model in use",
+    )
 
     def copied(name: str, x: jax.Array) -> jax.Array:
         if placement:
             return placement.put(name.split("."), np.array(found[name]))
         return _copied(model.config, name, found[name], x.dtype, x.sharding)
 
-    return structure.unflatten(x if name in computed else copied(name, x) for name, x in used.items())
+    return structure.unflatten(
+        x if name in computed else copied(name, x) for name, x in used.items()
+    )
 
 
 def _check_whole(tree: Any) -> None:
@@ -159,11 +179,15 @@ def _kept(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.d
     return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
-def _copied(config: DecoderConfig, name: str, values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
+def _copied(
+    config: DecoderConfig, name: str, values: Any, dtype: np.dtype, place: jax.sharding.Sharding
+) -> jax.Array:
     """A copy in the model's layout: a trainer donates its arrays to its next step, or writes into them."""
     if config.linear != "xla" and name in matrices(config):
         return jax.device_put(packed(config, name, np.array(values, dtype)), place)
-    if not isinstance(values, jax.Array):  # JAX may use a numpy array without a copy, if it is aligned
+    if not isinstance(
+        values, jax.Array
+    ):  # JAX may use a numpy array without a copy, if it is aligned
         return jax.device_put(np.array(values, dtype), place)
     if values.dtype != dtype:
         return jax.device_put(values.astype(dtype), place)
@@ -173,11 +197,15 @@ def _copied(config: DecoderConfig, name: str, values: Any, dtype: np.dtype, plac
 def _one_dtype(found: Mapping[str, Any]) -> str:
     names = sorted({np.dtype(x.dtype).name for x in found.values()})
     if len(names) > 1 or names[0] not in get_args(DType):
-        raise ValueError(f"the parameters are of {' and '.join(names)}; set the dtype of the model: {get_args(DType)}")
+        raise ValueError(
+            f"the parameters are of {' and '.join(names)}; set the dtype of the model: {get_args(DType)}"
+        )
     return names[0]
 
 
 def _check(problems: list[str], what: str) -> None:
     if problems:
         lines = "\n  ".join(problems)
-        raise ValueError(f"the given parameters do not fit {what}; differences: {len(problems)}\n  {lines}")
+        raise ValueError(
+            f"the given parameters do not fit {what}; differences: {len(problems)}\n  {lines}"
+        )

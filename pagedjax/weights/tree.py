@@ -10,7 +10,9 @@ import numpy as np
 
 def name_of(keys: Any) -> str:
     """A jax key path as a name, without the final `value` of an nnx variable."""
-    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
+    parts = [
+        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys
+    ]
     return ".".join(parts[:-1] if parts[1:] and parts[-1] == "value" else parts)
 
 
@@ -51,7 +53,10 @@ def _stored(variable: Any) -> Any:
     from pagedjax.device.layers import Weight
 
     x = variable.get_value() if hasattr(variable, "get_value") else variable
-    if isinstance(variable, Weight) and np.shape(x) != (variable.matrix.outputs, variable.matrix.inputs):
+    if isinstance(variable, Weight) and np.shape(x) != (
+        variable.matrix.outputs,
+        variable.matrix.inputs,
+    ):
         return variable.implementation.unpack(x, variable.matrix)
     return x
 
@@ -62,7 +67,11 @@ def buffers(state: Any) -> frozenset[str]:
 
     from pagedjax.device.layers import Buffer
 
-    return frozenset(".".join(map(str, path)) for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, Buffer))
+    return frozenset(
+        ".".join(map(str, path))
+        for path, leaf in nnx.to_flat_state(state)
+        if isinstance(leaf, Buffer)
+    )
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bool) -> list[str]:
@@ -72,11 +81,15 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bo
         wanted: arrays, or objects with their shape and dtype.
         cast: allow any floating point type.
     """
-    problems = [f"missing: {name} {tuple(x.shape)}" for name, x in wanted.items() if name not in found]
+    problems = [
+        f"missing: {name} {tuple(x.shape)}" for name, x in wanted.items() if name not in found
+    ]
     for name, x in wanted.items():
         if name in found:
             problems += _problems(name, x, found[name], cast)
-    return problems + [f"unexpected: {name} {np.shape(x)}" for name, x in found.items() if name not in wanted]
+    return problems + [
+        f"unexpected: {name} {np.shape(x)}" for name, x in found.items() if name not in wanted
+    ]
 
 
 def _problems(name: str, wanted: Any, found: Any, cast: bool) -> list[str]:

@@ -45,13 +45,21 @@ def write(
     if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
     _check(k_pages, v_pages, k, v, slots)
-    return (IMPLS[impl] if isinstance(impl, str) else impl)(k_pages, v_pages, k, v, slots, rows=rows)
+    return (IMPLS[impl] if isinstance(impl, str) else impl)(
+        k_pages, v_pages, k, v, slots, rows=rows
+    )
 
 
 def _check(k_pages, v_pages, k, v, slots) -> None:
     shapes = f"k_pages {k_pages.shape}, v_pages {v_pages.shape}, k {k.shape}, v {v.shape}, slots {slots.shape}"
-    if (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1) or k_pages.shape != v_pages.shape or k.shape != v.shape:
-        raise ValueError(f"k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; got {shapes}")
+    if (
+        (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1)
+        or k_pages.shape != v_pages.shape
+        or k.shape != v.shape
+    ):
+        raise ValueError(
+            f"k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; got {shapes}"
+        )
     t, heads, d = k.shape
     if k_pages.shape[1] != heads or k_pages.shape[3] % d or slots.shape[0] != t:
         raise ValueError(f"pages, new tokens and slots must have the same K, D and T; got {shapes}")

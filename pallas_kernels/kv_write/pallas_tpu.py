@@ -37,7 +37,17 @@ class Pieces(NamedTuple):
     end: jax.Array  # [I]
 
 
-def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = None, interpret: Any = False):
+def write(
+    k_pages,
+    v_pages,
+    k,
+    v,
+    slots,
+    *,
+    rows: int,
+    tiles: TpuTiles | None = None,
+    interpret: Any = False,
+):
     """See `api.write`. The pages are donated.
 
     Args:
@@ -60,7 +70,9 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = 
         taken = taken.reshape(-1, size, lanes // d, heads, d).transpose(0, 3, 1, 2, 4)
         return taken.reshape(-1, heads, size, lanes)
 
-    each = 6 * heads * size * lanes * k_pages.dtype.itemsize  # new and old, keys and values, the new twice
+    each = (
+        6 * heads * size * lanes * k_pages.dtype.itemsize
+    )  # new and old, keys and values, the new twice
     units = max(1, min(AT_ONCE, len(chosen.piece), vmem_limit // 2 // each))
     padding = ((0, -len(chosen.piece) % units), (0, 0), (0, 0), (0, 0))
     new_k, new_v = (jnp.pad(laid_out(x), padding) for x in (k, v))
@@ -82,7 +94,9 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = 
         ),
         out_shape=[out(a.shape, a.dtype) for a in (k_pages, v_pages)],
         input_output_aliases={scalars + 2: 0, scalars + 3: 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
+        ),
         interpret=interpret,
         name="paged_attention_write",
     )
@@ -96,7 +110,9 @@ def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Arra
     """
     t = len(slots)
     piece = slots // slots_of
-    first = jnp.concatenate([jnp.ones(1, bool), piece[1:] != piece[:-1]])  # of the tokens of its piece
+    first = jnp.concatenate(
+        [jnp.ones(1, bool), piece[1:] != piece[:-1]]
+    )  # of the tokens of its piece
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     token = jnp.arange(t, dtype=jnp.int32)
     begins = jnp.full(size, t, jnp.int32).at[jnp.where(first, number, size)].set(token, mode="drop")
@@ -114,7 +130,9 @@ def wait(copies: list[Any], phase: str) -> None:
         copy.wait()
 
 
-def _kernel(d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_pages, old_k, old_v, moved) -> None:
+def _kernel(
+    d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_pages, old_k, old_v, moved
+) -> None:
     """Computes one block of pieces. Input and output pages are one array."""
     units, _, size, lanes = old_k.shape
     start = pl.program_id(0) * units
@@ -127,10 +145,14 @@ def _kernel(d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_p
         return pages.at[piece[start + i] // per, :, pl.ds(row, size)]
 
     def reads(i):
-        return [pltpu.make_async_copy(place(pages, i), old.at[i], moved.at[i]) for pages, old, _ in both]
+        return [
+            pltpu.make_async_copy(place(pages, i), old.at[i], moved.at[i]) for pages, old, _ in both
+        ]
 
     def writes(i):
-        return [pltpu.make_async_copy(old.at[i], place(pages, i), moved.at[i]) for pages, old, _ in both]
+        return [
+            pltpu.make_async_copy(old.at[i], place(pages, i), moved.at[i]) for pages, old, _ in both
+        ]
 
     def read(i, _):
         for copy in reads(i):

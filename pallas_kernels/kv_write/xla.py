@@ -27,7 +27,9 @@ def _into_rows(pages: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
     place = slots % (rows * tokens)
     where = jnp.stack([slots // (rows * tokens), place // tokens, place % tokens * d], axis=1)
     window = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2, 3)
+        update_window_dims=(1, 2),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2, 3),
     )
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     return jax.lax.scatter(pages, where, stored(x, pages.dtype), window, mode=mode)

@@ -12,14 +12,35 @@ from pallas_kernels.linear.cpu import implementation as cpu
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 
 MODULES = reference, xla, cpu
-IMPLS: dict[str, Implementation] = {module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES}
+IMPLS: dict[str, Implementation] = {
+    module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES
+}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 # traced once for all layers that call it
-@partial(jax.jit, static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "parts", "dtype"))
+@partial(
+    jax.jit,
+    static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "parts", "dtype"),
+)
 def _linear(  # low: the arrays of a `LowRank`
-    x, weight, sizes, norm, scales, bias, residual, low, *, matrix, impl, eps, plus_one, activation, rows, parts, dtype
+    x,
+    weight,
+    sizes,
+    norm,
+    scales,
+    bias,
+    residual,
+    low,
+    *,
+    matrix,
+    impl,
+    eps,
+    plus_one,
+    activation,
+    rows,
+    parts,
+    dtype,
 ):
     normalised = None if norm is None else Norm(norm, eps, plus_one)
     if low is not None:
@@ -83,7 +104,16 @@ def linear(
         _check_low(x, matrix, low, chosen)
     eps, plus_one = (norm.eps, norm.plus_one) if norm else (0.0, False)
     return _linear(
-        *(x, weight, sizes, norm.weight if norm else None, scales, bias, residual, low and tuple(low[:-1])),
+        *(
+            x,
+            weight,
+            sizes,
+            norm.weight if norm else None,
+            scales,
+            bias,
+            residual,
+            low and tuple(low[:-1]),
+        ),
         matrix=matrix,
         impl=chosen,
         eps=eps,
@@ -100,11 +130,17 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x is {x.shape}; the weight [{m}, {k}] needs [T, {k}]")
     if m % (count * (2 if gated else 1)):
-        raise ValueError(f"{m} outputs cannot be {count} matrices{' with gates' * gated} of equal size")
+        raise ValueError(
+            f"{m} outputs cannot be {count} matrices{' with gates' * gated} of equal size"
+        )
     if activation not in (None, *ACTIVATIONS):
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(
+            f"activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+        )
     if gated != (activation is not None):
-        raise ValueError(f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; need both")
+        raise ValueError(
+            f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; need both"
+        )
     if count > 1 and sizes is None:
         raise ValueError(f"sizes is missing; the weight has {count} matrices")
     width = matrix.width if rows is None else rows[1] - rows[0]
@@ -112,7 +148,9 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
     shapes |= {"residual": (residual, (x.shape[0], width)), "sizes": (sizes, (count,))}
     for name, (array, shape) in shapes.items():
         if array is not None and array.shape != shape:
-            raise ValueError(f"{name} is {array.shape}; x {x.shape} and the weight [{m}, {k}] need {shape}")
+            raise ValueError(
+                f"{name} is {array.shape}; x {x.shape} and the weight [{m}, {k}] need {shape}"
+            )
     if sizes is not None and sizes.dtype != jnp.int32:
         raise ValueError(f"sizes is {sizes.dtype}; it must be int32")
     if rows is not None and (gated or count > 1 or not 0 <= rows[0] < rows[1] <= m):
@@ -125,16 +163,26 @@ def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
         raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
     s, r = low.a.shape[:2]
     padded = -(-k // 16) * 16
-    b_shape = jax.eval_shape(lambda b: impl.pack_low(b, matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)).shape
-    shapes = {"a": (low.a, (s, r, padded)), "slots": (low.slots, x.shape[:1]), "order": (low.order, x.shape[:1])}
+    b_shape = jax.eval_shape(
+        lambda b: impl.pack_low(b, matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)
+    ).shape
+    shapes = {
+        "a": (low.a, (s, r, padded)),
+        "slots": (low.slots, x.shape[:1]),
+        "order": (low.order, x.shape[:1]),
+    }
     for name, (array, shape) in (shapes | {"sizes": (low.sizes, (s,))}).items():
         if array.shape != shape:
-            raise ValueError(f"low.{name} is {array.shape}; x {x.shape} and {s} slots of rank {r} need {shape}")
+            raise ValueError(
+                f"low.{name} is {array.shape}; x {x.shape} and {s} slots of rank {r} need {shape}"
+            )
         wanted = x.dtype if name == "a" else jnp.int32
         if array.dtype != wanted:
             raise ValueError(f"low.{name} is {array.dtype}; it must be {jnp.dtype(wanted).name}")
     if low.b.shape != b_shape or low.b.dtype != x.dtype:
-        raise ValueError(f"low.b is {low.b.dtype} {low.b.shape}; impl {impl.name!r} needs {x.dtype} {b_shape}")
+        raise ValueError(
+            f"low.b is {low.b.dtype} {low.b.shape}; impl {impl.name!r} needs {x.dtype} {b_shape}"
+        )
     if list(low.parts) != sorted(set(low.parts)) or low.parts[-1] != m or r % (4 * len(low.parts)):
         what = f"they must ascend to {m}, and the rank {r} be a multiple of 4 for each"
         raise ValueError(f"low.parts is {low.parts}; {what}")

@@ -62,7 +62,9 @@ def with_added(epilogue: Epilogue, added: jax.Array) -> Any:
     return epilogue._replace(low=added)
 
 
-def finished(y: jax.Array, epilogue: Any, own: jax.Array, rows: tuple[int, int] | None = None) -> jax.Array:
+def finished(
+    y: jax.Array, epilogue: Any, own: jax.Array, rows: tuple[int, int] | None = None
+) -> jax.Array:
     """[T, width] float32 from the sums [T, M of one matrix] of all rows.
 
     own: [T] the matrix of each token.

@@ -69,7 +69,11 @@ def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     operand makes XLA widen the whole weight, so the tokens stay rows there.
     """
     wide = x.dtype == jnp.float32
-    y = _product(weight, jax.lax.optimization_barrier(x.T), (1, 0)) if wide else _product(weight, x, (1, 1))
+    y = (
+        _product(weight, jax.lax.optimization_barrier(x.T), (1, 0))
+        if wide
+        else _product(weight, x, (1, 1))
+    )
     return jax.lax.optimization_barrier(y).T
 
 

@@ -16,11 +16,14 @@ from pallas_kernels.paged_attention.probabilities import probabilities
 
 MODULES = reference, xla, cpu, pallas_gpu, pallas_tpu
 IMPLS: dict[str, Implementation] = {
-    module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities) for module in MODULES
+    module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities)
+    for module in MODULES
 }
 
 
-@partial(jax.jit, static_argnames=("scale", "impl", "window", "soft_cap"))  # traced once for all layers that call it
+@partial(
+    jax.jit, static_argnames=("scale", "impl", "window", "soft_cap")
+)  # traced once for all layers that call it
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -68,7 +71,9 @@ def paged_attention(
     row = chosen.page_row(q.shape[-1])
     _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens)
     if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None")
+        raise ValueError(
+            f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None"
+        )
     if k_pages.shape[2] * k_pages.shape[3] % row:
         wrong = f"needs pages of whole rows of {row}, and they are {list(k_pages.shape[2:])}"
         raise ValueError(f"impl {chosen.name!r} {wrong}; impl 'xla' has no such limit")
@@ -98,13 +103,23 @@ def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
     _, k, _, kd = k_pages.shape
     b = seq_lens.shape[0]
     if kd % d or v_pages.shape != k_pages.shape:
-        raise ValueError(f"k_pages and v_pages must both be [P, K, S, D] with q's head size {d}; got {shapes}")
+        raise ValueError(
+            f"k_pages and v_pages must both be [P, K, S, D] with q's head size {d}; got {shapes}"
+        )
     if n % k:
         raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")
     if of_decodes and len(q) != b:
-        raise ValueError(f"without cu_q_lens every row has one token, so T must be seq_lens's B = {b}; got {shapes}")
+        raise ValueError(
+            f"without cu_q_lens every row has one token, so T must be seq_lens's B = {b}; got {shapes}"
+        )
     if block_tables.shape[0] != b or cu_q_lens.shape[0] != b + 1:
-        raise ValueError(f"block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = {b}; got {shapes}")
-    for name, a in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_q_lens", cu_q_lens)):
+        raise ValueError(
+            f"block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = {b}; got {shapes}"
+        )
+    for name, a in (
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("cu_q_lens", cu_q_lens),
+    ):
         if a.dtype != jnp.int32:
             raise ValueError(f"{name} is {a.dtype}; it must be int32")

@@ -37,13 +37,20 @@ def probabilities(
     """
     chosen = jnp.array(heads, jnp.int32)
     own = chosen * k_pages.shape[1] // q.shape[1]  # their key heads
-    d, context = q.shape[2], block_tables.shape[1] * (k_pages.shape[2] * k_pages.shape[3] // q.shape[2])
+    d, context = (
+        q.shape[2],
+        block_tables.shape[1] * (k_pages.shape[2] * k_pages.shape[3] // q.shape[2]),
+    )
     place = jnp.arange(context)
 
     def row(query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
-        keys = k_pages.at[table[None, :], own[:, None]].get(mode="promise_in_bounds")  # [heads, M, S, D]
+        keys = k_pages.at[table[None, :], own[:, None]].get(
+            mode="promise_in_bounds"
+        )  # [heads, M, S, D]
         keys = read(keys).astype(jnp.float32).reshape(len(chosen), context, d)
-        scores = jnp.einsum("hd,hcd->hc", query.astype(jnp.float32) * scale, keys, precision="highest")
+        scores = jnp.einsum(
+            "hd,hcd->hc", query.astype(jnp.float32) * scale, keys, precision="highest"
+        )
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = place < length
@@ -52,6 +59,8 @@ def probabilities(
         return jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), 0.0)
 
     def used_row(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return jax.lax.cond(arrays[2] > 0, row, lambda *_: jnp.zeros((len(chosen), context)), *arrays)
+        return jax.lax.cond(
+            arrays[2] > 0, row, lambda *_: jnp.zeros((len(chosen), context)), *arrays
+        )
 
     return jax.lax.map(used_row, (q[:, chosen], block_tables, seq_lens))

@@ -10,18 +10,32 @@ from pallas_kernels.shared.page_bits import read
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    window=None,
+    soft_cap=None,
 ) -> jax.Array:
     """See `api.paged_attention`. It costs T * M * S of time and memory."""
     t, n, d = q.shape
     _, k, s, _ = k_pages.shape
     token = jnp.arange(t)
     row = jnp.clip(jnp.searchsorted(cu_q_lens, token, side="right") - 1, 0, seq_lens.shape[0] - 1)
-    visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)  # context up to and with the query itself
+    visible = seq_lens[row] - (
+        cu_q_lens[row + 1] - 1 - token
+    )  # context up to and with the query itself
     visible = jnp.where(token < cu_q_lens[-1], visible, 0)
 
     table = block_tables[row]  # [T, M]
-    keys, values = (read(pages[table]).transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d) for pages in (k_pages, v_pages))
+    keys, values = (
+        read(pages[table]).transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d)
+        for pages in (k_pages, v_pages)
+    )
     keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     grouped = q.astype(jnp.float32).reshape(t, k, n // k, d) * scale
     scores = jnp.einsum("tkgd,tkcd->tkgc", grouped, keys, precision="highest")
@@ -33,7 +47,9 @@ def paged_attention(
         mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
-    values = jnp.where(mask[:, None, :, None], values, 0.0)  # 0 * NaN of a block's earlier owner is not 0
+    values = jnp.where(
+        mask[:, None, :, None], values, 0.0
+    )  # 0 * NaN of a block's earlier owner is not 0
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)
 

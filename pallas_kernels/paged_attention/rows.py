@@ -8,7 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-SHORT = 4, 8  # query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
+SHORT = (
+    4,
+    8,
+)  # query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
 
 
 def sizes_of_short_rows(t: int, most: int = SHORT[-1]) -> list[tuple[int, int]]:
@@ -21,7 +24,9 @@ def sizes_of_short_rows(t: int, most: int = SHORT[-1]) -> list[tuple[int, int]]:
     return [(least, min(size, whole)) for least, size in sizes if least <= t and size <= most]
 
 
-def slots_of(chosen: jax.Array, cu_q_lens: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def slots_of(
+    chosen: jax.Array, cu_q_lens: jax.Array, slots: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers the rows that are `chosen` [B], at most `slots` of them.
 
     Returns (row, first, number) [slots]: the row of each slot, its first query token, and how many it has; 0 in an

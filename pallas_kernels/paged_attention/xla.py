@@ -34,7 +34,16 @@ NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the mask
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    window=None,
+    soft_cap=None,
 ) -> jax.Array:
     """See `api.paged_attention`. Spans before the windows of all of an item's queries are not gathered."""
     options = {"window": window, "soft_cap": soft_cap}
@@ -51,7 +60,9 @@ def paged_attention(
         return out.reshape(t, n, d).astype(q.dtype)
 
     chunk_lens = jnp.where(q_lens > 1, q_lens, 0)
-    out = _chunks(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options)
+    out = _chunks(
+        grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options
+    )
 
     single = q_lens == 1
     first = jnp.minimum(cu_q_lens[:-1], t - 1)
@@ -78,19 +89,27 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     row, index, valid, total = _worklist(counts, size)
     index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)
     pages = tables[row, index].reshape(-1, group, per)
-    left = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(-1, group)  # context left from the span's start
-    gone = (begin[row] - index * span).reshape(-1, group)  # how much of the span lies before the window
+    left = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(
+        -1, group
+    )  # context left from the span's start
+    gone = (begin[row] - index * span).reshape(
+        -1, group
+    )  # how much of the span lies before the window
     row = row.reshape(-1, group)
 
     def body(state):
         i, top, norm, acc = state
         r, lens = row[i], left[i]
-        keys, values = (_tile(x, pages[i], q.dtype) for x in (k_pages, v_pages))  # [group, K, span, D]
+        keys, values = (
+            _tile(x, pages[i], q.dtype) for x in (k_pages, v_pages)
+        )  # [group, K, span, D]
         scores = _product("xkcd,xkgd->xkcg", keys, q[r])
         scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
-        values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of a block's earlier owner is not 0
+        values = jnp.where(
+            real[:, None, :, None], values, 0
+        )  # 0 * NaN of a block's earlier owner is not 0
         local = scores.max(-1)
         weights = jnp.exp(scores - local[..., None])
         part = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
@@ -109,7 +128,9 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     return acc / jnp.maximum(norm, 1e-30)[..., None]
 
 
-def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap) -> jax.Array:
+def _chunks(
+    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap
+) -> jax.Array:
     """q [T, K, G, D]; rows with q_lens 0 are skipped -> [T, K, G, D] float32, zeros where no tile wrote."""
     t, k, g, d = q.shape
     b, s = len(seq_lens), k_pages.shape[2]
@@ -125,9 +146,18 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
         r = row[i]
         start = cu_q_lens[r] + index[i] * tile
         number = jnp.minimum(tile, cu_q_lens[r + 1] - start)  # real queries in the tile
-        position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)  # of each query in its sequence
-        queries = jax.lax.dynamic_slice_in_dim(padded, start, tile).transpose(1, 2, 0, 3).reshape(k, g * tile, d)
-        begin, last = _begin(position[0] + 1, window), position[0] + number  # context that the tile's queries see
+        position = (
+            seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
+        )  # of each query in its sequence
+        queries = (
+            jax.lax.dynamic_slice_in_dim(padded, start, tile)
+            .transpose(1, 2, 0, 3)
+            .reshape(k, g * tile, d)
+        )
+        begin, last = (
+            _begin(position[0] + 1, window),
+            position[0] + number,
+        )  # context that the tile's queries see
 
         def walk(state):
             j, top, norm, acc = state
@@ -139,7 +169,9 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             if window is not None:
                 seen &= place > position[:, None] - window
             scores = jnp.where(jnp.tile(seen, (g, 1)), _capped(scores, soft_cap), NEG)
-            real = (place < last) & (place >= begin)  # 0 * NaN of what no query of the tile sees is not 0
+            real = (place < last) & (
+                place >= begin
+            )  # 0 * NaN of what no query of the tile sees is not 0
             values = jnp.where(real[:, None], values, 0)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
@@ -148,11 +180,18 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
 
         rows = g * tile
-        state = (begin // span, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
+        state = (
+            begin // span,
+            jnp.full((k, rows), NEG),
+            jnp.zeros((k, rows)),
+            jnp.zeros((k, rows, d)),
+        )
         # Without a window the first span holds token 0, which every query sees: `top` is a real score from then on.
         # With a window, sums before a query's first real score are then multiplied by exp(NEG - score) = 0.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)
-        result = (acc / jnp.maximum(norm, 1e-30)[..., None]).reshape(k, g, tile, d).transpose(2, 0, 1, 3)
+        result = (
+            (acc / jnp.maximum(norm, 1e-30)[..., None]).reshape(k, g, tile, d).transpose(2, 0, 1, 3)
+        )
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
         result = jnp.where((jnp.arange(tile) < number)[:, None, None, None], result, old)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
@@ -184,7 +223,9 @@ def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.A
     """Row b has counts[b] items. Returns (row, index within the row, valid) of `size` items, and their number."""
     end = jnp.cumsum(counts)
     item = jnp.arange(size)
-    ended = jnp.cumsum(jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop"))  # rows whose items lie before each
+    ended = jnp.cumsum(
+        jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop")
+    )  # rows whose items lie before each
     row = jnp.minimum(ended, counts.shape[0] - 1)
     valid = item < end[-1]
     return row, jnp.where(valid, item - (end - counts)[row], 0), valid, end[-1]

@@ -39,7 +39,9 @@ class Tiles(NamedTuple):
     def read(cls, name: str) -> Tiles:
         fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
         fields.pop("note", None)
-        fields["decode_tile"] = tuple((int(size), tile) for size, tile in fields["decode_tile"].items())
+        fields["decode_tile"] = tuple(
+            (int(size), tile) for size, tile in fields["decode_tile"].items()
+        )
         return cls(**fields)
 
 

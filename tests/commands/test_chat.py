@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import SamplingParams, cli
-from pagedjax.commands.chat import COMMANDS, Conversation, Exchange, Stats, _read, answer, chat, too_long, turn
+from pagedjax.commands.chat import (
+    COMMANDS,
+    Conversation,
+    Exchange,
+    Stats,
+    _read,
+    answer,
+    chat,
+    too_long,
+    turn,
+)
 from pagedjax.host import scheduler
 from pagedjax.session import Session
 
@@ -79,7 +89,9 @@ def test_the_system_text_is_set_shown_and_removed():
 
 def test_stats_are_those_of_the_last_answer():
     assert turn(TALK, "/stats").note == "there is no answer yet"
-    stats = Stats(prompt_tokens=40, cached_tokens=32, tokens=5, first_token=0.5, seconds=1.5, compilations=0)
+    stats = Stats(
+        prompt_tokens=40, cached_tokens=32, tokens=5, first_token=0.5, seconds=1.5, compilations=0
+    )
     assert stats.tokens_per_s == 4.0
     note = turn(replace(TALK, stats=stats), "/stats").note
     assert note == (
@@ -110,7 +122,9 @@ def test_help_lists_every_command():
     assert all(name in turn(TALK, "/help").note for name in COMMANDS)
 
 
-LINES = st.lists(st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}")))
+LINES = st.lists(
+    st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))
+)
 
 
 @settings(deadline=None, max_examples=30, print_blob=True)
@@ -132,7 +146,12 @@ def check_lines(lines: list[str]) -> None:
         reply = turn(conversation, line)
         assert reply.action in ("nothing", "answer", "save", "quit")
         assert bool(reply.argument) == (reply.action in ("answer", "save"))
-        assert reply.action == "answer" or reply.note or reply.action in ("save", "quit") or not line.strip()
+        assert (
+            reply.action == "answer"
+            or reply.note
+            or reply.action in ("save", "quit")
+            or not line.strip()
+        )
         assert reply.conversation.turns in (TALK.turns, TALK.turns[:1], ())
         conversation = reply.conversation
 
@@ -174,14 +193,22 @@ def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm)
         cached.append(end.stats.cached_tokens)
         assert end.stats.tokens == 8
     assert conversation.messages() == messages
-    before = [0, *(len(llm.tokenizer.apply_chat_template(messages[: 2 * i], False)) for i in (1, 2))]
-    computed = [max(0, tokens - 3) for tokens in before]  # without the answer's last token and the two marks after it
+    before = [
+        0,
+        *(len(llm.tokenizer.apply_chat_template(messages[: 2 * i], False)) for i in (1, 2)),
+    ]
+    computed = [
+        max(0, tokens - 3) for tokens in before
+    ]  # without the answer's last token and the two marks after it
     assert cached == [tokens // 16 * 16 for tokens in computed]
 
 
 def test_the_system_text_applies_from_the_next_line_on(llm):
     end, shown, notes = talk(llm, "/system she sells sea shells", "the cat", system="the rain")
-    messages = [{"role": "system", "content": "she sells sea shells"}, {"role": "user", "content": "the cat"}]
+    messages = [
+        {"role": "system", "content": "she sells sea shells"},
+        {"role": "user", "content": "the cat"},
+    ]
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert shown == output.outputs[0].text + "\n"
     assert end.system == "she sells sea shells"
@@ -206,7 +233,9 @@ def test_a_line_that_does_not_fit_is_refused_and_works_after_undo(llm):
 
 
 def test_an_answer_that_reaches_the_models_limit_has_a_note(llm):
-    end, _, notes = talk(llm, "the cat and the other cat " * 10, params=replace(GREEDY, max_tokens=2000))
+    end, _, notes = talk(
+        llm, "the cat and the other cat " * 10, params=replace(GREEDY, max_tokens=2000)
+    )
     assert notes == ["[the answer ends at max_model_len (512): /undo or /reset makes room]"]
     assert end.stats is not None
     assert end.stats.prompt_tokens + end.stats.tokens == 512
@@ -244,16 +273,25 @@ def test_ctrl_c_pressed_twice_interrupts_and_frees_all_blocks(llm):
 def test_an_answer_stopped_before_its_first_token_is_empty(llm):
     session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
     found = answer(session, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
-    assert (found.text, found.reason, found.stats.tokens, found.stats.first_token) == ("", "abort", 0, None)
+    assert (found.text, found.reason, found.stats.tokens, found.stats.first_token) == (
+        "",
+        "abort",
+        0,
+        None,
+    )
 
 
 def test_a_model_without_a_chat_template_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=None))
-    with pytest.raises(ValueError, match="has no chat template, so it cannot chat; `pagedjax generate`"):
+    with pytest.raises(
+        ValueError, match="has no chat template, so it cannot chat; `pagedjax generate`"
+    ):
         talk(llm, "hello")
 
 
-def test_a_template_that_refuses_the_system_text_is_an_error_at_the_start_or_a_note(llm, monkeypatch):
+def test_a_template_that_refuses_the_system_text_is_an_error_at_the_start_or_a_note(
+    llm, monkeypatch
+):
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}the cat"
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=refuses))
     with pytest.raises(ValueError, match="refuses these messages: no system"):
@@ -265,7 +303,9 @@ def test_a_template_that_refuses_the_system_text_is_an_error_at_the_start_or_a_n
 
 def test_a_conversation_is_saved_as_messages(llm, tmp_path):
     file = tmp_path / "talk.json"
-    end, _, notes = talk(llm, "the cat", f"/save {file}", f"/save {tmp_path / 'nowhere' / 'x.json'}")
+    end, _, notes = talk(
+        llm, "the cat", f"/save {file}", f"/save {tmp_path / 'nowhere' / 'x.json'}"
+    )
     assert json.loads(file.read_text("utf-8")) == end.messages()
     assert notes[1] == f"2 messages saved to {file}"
     assert notes[2].startswith("not saved: ")
@@ -276,11 +316,15 @@ def test_a_conversation_is_saved_as_messages(llm, tmp_path):
 SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
 
 
-def test_the_command_reads_lines_from_a_pipe_and_prints_only_the_answers(tiny_folder, tiny_llm, monkeypatch, capsys):
+def test_the_command_reads_lines_from_a_pipe_and_prints_only_the_answers(
+    tiny_folder, tiny_llm, monkeypatch, capsys
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n/stats\nthe rain"))
     assert cli.main(["chat", "--model", str(tiny_folder), *SMALL]) == 0
     out, err = capsys.readouterr()
-    end, shown, _ = talk(tiny_llm, "the cat", "the rain", params=SamplingParams(temperature=0, max_tokens=4))
+    end, shown, _ = talk(
+        tiny_llm, "the cat", "the rain", params=SamplingParams(temperature=0, max_tokens=4)
+    )
     assert out == shown
     assert "tokens in" in err
     assert "in the cache" in err

@@ -18,12 +18,16 @@ NEITHER = "is '4', which is neither NAME=VALUE,... nor a JSON object"
 
 
 def generate(*words: str, model) -> int:
-    return cli.main(["generate", *words, "--model", str(model), "--max-model-len", "64", "--max-tokens", "4"])
+    return cli.main(
+        ["generate", *words, "--model", str(model), "--max-model-len", "64", "--max-tokens", "4"]
+    )
 
 
 def test_generate_prints_the_prompt_and_the_text_of_the_library(tiny_folder, tiny_llm, capsys):
     assert generate("abc", model=tiny_folder) == 0
-    (wanted,) = tiny_llm.generate("abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    (wanted,) = tiny_llm.generate(
+        "abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
+    )
     assert capsys.readouterr().out == f"abc{wanted.outputs[0].text}\n"
     assert generate("abc", "--only-new", model=tiny_folder) == 0
     assert capsys.readouterr().out == f"{wanted.outputs[0].text}\n"
@@ -43,7 +47,9 @@ def test_generate_runs_in_float16(tiny_folder, capsys):
 
 
 def test_the_engine_of_generate_is_lazy_and_for_one_request():
-    options = cli.engine_options(cli.parser().parse_args(["generate", "", "--budget", "16", "--dtype", "bfloat16"]))
+    options = cli.engine_options(
+        cli.parser().parse_args(["generate", "", "--budget", "16", "--dtype", "bfloat16"])
+    )
     assert options["token_buckets"] == (2, 16)
     assert (options["compilation"], options["max_num_seqs"]) == ("lazy", 1)
 
@@ -52,7 +58,10 @@ def test_the_engine_of_generate_is_lazy_and_for_one_request():
     ("words", "message"),
     [
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--max-model-len", "4096"], "max_model_len is 4096, but the model was made for 512 tokens"),
+        (
+            ["--max-model-len", "4096"],
+            "max_model_len is 4096, but the model was made for 512 tokens",
+        ),
         (["--model", "nowhere-at-all"], "nowhere-at-all"),
     ],
 )
@@ -69,7 +78,9 @@ def test_a_converted_model_generates_the_same_text(tiny_folder, tmp_path, capsys
     model = tiny_folder
     for to in ("orbax", "safetensors"):
         target = tmp_path / to
-        assert cli.main(["convert", str(model), str(target), "--to", to, "--shard-gb", "0.0001"]) == 0
+        assert (
+            cli.main(["convert", str(model), str(target), "--to", to, "--shard-gb", "0.0001"]) == 0
+        )
         assert capsys.readouterr().out == f"{target}\n"
         model = target
         assert generate("abc", model=model) == 0
@@ -94,8 +105,16 @@ def test_errors_of_convert_are_one_line(tiny_folder, capsys, words, message):
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
-        (PermissionError(13, "Permission denied", "x"), 2, "pagedjax: [Errno 13] Permission denied: 'x'\n"),
-        (IsADirectoryError(21, "Is a directory", "x"), 2, "pagedjax: [Errno 21] Is a directory: 'x'\n"),
+        (
+            PermissionError(13, "Permission denied", "x"),
+            2,
+            "pagedjax: [Errno 13] Permission denied: 'x'\n",
+        ),
+        (
+            IsADirectoryError(21, "Is a directory", "x"),
+            2,
+            "pagedjax: [Errno 21] Is a directory: 'x'\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -119,7 +138,13 @@ def test_a_closed_pipe_is_not_an_error(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(".", "here"), ("../here", "here"), ("link", "link"), ("org/model", "model"), ("m.gguf", "m.gguf")],
+    [
+        (".", "here"),
+        ("../here", "here"),
+        ("link", "link"),
+        ("org/model", "model"),
+        ("m.gguf", "m.gguf"),
+    ],
 )
 def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypatch, model, name):
     """The name of a link counts, because links of Hugging Face's cache point to files named by hashes."""
@@ -153,8 +178,14 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):
     [
         (["serve-nothing"], "argument command: invalid choice: 'serve-nothing'"),
         (["serve", "--block-size", "x"], "argument --block-size: invalid int value: 'x'"),
-        (["serve", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31' (choose from 'float32', "),
-        (["serve", "--preemption", "stop"], "argument --preemption: invalid choice: 'stop' (choose from 'recompute', "),
+        (
+            ["serve", "--dtype", "float31"],
+            "argument --dtype: invalid choice: 'float31' (choose from 'float32', ",
+        ),
+        (
+            ["serve", "--preemption", "stop"],
+            "argument --preemption: invalid choice: 'stop' (choose from 'recompute', ",
+        ),
         (
             ["serve", "--speculative", "ngram"],
             "--speculative/--speculative-config is 'ngram', which is neither NAME=VALUE,... ",
@@ -166,19 +197,55 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):
         ),
         (["serve", "a", "b"], "unrecognized arguments: b (see pagedjax serve --help)"),
         (["generate"], "the following arguments are required: prompt"),
-        (["serve", "--max-num-seq", "3"], "unrecognized arguments: --max-num-seq; did you mean --max-num-seqs? (see "),
-        (["serve", "--model", "m"], "--model is no option here; the model is a word of its own: pagedjax serve MODEL"),
-        (["serve", "--mesh", "4"], f"--mesh/--mesh-config {NEITHER}; write tensor=4, or tensor=2,expert=2 (see "),
-        (["generate", "x", "--mesh", "4"], f"--mesh {NEITHER}; write tensor=4, or tensor=2,expert=2 (see "),
-        (["serve", "--autoscaling", "4"], f"--autoscaling {NEITHER}; write max_replicas=4,target_ongoing_requests=32"),
-        (["serve", "--replica-resources", "4"], f"--replica-resources {NEITHER}; write num_gpus=2 (see "),
-        (["serve", "--token-buckets", "8,x"], "--token-buckets is '8,x'; write ascending integers, such as 8,64,512"),
+        (
+            ["serve", "--max-num-seq", "3"],
+            "unrecognized arguments: --max-num-seq; did you mean --max-num-seqs? (see ",
+        ),
+        (
+            ["serve", "--model", "m"],
+            "--model is no option here; the model is a word of its own: pagedjax serve MODEL",
+        ),
+        (
+            ["serve", "--mesh", "4"],
+            f"--mesh/--mesh-config {NEITHER}; write tensor=4, or tensor=2,expert=2 (see ",
+        ),
+        (
+            ["generate", "x", "--mesh", "4"],
+            f"--mesh {NEITHER}; write tensor=4, or tensor=2,expert=2 (see ",
+        ),
+        (
+            ["serve", "--autoscaling", "4"],
+            f"--autoscaling {NEITHER}; write max_replicas=4,target_ongoing_requests=32",
+        ),
+        (
+            ["serve", "--replica-resources", "4"],
+            f"--replica-resources {NEITHER}; write num_gpus=2 (see ",
+        ),
+        (
+            ["serve", "--token-buckets", "8,x"],
+            "--token-buckets is '8,x'; write ascending integers, such as 8,64,512",
+        ),
         (["serve", "--devices", "x"], "--devices is 'x'; write integers, such as 0,1 (see "),
-        (["serve", "--max-body-mib", "0"], "--max-body-mib is 0; it must be a number of MiB above 0, such as 8"),
-        (["serve", "--max-body-mib", "nan"], "--max-body-mib is nan; it must be a number of MiB above 0"),
-        (["serve", "--drain-seconds", "-1"], "--drain-seconds is -1; it must be a whole number of seconds, at least 0"),
-        (["generate", "x", "--budget", "0"], "--max-num-batched-tokens/--budget is 0; it must be an integer of at "),
-        (["chat", "--budget", "x"], "--max-num-batched-tokens/--budget is x; it must be an integer of at least 1"),
+        (
+            ["serve", "--max-body-mib", "0"],
+            "--max-body-mib is 0; it must be a number of MiB above 0, such as 8",
+        ),
+        (
+            ["serve", "--max-body-mib", "nan"],
+            "--max-body-mib is nan; it must be a number of MiB above 0",
+        ),
+        (
+            ["serve", "--drain-seconds", "-1"],
+            "--drain-seconds is -1; it must be a whole number of seconds, at least 0",
+        ),
+        (
+            ["generate", "x", "--budget", "0"],
+            "--max-num-batched-tokens/--budget is 0; it must be an integer of at ",
+        ),
+        (
+            ["chat", "--budget", "x"],
+            "--max-num-batched-tokens/--budget is x; it must be an integer of at least 1",
+        ),
     ],
 )
 def test_errors_of_options_are_one_line_and_exit_code_2(capsys, words, message):
@@ -213,16 +280,34 @@ def test_a_secret_on_the_command_line_is_not_shown(capsys, words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("m --gpu-memory-utilization 0.9", "is vLLM's name; write --memory-fraction 0.9 (see pagedjax serve --help)"),
-        ("--tensor-parallel-size=4", "--tensor-parallel-size is vLLM's name; write --mesh tensor=4 (see "),
+        (
+            "m --gpu-memory-utilization 0.9",
+            "is vLLM's name; write --memory-fraction 0.9 (see pagedjax serve --help)",
+        ),
+        (
+            "--tensor-parallel-size=4",
+            "--tensor-parallel-size is vLLM's name; write --mesh tensor=4 (see ",
+        ),
         ("-tp 4", "-tp is vLLM's name; write --mesh tensor=4 (see "),
-        ("--enable-chunked-prefill", "--enable-chunked-prefill is vLLM's name; write --chunked-prefill (see "),
+        (
+            "--enable-chunked-prefill",
+            "--enable-chunked-prefill is vLLM's name; write --chunked-prefill (see ",
+        ),
         ("--no-enable-chunked-prefill", "is vLLM's name; write --no-chunked-prefill (see "),
         ("--swap-space 4", "is vLLM's name; write --swap-space-gib 4 --preemption swap (see "),
         ("--quantization awq", "--quantization is 'awq'; weights are read in float32 or 16 bits, "),
-        ("--disable-log-requests", "is vLLM's, and changes nothing here (an engine logs nothing; see engine.record"),
-        ("--pipeline-parallel-size 2", "is vLLM's, and there are no stages of a pipeline; use tensor_parallel_size"),
-        ("--max-logprobs 5", "no option of pagedjax serve; in Python, LLM(...) takes max_logprobs: up to 20, which "),
+        (
+            "--disable-log-requests",
+            "is vLLM's, and changes nothing here (an engine logs nothing; see engine.record",
+        ),
+        (
+            "--pipeline-parallel-size 2",
+            "is vLLM's, and there are no stages of a pipeline; use tensor_parallel_size",
+        ),
+        (
+            "--max-logprobs 5",
+            "no option of pagedjax serve; in Python, LLM(...) takes max_logprobs: up to 20, which ",
+        ),
     ],
 )
 def test_an_option_of_vllm_is_answered_with_ours(capsys, words, message):
@@ -236,14 +321,22 @@ def test_generate_has_fewer_options_than_serve_and_says_so(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", "x", "--gpu-memory-utilization", "0.9", "-tp", "2"])
     said = capsys.readouterr().err
-    assert "--gpu-memory-utilization is vLLM's, and no option of pagedjax generate; in Python, LLM(...) takes" in said
+    assert (
+        "--gpu-memory-utilization is vLLM's, and no option of pagedjax generate; in Python, LLM(...) takes"
+        in said
+    )
     assert "-tp is vLLM's name; write --mesh tensor=2 (see pagedjax generate --help)" in said
 
 
 def test_the_token_budget_has_the_engines_name_and_a_short_one():
     for flag in ("--max-num-batched-tokens", "--budget"):
         for words in (["generate", "x"], ["chat"]):
-            assert cli.engine_options(cli.parser().parse_args([*words, flag, "64"]))["max_num_batched_tokens"] == 64
+            assert (
+                cli.engine_options(cli.parser().parse_args([*words, flag, "64"]))[
+                    "max_num_batched_tokens"
+                ]
+                == 64
+            )
 
 
 def test_help_explains_every_engine_option(capsys):
@@ -252,9 +345,16 @@ def test_help_explains_every_engine_option(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "token slots in a cache block (S); the default is 16" in shown
     assert (
-        "share of the device's free memory for a step and the cache when num_blocks is None; the default is 0" in shown
+        "share of the device's free memory for a step and the cache when num_blocks is None; the default is 0"
+        in shown
     )
-    for default in ("default 127.0.0.1", "default 8000", "413; default 8", "at a stop; default 60", "429; default 256"):
+    for default in (
+        "default 127.0.0.1",
+        "default 8000",
+        "413; default 8",
+        "at a stop; default 60",
+        "429; default 256",
+    ):
         assert default in shown
     about = first_sentences(EngineConfig)
     assert {field.name for field in dataclasses.fields(EngineConfig)} == set(about)
@@ -265,10 +365,24 @@ def test_every_engine_option_is_a_field_with_its_type():
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     args = vars(cli.parser().parse_args(["serve"]))
     assert {name for name in fields if args[name] is not None} == set()
-    words = ["--block-size", "8", "--memory-fraction", "0.25", "--no-mixed-steps", "--token-buckets", "8,2048"]
+    words = [
+        "--block-size",
+        "8",
+        "--memory-fraction",
+        "0.25",
+        "--no-mixed-steps",
+        "--token-buckets",
+        "8,2048",
+    ]
     words += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}']
-    args = vars(cli.parser().parse_args(["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]))
-    assert EngineConfig(**{name: args[name] for name in fields if args[name] is not None}) == EngineConfig(
+    args = vars(
+        cli.parser().parse_args(
+            ["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]
+        )
+    )
+    assert EngineConfig(
+        **{name: args[name] for name in fields if args[name] is not None}
+    ) == EngineConfig(
         block_size=8,
         memory_fraction=0.25,
         mixed_steps=False,

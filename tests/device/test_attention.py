@@ -54,7 +54,13 @@ def own(tmp_path) -> str:
 
 
 def greedy(model, impl: str, **options) -> tuple[list[tuple[int, ...]], LLM]:
-    sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 40}
+    sizes = {
+        "block_size": 8,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "num_blocks": 40,
+    }
     llm = LLM(model, attention_impl=impl, progress=False, max_model_len=64, **sizes, **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 6, 7], list(range(3, 30)), [9]]
@@ -119,7 +125,8 @@ def test_unknown_implementations_raise_with_the_reason(own, tmp_path, monkeypatc
 
 def test_own_implementation_that_cannot_serve_raises_with_its_reason(own):
     with pytest.raises(
-        ValueError, match=r"attention_impl '.*own.py:MINE' needs blocks of 8 tokens, and they have 16; 'x"
+        ValueError,
+        match=r"attention_impl '.*own.py:MINE' needs blocks of 8 tokens, and they have 16; 'x",
     ):
         attention.choose(own, jax.devices()[0], dtype="float32", **SIZES)
 
@@ -140,7 +147,9 @@ class Device(NamedTuple):
         ("tpu", "bfloat16", 64, "xla"),
     ],
 )
-def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, dtype, head_dim, expected):
+def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(
+    platform, dtype, head_dim, expected
+):
     pytest.importorskip("llvmlite")
     sizes = SIZES | {"head_dim": head_dim}
     assert attention.choose(None, Device(platform), dtype=dtype, **sizes) == expected
@@ -164,6 +173,8 @@ def test_default_on_a_gpu_is_the_kernels_for_hopper_where_they_can_serve(
 
 
 def test_every_implementation_is_a_record_under_its_name():
-    assert all(isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items())
+    assert all(
+        isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items()
+    )
     for name in IMPLS:  # the configuration knows the same names
         assert EngineConfig(attention_impl=name).attention_impl == name

@@ -36,13 +36,19 @@ def filled(seed: int = 0, blocks: int = 5, dtype: str = "float32") -> cache.KVCa
 def test_a_token_is_written_to_its_slot_and_to_no_other(s):
     rng = np.random.default_rng(s)
     pages = 128 // s + 1
-    old = cache.init(layers=1, blocks=pages - 1, block_size=s, kv_heads=2, head_dim=4, dtype="float32")
+    old = cache.init(
+        layers=1, blocks=pages - 1, block_size=s, kv_heads=2, head_dim=4, dtype="float32"
+    )
     k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
     ids = rng.integers(1, 99, 12).astype(np.int32)
-    slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)  # two padding tokens
+    slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(
+        np.int32
+    )  # two padding tokens
     k_pages, v_pages = jax.jit(kv_write.IMPLS["xla"])(old.k[0], old.v[0], k, v, slots)
     tokens = jax.jit(cache.write_tokens)(old.tokens, ids, slots)
-    chex.assert_trees_all_equal_shapes_and_dtypes((k_pages, v_pages, tokens), (old.k[0], old.v[0], old.tokens))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        (k_pages, v_pages, tokens), (old.k[0], old.v[0], old.tokens)
+    )
     untouched = np.setdiff1d(np.arange(s, pages * s), slots)
     assert len(untouched) == 118
     for found, written in ((k_pages, k), (v_pages, v)):
@@ -65,12 +71,18 @@ def test_a_cache_is_pages_of_each_layer_and_token_ids_with_the_trash_block_first
 
 
 def test_rows_of_several_tokens_hold_whole_tokens_of_one_block():
-    wide = cache.init(layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=128)
+    wide = cache.init(
+        layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=128
+    )
     chex.assert_shape([*wide.k, *wide.v], (6, 2, 4, 128))
     chex.assert_shape(wide.tokens, DIMS["PS"])
     for row in (96, 1024):
-        with pytest.raises(ValueError, match=f"a row of {row} numbers does not divide a block of 8 tokens of 64"):
-            cache.init(layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=row)
+        with pytest.raises(
+            ValueError, match=f"a row of {row} numbers does not divide a block of 8 tokens of 64"
+        ):
+            cache.init(
+                layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=row
+            )
 
 
 def test_writing_rounds_to_the_type_of_the_cache():
@@ -100,14 +112,18 @@ class WholeBlocks(chex.TestCase):
         chex.assert_shape([*pages.k, *pages.v], (2, *DIMS["KSD"]))
         chex.assert_shape(pages.tokens, (2, DIMS["S"][0]))
         new = self.variant(cache.write_blocks)(old, np.array([2, 5]), pages)
-        chex.assert_trees_all_equal(new, jax.tree.map(lambda a: a[np.array([0, 1, 4, 3, 4, 1])], old))
+        chex.assert_trees_all_equal(
+            new, jax.tree.map(lambda a: a[np.array([0, 1, 4, 3, 4, 1])], old)
+        )
         chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
 
     def test_shapes_that_do_not_fit_are_refused_when_traced(self):
         old = filled()
         with pytest.raises(ValueError, match=r"target has shape \[1\]; it must be \[2\]"):
             jax.jit(cache.copy)(old, np.array([1, 2]), np.array([3]))
-        with pytest.raises(ValueError, match=r"pages has shape \[2, 2, 8, 4\]; it must be \[1, 2, 8, 4\]"):
+        with pytest.raises(
+            ValueError, match=r"pages has shape \[2, 2, 8, 4\]; it must be \[1, 2, 8, 4\]"
+        ):
             jax.jit(cache.write_blocks)(old, np.array([1]), jax.tree.map(lambda a: a[2:4], old))
         with pytest.raises(ValueError, match=r"ids has shape \[3\]; it must be \[2\]"):
             jax.jit(cache.write_tokens)(old.tokens, np.zeros(3, np.int32), np.zeros(2, np.int32))
@@ -124,12 +140,19 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
     m, s = model.config, 16
     kv = jax.eval_shape(
         lambda: cache.init(
-            layers=m.layers, blocks=blocks, block_size=s, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=dtype
+            layers=m.layers,
+            blocks=blocks,
+            block_size=s,
+            kv_heads=m.kv_heads,
+            head_dim=m.head_dim,
+            dtype=dtype,
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
     rows = shapes.rows(t)
-    batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)})._replace(feed=blank_feed(shapes, t))
+    batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)})._replace(
+        feed=blank_feed(shapes, t)
+    )
     step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
     lowered = step.lower(model.leaves, kv, joined(batch))
     with quick_compiler.all_quickly():  # buffers are assigned as in a fast program
@@ -147,12 +170,24 @@ def test_a_step_updates_the_cache_in_place(tiny, t, dtype):
     total = sum(a.size * a.dtype.itemsize for a in leaves)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= total > 160e6
-    assert memory.temp_size_in_bytes < total / len(leaves) / 10, "a temporary is as large as a part of the cache"
+    assert memory.temp_size_in_bytes < total / len(leaves) / 10, (
+        "a temporary is as large as a part of the cache"
+    )
 
-    whole = re.compile(rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\(")  # instructions whose result has all pages
+    whole = re.compile(
+        rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\("
+    )  # instructions whose result has all pages
     kinds = {match[1] for match in whole.finditer(text)}
     assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
-    assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert", "add"}, kinds
+    assert not kinds & {
+        "copy",
+        "copy-start",
+        "transpose",
+        "concatenate",
+        "select",
+        "convert",
+        "add",
+    }, kinds
 
 
 def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
@@ -162,11 +197,17 @@ def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
     engine.add("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     generated = []
     while engine.has_work:
-        blocks = engine.scheduler_state.running.seqs[0].blocks if engine.scheduler_state.running.seqs else ()
+        blocks = (
+            engine.scheduler_state.running.seqs[0].blocks
+            if engine.scheduler_state.running.seqs
+            else ()
+        )
         result = engine.step()
         generated += [token for event in result.events for token in getattr(event, "token_ids", ())]
     tokens = np.asarray(engine._state.cache.tokens)[np.array(blocks)].reshape(-1)
-    chex.assert_trees_all_equal(tokens[: len(prompt) + 3], np.array(prompt + generated[:3], np.int32))
+    chex.assert_trees_all_equal(
+        tokens[: len(prompt) + 3], np.array(prompt + generated[:3], np.int32)
+    )
 
 
 def test_the_donated_cache_is_gone_after_a_step(tiny_llm):

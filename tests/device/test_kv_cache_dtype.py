@@ -19,7 +19,12 @@ KINDS = "float32", "bfloat16", "float16", "float8_e4m3fn"
 
 
 def make(tiny, **config):
-    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    sizes = {
+        "block_size": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+    }
     return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
@@ -28,26 +33,42 @@ def prompt_logprobs(llm) -> np.ndarray:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
     assert all(output.prompt_logprobs for output in outputs)
-    return np.array([next(iter(row.values())).logprob for output in outputs for row in output.prompt_logprobs[1:]])
+    return np.array(
+        [
+            next(iter(row.values())).logprob
+            for output in outputs
+            for row in output.prompt_logprobs[1:]
+        ]
+    )
 
 
 @pytest.mark.default_cases("bfloat16-0.02-cpu", "float8_e4m3fn-0.3-cpu")
 @pytest.mark.parametrize("impl", ["cpu", "xla"])
-@pytest.mark.parametrize(("kind", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("float8_e4m3fn", 0.3)])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("float8_e4m3fn", 0.3)]
+)
 def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, kind, error, impl):
     if (kind, impl) == ("float16", "cpu"):
-        with pytest.raises(ValueError, match="reads pages of float32, bfloat16, float8_e4m3fn and not of float16"):
+        with pytest.raises(
+            ValueError, match="reads pages of float32, bfloat16, float8_e4m3fn and not of float16"
+        ):
             make(tiny, kv_cache_dtype=kind, attention_impl=impl)
         return
     sizes = {"block_size": 16, "num_blocks": 256, "attention_impl": impl}  # those of `tiny_llm`
     exact = prompt_logprobs(make(tiny, kv_cache_dtype="float32", **sizes))
-    rounded = prompt_logprobs(make(tiny, kv_cache_dtype=kind, attention_impl=impl))  # sizes of other tests here
+    rounded = prompt_logprobs(
+        make(tiny, kv_cache_dtype=kind, attention_impl=impl)
+    )  # sizes of other tests here
     assert 0 < np.abs(exact - rounded).max() < error
 
 
 def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
     """XLA converts a whole array of float8, and in JAX 0.10 of bfloat16, to write a few numbers of it."""
-    for kind, stored in (("float32", "float32"), ("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
+    for kind, stored in (
+        ("float32", "float32"),
+        ("bfloat16", "uint16"),
+        ("float8_e4m3fn", "uint8"),
+    ):
         pages = make(tiny, kv_cache_dtype=kind, attention_impl="cpu").engine._state.cache
         chex.assert_type([*pages.k, *pages.v], jnp.dtype(stored))
 
@@ -69,15 +90,22 @@ def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
         llm = make(tiny, kv_cache_dtype=kind, attention_impl="xla")
         leaves = jax.tree.leaves(llm.engine._state.cache)
         size = jnp.dtype(kind).itemsize
-        assert sum(a.nbytes for a in leaves) == (llm.engine.config.num_blocks + 1) * llm.engine.memory.block_bytes
-        assert llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size + 8 * 4  # k and v, L, S, K, D; tokens
+        assert (
+            sum(a.nbytes for a in leaves)
+            == (llm.engine.config.num_blocks + 1) * llm.engine.memory.block_bytes
+        )
+        assert (
+            llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size + 8 * 4
+        )  # k and v, L, S, K, D; tokens
         assert llm.engine.config.kv_cache_dtype == kind
         assert llm.engine.config.dtype == "float32"
 
 
 @pytest.mark.slow
 def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
-    config = LLM(tiny_folder, dtype="bfloat16", num_blocks=8, max_num_batched_tokens=8, progress=False).engine.config
+    config = LLM(
+        tiny_folder, dtype="bfloat16", num_blocks=8, max_num_batched_tokens=8, progress=False
+    ).engine.config
     assert config.kv_cache_dtype == "bfloat16"
 
 
@@ -93,10 +121,15 @@ def test_the_gpu_kernels_are_refused_a_cache_of_another_dtype_than_the_queries(m
     monkeypatch.setattr(pallas_gpu, "wrong_device", lambda device: "")
     monkeypatch.setattr(pallas_gpu, "unsupported", lambda *sizes: "")
     sizes = {"head_dim": 64, "block_size": 64, "kv_heads": 8, "heads": 8}
-    with pytest.raises(ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"):
+    with pytest.raises(
+        ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"
+    ):
         attention.choose("pallas_gpu", None, dtype="float16", query_dtype="bfloat16", **sizes)
 
 
 def test_an_unknown_dtype_is_refused_with_those_that_are_known(tiny):
-    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'float8'; it must be one of 'float32', .* \(did you mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"kv_cache_dtype is 'float8'; it must be one of 'float32', .* \(did you mean",
+    ):
         make(tiny, kv_cache_dtype="float8")

@@ -33,7 +33,9 @@ class Layers(chex.TestCase):
     @parameterized.product(dtype=["float32", "bfloat16"], bias=[False, True])
     def test_linear_is_a_product_and_a_bias(self, dtype: str, bias: bool):
         layer = Linear(H, OUT, bias=bias, dtype=dtype)
-        weight, added, x = (jnp.asarray(draws(i, *s), dtype) for i, s in enumerate([(OUT, H), (OUT,), (T, H)]))
+        weight, added, x = (
+            jnp.asarray(draws(i, *s), dtype) for i, s in enumerate([(OUT, H), (OUT,), (T, H)])
+        )
         layer.weight[...] = weight
         if layer.bias is not None:
             layer.bias[...] = added
@@ -43,7 +45,9 @@ class Layers(chex.TestCase):
         chex.assert_shape(y, (T, OUT))
         chex.assert_type(y, dtype)
         tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
-        chex.assert_trees_all_close(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)
+        chex.assert_trees_all_close(
+            np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance
+        )
 
     @chex.variants(with_jit=True)
     def test_the_sum_of_a_16_bit_product_is_rounded_once(self):
@@ -69,7 +73,10 @@ class Layers(chex.TestCase):
     @chex.variants(with_jit=True)
     @parameterized.product(plus_one=[False, True], dtype=["float32", "bfloat16"])
     def test_rms_norm_is_its_formula(self, plus_one: bool, dtype: str):
-        layer, weight = RMSNorm(H, eps=1e-5, dtype=dtype, plus_one=plus_one), jnp.asarray(draws(0, H), dtype)
+        layer, weight = (
+            RMSNorm(H, eps=1e-5, dtype=dtype, plus_one=plus_one),
+            jnp.asarray(draws(0, H), dtype),
+        )
         layer.weight, x = nnx.Param(weight), jnp.asarray(draws(1, T, N, H) * 100, dtype)
         y, wide = self.variant(layer)(x), np.asarray(x, np.float64)
         factor = np.asarray(weight, np.float64) + plus_one
@@ -77,7 +84,9 @@ class Layers(chex.TestCase):
         chex.assert_shape(y, (T, N, H))
         chex.assert_type(y, dtype)
         tolerance = {"float32": 1e-5, "bfloat16": 0.01}[dtype]
-        chex.assert_trees_all_close(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)
+        chex.assert_trees_all_close(
+            np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance
+        )
 
     @chex.variants(with_jit=True)
     def test_layer_norm_has_mean_and_variance_of_its_parameters(self):
@@ -94,30 +103,53 @@ class Layers(chex.TestCase):
         positions, freqs = np.array([0, 1, 2, 5, 60, 61, 127]), rope_frequencies(D, 10000.0, None)
         angles, x = jnp.asarray(rope_table(freqs, 128)[:, positions]), draws(0, T, N, D)
         y = self.variant(rope)(jnp.asarray(x, jnp.float32), angles)
-        turned = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(1j * np.outer(positions, freqs))[:, None]
-        chex.assert_trees_all_close(y, np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=1e-4)
+        turned = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(
+            1j * np.outer(positions, freqs)
+        )[:, None]
+        chex.assert_trees_all_close(
+            y, np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=1e-4
+        )
 
     @chex.variants(with_jit=True)
     def test_scores_of_rotated_vectors_depend_on_their_distance_alone(self):
-        table, x = rope_table(rope_frequencies(D, 10000.0, None), 128), jnp.asarray(draws(0, 1, 2, D), jnp.float32)
+        table, x = (
+            rope_table(rope_frequencies(D, 10000.0, None), 128),
+            jnp.asarray(draws(0, 1, 2, D), jnp.float32),
+        )
 
         def score(m: int, n: int) -> jax.Array:
             turned = self.variant(rope)
-            q, k = (turned(a, jnp.asarray(table[:, [at]])) for a, at in ((x[:, :1], m), (x[:, 1:], n)))
+            q, k = (
+                turned(a, jnp.asarray(table[:, [at]])) for a, at in ((x[:, :1], m), (x[:, 1:], n))
+            )
             return (q * k).sum()
 
         chex.assert_trees_all_close(score(10, 3), score(107, 100), atol=1e-4)
 
     def test_arrays_that_do_not_fit_are_named_when_a_layer_is_traced(self):
         layer, x = Linear(H, OUT, dtype="float32"), jax.ShapeDtypeStruct((T, H + 1), jnp.float32)
-        with pytest.raises(ValueError, match=rf"x is \({T}, {H + 1}\); the weight \[{OUT}, {H}\] needs \[T, {H}\]"):
+        with pytest.raises(
+            ValueError, match=rf"x is \({T}, {H + 1}\); the weight \[{OUT}, {H}\] needs \[T, {H}\]"
+        ):
             jax.eval_shape(layer, x)
-        with pytest.raises(ValueError, match=rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"):
-            jax.eval_shape(rope, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2)))
+        with pytest.raises(
+            ValueError, match=rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"
+        ):
+            jax.eval_shape(
+                rope, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2))
+            )
 
 
 def sparse(dtype: str) -> SparseMLP:
-    sizes = {"vocab_size": 16, "hidden": H, "intermediate": 16, "heads": 2, "kv_heads": 1, "head_dim": 4, "max_len": 8}
+    sizes = {
+        "vocab_size": 16,
+        "hidden": H,
+        "intermediate": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "max_len": 8,
+    }
     kinds, experts = (LayerKind(sparse=True),), Experts(6, 2, 16, True)
     config = DecoderConfig(**sizes, tied=True, eps=1e-5, kinds=kinds, ropes=(), experts=experts)
     mlp = SparseMLP(config, dtype)
@@ -133,7 +165,9 @@ def test_the_router_is_exact_on_every_device():
     """
     traced = jax.make_jaxpr(partial(sparse("float32"), norm=lambda x: x))(jnp.zeros((T, H)))
     products = [equation for equation in traced.eqns if equation.primitive.name == "dot_general"]
-    assert len(products) == 1, "the router's; products with experts are traced apart, and their sum is no product"
+    assert len(products) == 1, (
+        "the router's; products with experts are traced apart, and their sum is no product"
+    )
     highest = jax.lax.Precision.HIGHEST
     assert products[0].params["precision"] in (highest, (highest, highest))
 
@@ -143,7 +177,9 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: str):
     mlp, x = sparse(dtype), jnp.asarray(draws(9, T, H), dtype)
     y = nnx.jit(lambda mlp, x: mlp(x, norm=lambda x: x))(mlp, x)
     wide = np.asarray(x, np.float64)
-    router, up, down = (np.asarray(w[...], np.float64) for w in (mlp.router.weight, mlp.up, mlp.down))
+    router, up, down = (
+        np.asarray(w[...], np.float64) for w in (mlp.router.weight, mlp.up, mlp.down)
+    )
     up, down = up.reshape(6, 32, H), down.reshape(6, H, 16)
     logits = wide @ router.T
     exact = np.zeros((T, H))

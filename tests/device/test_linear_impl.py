@@ -27,7 +27,12 @@ pytest.importorskip("llvmlite")
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,)}
 PROMPTS = [[5, 6, 7], list(range(3, 30)), [9]]
-FACTS: dict[str, Any] = {"dtype": "float32", "weight_dtype": "float32", "mesh": False, "activation": "silu"}
+FACTS: dict[str, Any] = {
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "mesh": False,
+    "activation": "silu",
+}
 OWN = """
 from pallas_kernels.linear import IMPLS, Implementation
 
@@ -44,10 +49,22 @@ MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambd
 
 def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
     """(tokens and prompt log-probabilities of each request, the engine)."""
-    llm = LLM(model, linear_impl=impl, progress=False, max_model_len=64, num_blocks=40, **(SIZES | options))
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    llm = LLM(
+        model,
+        linear_impl=impl,
+        progress=False,
+        max_model_len=64,
+        num_blocks=40,
+        **(SIZES | options),
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
     return [
-        (out.outputs[0].token_ids, [next(iter(one.values())).logprob for one in out.prompt_logprobs[1:]])
+        (
+            out.outputs[0].token_ids,
+            [next(iter(one.values())).logprob for one in out.prompt_logprobs[1:]],
+        )
         for out in llm.generate(PROMPTS, params, use_tqdm=False)
     ], llm
 
@@ -65,7 +82,9 @@ def random_params(config: Any) -> Any:
 
 
 @pytest.mark.default_cases("Gemma 2-False")
-@pytest.mark.slow_cases("Qwen3-MoE-False", "GPT-2, untied, exact GELU, a narrow MLP-False", "Qwen2-True")
+@pytest.mark.slow_cases(
+    "Qwen3-MoE-False", "GPT-2, untied, exact GELU, a narrow MLP-False", "Qwen2-True"
+)
 @pytest.mark.parametrize(
     ("name", "int8"),
     [
@@ -85,7 +104,9 @@ def test_every_implementation_serves_every_family(name, int8):
 
     config = FAMILIES[kind].from_hf(normalised(hf, name))
     params = random_params(config)
-    wanted, _ = outputs(from_params(params, config, linear_impl="reference", **weights), "reference", **weights)
+    wanted, _ = outputs(
+        from_params(params, config, linear_impl="reference", **weights), "reference", **weights
+    )
     for impl in ("xla", "cpu"):
         found, llm = outputs(from_params(params, config, **weights), impl, **weights)
         assert llm.engine.config.linear_impl == impl
@@ -103,10 +124,14 @@ def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
 
     config = FAMILIES[kind].from_hf(normalised({**BODY, **settings, "model_type": kind}, kind))
     model = from_params(random_params(config), config, linear_impl=impl)
-    found = {buckets: outputs(model, impl, token_buckets=buckets)[0] for buckets in ((1, 4, 16), (16,))}
+    found = {
+        buckets: outputs(model, impl, token_buckets=buckets)[0] for buckets in ((1, 4, 16), (16,))
+    }
     for (tokens, logprobs), (others, expected) in zip(*found.values(), strict=True):
         assert tokens == others
-        chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=0 if impl == "cpu" else 1e-5)
+        chex.assert_trees_all_close(
+            np.array(logprobs), np.array(expected), atol=0 if impl == "cpu" else 1e-5
+        )
 
 
 def test_a_loaded_model_is_packed_once_and_unpacked_exactly(tiny_folder):
@@ -133,7 +158,9 @@ def test_new_parameters_are_packed_and_nothing_is_compiled(tiny_folder):
     _, llm = outputs(load_model(tiny_folder), "cpu")
     tree = jax.tree.map(lambda x: x * np.float32(0.5) if x.ndim > 1 else x, whole(llm.engine.model))
     llm.update_params(tree)
-    found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    found = llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
     chex.assert_trees_all_equal(whole(llm.engine.model), tree)
     again = from_params(tree, llm.engine.model.config, linear_impl="xla")
     wanted, _ = outputs(again, "xla")
@@ -159,19 +186,36 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
     config = FAMILIES[kind].from_hf(normalised({**settings, "model_type": kind, **layers}, name))
     params = jax.device_put(random_params(config))
     model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, "float32"))), params)
-    size = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": "float32"}
+    size = {
+        "layers": config.layers,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": "float32",
+    }
     cache = init(blocks=12, block_size=4, row=config.head_dim, **size)
     counts, lens = [5, 1, 3], np.array([9, 1, 8, 0])
     positions = np.concatenate([np.arange(n - c, n) for c, n in zip(counts, lens[:3], strict=True)])
     rows, tables = np.repeat(np.arange(3), counts), np.arange(12).reshape(4, 3)
     slots = tables[rows, positions // 4] * 4 + positions % 4
     pad = lambda x: np.pad(x, (0, 12 - len(x))).astype(np.int32)  # noqa: E731
-    last, sampled_row = np.array([4, 5, 6, 7, 8, 0, 0], np.int32), np.array([0, 1, 2, 2, 2, 0, 0], np.int32)
+    last, sampled_row = (
+        np.array([4, 5, 6, 7, 8, 0, 0], np.int32),
+        np.array([0, 1, 2, 2, 2, 0, 0], np.int32),
+    )
     cu = np.array([0, 5, 6, 9, 9], np.int32)
     tokens = np.random.default_rng(1).integers(3, 300, 9)
-    arrays = pad(tokens), pad(positions), pad(slots), tables.astype(np.int32), lens.astype(np.int32), cu
+    arrays = (
+        pad(tokens),
+        pad(positions),
+        pad(slots),
+        tables.astype(np.int32),
+        lens.astype(np.int32),
+        cu,
+    )
     batch = Batch(*arrays, last, sampled_row, np.full(12, -1, np.int32), blank_sampling(7))
-    chex.assert_trees_all_equal((batch.used_tokens, batch.used_samples), (np.int32([9]), np.int32([5])), strict=True)
+    chex.assert_trees_all_equal(
+        (batch.used_tokens, batch.used_samples), (np.int32([9]), np.int32([5])), strict=True
+    )
 
     def hidden(cache: Any, batch: Batch, only: bool) -> tuple[Any, jax.Array]:
         run = model.layers(cache, batch, attend("xla", config.attn_scale))
@@ -211,9 +255,21 @@ def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, fa
 @pytest.mark.parametrize(
     ("platform", "facts", "message"),
     [
-        ("tpu", {}, "linear_impl 'cpu' runs on platform 'cpu' and not on 'tpu'; 'xla' has no such limit"),
-        ("cpu", {"mesh": True}, "linear_impl 'cpu' is for a device without a mesh; 'xla' has no such limit"),
-        ("cpu", {"activation": "gelu"}, "linear_impl 'cpu' has the gates silu, gelu_tanh and not 'gelu'"),
+        (
+            "tpu",
+            {},
+            "linear_impl 'cpu' runs on platform 'cpu' and not on 'tpu'; 'xla' has no such limit",
+        ),
+        (
+            "cpu",
+            {"mesh": True},
+            "linear_impl 'cpu' is for a device without a mesh; 'xla' has no such limit",
+        ),
+        (
+            "cpu",
+            {"activation": "gelu"},
+            "linear_impl 'cpu' has the gates silu, gelu_tanh and not 'gelu'",
+        ),
     ],
 )
 def test_an_implementation_that_cannot_serve_raises_with_its_reason(platform, facts, message):
@@ -237,11 +293,15 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
 def test_unknown_implementations_raise_with_the_reason():
     with pytest.raises(ValueError, match=r"linear_impl is 'cpi'; .*\(did you mean 'cpu'\?\)"):
         EngineConfig(linear_impl="cpi")
-    with pytest.raises(ValueError, match=r"linear_impl is 'nowhere.py:MINE', but there is no file nowhere.py"):
+    with pytest.raises(
+        ValueError, match=r"linear_impl is 'nowhere.py:MINE', but there is no file nowhere.py"
+    ):
         linear.find("nowhere.py:MINE")
 
 
 def test_every_implementation_is_a_record_under_its_name():
-    assert all(isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items())
+    assert all(
+        isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items()
+    )
     for name in IMPLS:  # the configuration knows the same names
         assert EngineConfig(linear_impl=name).linear_impl == name

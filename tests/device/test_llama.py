@@ -27,7 +27,13 @@ pytestmark = pytest.mark.few_optimisations
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped heads, tied": {},
-    "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "layers": 1, "seed": 1},
+    "one key head, untied, wide heads": {
+        "kv_heads": 1,
+        "head_dim": 32,
+        "tied": False,
+        "layers": 1,
+        "seed": 1,
+    },
     "every head its own, llama3 rope": {
         "heads": 3,
         "hidden": 96,
@@ -55,7 +61,11 @@ T, S, M = 72, 8, 10
 
 
 def all_logits(
-    model: Model, steps: Sequence[Sequence[tuple[int, int]]], prompts=PROMPTS, t: int = T, impl: str = "reference"
+    model: Model,
+    steps: Sequence[Sequence[tuple[int, int]]],
+    prompts=PROMPTS,
+    t: int = T,
+    impl: str = "reference",
 ) -> list[np.ndarray]:
     """The logits after every token of the prompts, computed through the cache in these steps.
 
@@ -65,7 +75,9 @@ def all_logits(
     c = model.config
     sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     kv = cache.init(**sizes, blocks=len(prompts) * M, block_size=S, dtype=model.dtype)
-    tables = np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
+    tables = (
+        np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
+    )
     done, found = [0] * len(prompts), [[] for _ in prompts]
     run = partial(_run, model.graphdef, impl)
     for step in steps:
@@ -97,7 +109,9 @@ def lay_out(step, done, prompts, tables, t: int) -> Batch:
         at += count
         cu_q_lens[i + 1 :] = at
     unused = np.zeros(0, np.int32)
-    return Batch(tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, unused, None)  # type: ignore[arg-type]
+    return Batch(
+        tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, unused, None
+    )  # type: ignore[arg-type]
 
 
 # --- the definition in numpy ------------------------------------------------------------------------------------------
@@ -107,7 +121,10 @@ def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """[n, V] logits in float64."""
     checkpoint = open_checkpoint(folder)
     head = "model.embed_tokens" if checkpoint.config["tie_word_embeddings"] else "lm_head"
-    return plain_hidden(folder, tokens) @ checkpoint.tensors[f"{head}.weight"].read().astype(np.float64).T
+    return (
+        plain_hidden(folder, tokens)
+        @ checkpoint.tensors[f"{head}.weight"].read().astype(np.float64).T
+    )
 
 
 def plain_hidden(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -133,8 +150,14 @@ def plain_run(
     checkpoint = open_checkpoint(folder)
     c = checkpoint.config
     w = {name: tensor.read().astype(np.float64) for name, tensor in checkpoint.tensors.items()}
-    linear = lambda x, name: x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)  # noqa: E731
-    norm = lambda x, name: x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(x, name):
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"])
+        return x / scale * w[f"{name}.weight"]
+
     x = w["model.embed_tokens.weight"][tokens]
     states, seen = [x], []
     for i in range(c["num_hidden_layers"]):
@@ -145,14 +168,20 @@ def plain_run(
         x = x + linear(y, f"{layer}.self_attn.o_proj")
         y = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(y, f"{layer}.mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+        x = x + linear(
+            gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj"
+        )
         states.append(x)
         seen.append(weights)
     return [*states[:-1], norm(x, "model.norm")], seen
 
 
 def plain_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any], weigh: Callable[[np.ndarray, int], np.ndarray]
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    c: Mapping[str, Any],
+    weigh: Callable[[np.ndarray, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """([n, N D], the weights [N, n, n])."""
     n, size, group = len(q), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
@@ -174,7 +203,9 @@ def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
     scaling = c["rope_scaling"] or {}
     if scaling.get("rope_type") == "linear":
         wavelengths = wavelengths * scaling["factor"]
-    if scaling.get("rope_type") == "llama3":  # long waves stretched, short ones kept, a ramp in frequency between
+    if (
+        scaling.get("rope_type") == "llama3"
+    ):  # long waves stretched, short ones kept, a ramp in frequency between
         turns = scaling["original_max_position_embeddings"] / wavelengths
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -204,7 +235,9 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_transformers(folder)
 
     if json.loads((folder / "config.json").read_text()).get("qkv_bias"):
         pytest.skip("transformers' Llama has four biases or none")
-    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    theirs = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
         with torch.no_grad():
             want = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
@@ -234,7 +267,9 @@ def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
     model = load_model(tiny_folder, dtype=dtype).model
-    assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {dtype}
+    assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {
+        dtype
+    }
     for got, want in zip(all_logits(model, CHUNKED), all_logits(tiny.model, CHUNKED), strict=True):
         error = np.sqrt(np.mean((got - want) ** 2)) / np.sqrt(np.mean(want**2))
         assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits
@@ -297,12 +332,18 @@ def test_real_models_have_their_published_number_of_parameters(config, parameter
 
 def test_the_table_names_every_tensor_of_a_checkpoint_once(folder):
     config = open_checkpoint(folder)
-    names = [name for entry in llama.param_table(llama.from_hf(config.config)) for name in entry.sources]
+    names = [
+        name for entry in llama.param_table(llama.from_hf(config.config)) for name in entry.sources
+    ]
     assert sorted(names) == sorted(config.tensors)
 
 
 def test_what_a_config_leaves_out_takes_its_default():
-    sparse = {key: value for key, value in TINYLLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+    sparse = {
+        key: value
+        for key, value in TINYLLAMA.items()
+        if key not in ("num_key_value_heads", "rms_norm_eps")
+    }
     c = llama.from_hf(sparse)
     assert (c.kv_heads, c.head_dim, c.eps, c.ropes) == (32, 64, 1e-6, (Rope(10000.0, None),))
     assert (c.tied, c.qkv_bias, c.out_bias) == (False, False, False)
@@ -313,7 +354,10 @@ def test_what_a_config_leaves_out_takes_its_default():
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the Llama family uses 'silu'"),
         ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        (
+            {"num_key_value_heads": 5},
+            "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
+        ),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -343,25 +387,37 @@ def test_scaling_stretches_the_longest_context(scaling, length):
 def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_path):
     linear = {"rope_type": "linear", "factor": 4.0}
     folder = tiny_llama(tmp_path / "llama", layers=1, tied=False, max_len=64, rope_scaling=linear)
-    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 200, "token_buckets": (200,), "num_blocks": 16}
+    sizes = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 200,
+        "token_buckets": (200,),
+        "num_blocks": 16,
+    }
     llm = LLM(load_model(folder, linear_impl="xla"), progress=False, **sizes)
     assert llm.engine.config.max_model_len == 256
     prompt = np.random.default_rng(0).integers(3, 320, 200)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([prompt.tolist()], params, use_tqdm=False)
-    given = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    given = [
+        entry[token].logprob
+        for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
     hidden, _ = plain_run(folder, prompt)
     head = open_checkpoint(folder).tensors["lm_head.weight"].read().astype(np.float64)
     logits = hidden[-1] @ head.T
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = logp[np.arange(199), prompt[1:]]
     np.testing.assert_allclose(given, expected, atol=2e-4)
-    with pytest.raises(ValueError, match="max_model_len is 257, but the model was made for 256 tokens"):
+    with pytest.raises(
+        ValueError, match="max_model_len is 257, but the model was made for 256 tokens"
+    ):
         LLM(llm.model, progress=False, max_model_len=257)
 
 
 def test_an_unknown_rope_scaling_is_refused():
-    with pytest.raises(ValueError, match="'yarn' is not supported; supported: default, linear, llama3, freqs"):
+    with pytest.raises(
+        ValueError, match="'yarn' is not supported; supported: default, linear, llama3, freqs"
+    ):
         rope_frequencies(16, 1e4, {"rope_type": "yarn", "factor": 4.0})
 
 
@@ -369,11 +425,20 @@ def test_explicit_divisors_are_those_of_the_scaling_they_spell_out():
     """A GGUF file carries "llama3" scaling as one divisor a frequency."""
     plain, scaled = (np.array(rope_frequencies(16, 1e4, s)) for s in (None, llama3_scaling()))
     assert len(set((plain / scaled).round(6))) >= 3, "kept, blended and stretched frequencies"
-    spelled = rope_frequencies(16, 1e4, {"rope_type": "freqs", "factors": (plain / scaled).tolist()})
+    spelled = rope_frequencies(
+        16, 1e4, {"rope_type": "freqs", "factors": (plain / scaled).tolist()}
+    )
     np.testing.assert_allclose(spelled, scaled, rtol=1e-12)
 
 
 def test_experts_are_in_every_nth_layer_counted_from_one():
     """As in transformers: `(layer_idx + 1) % decoder_sparse_step == 0`, and not in `mlp_only_layers`."""
     config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert [kind.sparse for kind in llama._kinds(config, "qwen3_moe")] == [False, True, False, False, False, True]
+    assert [kind.sparse for kind in llama._kinds(config, "qwen3_moe")] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -93,7 +93,9 @@ def test_blocks_fill_the_fraction_and_leave_room_for_a_step_and_the_trash_block(
     assert memory.blocks_that_fit(100, 0.5, device(1000), activations=1) == 3
     assert memory.blocks_that_fit(100, 0.5, device(1000), activations=300) == 1
     for found, activations in ((device(300), 0), (device(1000), 301), (device(1000), 9999)):
-        with pytest.raises(ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"):
+        with pytest.raises(
+            ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"
+        ):
             memory.blocks_that_fit(100, 0.5, found, activations)
 
 
@@ -101,7 +103,9 @@ def test_a_default_cache_stays_below_the_devices_limit():
     found = device(2**49, memory.CPU_LIMIT)
     blocks = memory.CPU_LIMIT // 2**20 - 1
     assert memory.blocks_that_fit(2**20, 0.5, found) == blocks
-    assert memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks  # a step's share is beside it
+    assert (
+        memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks
+    )  # a step's share is beside it
 
 
 def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
@@ -114,7 +118,8 @@ def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
 def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
     memory.check_fit(9, 100, device(1000))
     with pytest.raises(
-        ValueError, match=r"^num_blocks is 10: .*a device has 0\.00 MiB free; lower num_blocks to at most 9"
+        ValueError,
+        match=r"^num_blocks is 10: .*a device has 0\.00 MiB free; lower num_blocks to at most 9",
     ):
         memory.check_fit(10, 100, device(1000))
     with pytest.raises(ValueError, match="lower num_blocks to at most 4"):
@@ -124,7 +129,13 @@ def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
 
 
 def report_of(found: memory.DeviceMemory, **values) -> memory.MemoryReport:
-    sizes = {"weights": 2 * GIB, "activations": GIB // 2, "num_blocks": 1023, "block_size": 16, "block_bytes": 2**20}
+    sizes = {
+        "weights": 2 * GIB,
+        "activations": GIB // 2,
+        "num_blocks": 1023,
+        "block_size": 16,
+        "block_bytes": 2**20,
+    }
     return memory.report(found, **{**sizes, "max_model_len": 100, "swap_space_gib": 0.5, **values})
 
 
@@ -135,7 +146,9 @@ def test_a_report_adds_up():
     assert (r.other, r.cache, r.left) == (4 * GIB, 1 * GIB, 8.5 * GIB)
     assert (r.device_blocks, r.host_blocks, r.tokens) == (1023, 512, 1023 * 16)
     assert r.sequences == 1023 // 7  # 100 tokens take 7 blocks of 16
-    assert report_of(device(free=15 * GIB, total=16 * GIB)).other == 0  # weights that are a mapped file
+    assert (
+        report_of(device(free=15 * GIB, total=16 * GIB)).other == 0
+    )  # weights that are a mapped file
 
 
 def test_a_report_prints_as_a_table():
@@ -184,7 +197,9 @@ def test_memory_of_a_container_is_what_its_control_groups_leave(tmp_path, monkey
     assert list(memory._limits()) == [(2**26, 2**26 - 2**24 + 2**20)]
     assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < whole
     group(groups / "user.slice", 2**26, 2**25, 0)
-    assert memory._system() == (2**26, 2**25), "what a group may have is also what those around it leave"
+    assert memory._system() == (2**26, 2**25), (
+        "what a group may have is also what those around it leave"
+    )
     older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     group(groups / "memory/docker/a1", 2**25, 2**26, 2**21, older, "total_inactive_file")
     assert memory._system() == (2**25, 0)
@@ -202,7 +217,12 @@ class FakeGpu:
 
 
 def test_memory_of_an_accelerator_is_what_jax_may_still_take():
-    assert memory.read(FakeGpu({"bytes_limit": 100, "bytes_in_use": 30})) == ("gpu:0", 100, 70, None)
+    assert memory.read(FakeGpu({"bytes_limit": 100, "bytes_in_use": 30})) == (
+        "gpu:0",
+        100,
+        70,
+        None,
+    )
     assert memory.read(FakeGpu(None)) == ("gpu:0", 0, 0, None)
 
 
@@ -213,7 +233,12 @@ def nbytes(tree) -> int:
 def test_an_engine_reports_its_arrays_and_its_largest_step(tiny):
     from pagedjax import LLM
 
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "num_blocks": 256,
+    }
     # the programs of `tiny_llm`, but before the first step, as the report needs the largest one
     engine = LLM(tiny, progress=False, compilation="eager", **sizes).engine
     report = engine.memory
@@ -221,14 +246,20 @@ def test_an_engine_reports_its_arrays_and_its_largest_step(tiny):
     assert report.cache == nbytes(engine._state.cache) == 257 * report.block_bytes
     assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
     assert report.host_blocks == 0, "there is a swap space only for those who swap"
-    peaks = {shape.tokens: memory.activations_peak(step) for shape, step in engine.runtime.programs.items()}
+    peaks = {
+        shape.tokens: memory.activations_peak(step)
+        for shape, step in engine.runtime.programs.items()
+    }
     assert report.activations == peaks[64] > peaks[8] > 0
     # at least the logits of its eight rows
     assert report.activations >= 8 * engine.model.config.vocab_size * 4
 
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64}
-MEASURED = {**SMALL, "compilation": "eager"}  # the largest step is compiled before the cache is made
+MEASURED = {
+    **SMALL,
+    "compilation": "eager",
+}  # the largest step is compiled before the cache is made
 
 
 def limited(monkeypatch, free: int) -> None:
@@ -239,17 +270,29 @@ def limited(monkeypatch, free: int) -> None:
 def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tiny, monkeypatch):
     from pagedjax import LLM
 
-    LLM(tiny, progress=False, **MEASURED)  # compiles the copy of blocks too, which all engines share
+    LLM(
+        tiny, progress=False, **MEASURED
+    )  # compiles the copy of blocks too, which all engines share
     engine = LLM(tiny, progress=False, **MEASURED).engine
-    compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
-    assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
+    compiled, peak, block = (
+        engine.startup["compilations"],
+        engine.memory.activations,
+        engine.memory.block_bytes,
+    )
+    assert (
+        engine.config.num_blocks == 8
+    )  # all that two sequences of 64 tokens can use: the step had room anyway
     (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
-    batch = _blank_batch(engine.runtime.shapes, shape, blanks, False, engine.runtime.chain, {}, None)
+    batch = _blank_batch(
+        engine.runtime.shapes, shape, blanks, False, engine.runtime.chain, {}, None
+    )
     inputs = nbytes(blanks) + nbytes(batch)  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **MEASURED).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4
-    assert engine.memory.activations == peak  # the number of blocks does not change what a step needs
+    assert (
+        engine.memory.activations == peak
+    )  # the number of blocks does not change what a step needs
     assert engine.memory.left == 0
     assert nbytes(engine._state.cache) == 5 * block
     assert engine.startup["compilations"] > compiled, "the measured program was for a larger cache"
@@ -260,13 +303,16 @@ def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypa
 
     limited(monkeypatch, 10 * 2**20)
     with pytest.raises(
-        ValueError, match=r"^num_blocks is 1000000: .*the system has 10\.00 MiB free; lower num_blocks to"
+        ValueError,
+        match=r"^num_blocks is 1000000: .*the system has 10\.00 MiB free; lower num_blocks to",
     ):
         LLM(tiny, progress=False, num_blocks=10**6, **SMALL)
     limited(monkeypatch, 2**17)  # enough for the cache and not for a step beside it
     with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
         LLM(tiny, progress=False, num_blocks=1, attention_impl="xla", **MEASURED)
-    with pytest.raises(ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"):
+    with pytest.raises(
+        ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"
+    ):
         LLM(tiny, progress=False, attention_impl="xla", **MEASURED)
 
 
@@ -282,8 +328,12 @@ def test_the_report_is_printed_with_the_progress_and_beside_the_output(tiny, cap
 
 
 def test_resolve_leaves_nothing_open(tiny):
-    resolved = resolve(EngineConfig(max_num_batched_tokens=100, max_num_seqs=4, block_size=16), tiny.model)
-    assert resolved.num_blocks == 4 * 32  # four sequences of the model's 512 tokens; memory would hold more
+    resolved = resolve(
+        EngineConfig(max_num_batched_tokens=100, max_num_seqs=4, block_size=16), tiny.model
+    )
+    assert (
+        resolved.num_blocks == 4 * 32
+    )  # four sequences of the model's 512 tokens; memory would hold more
     assert resolved.max_model_len == 512
     assert resolved.token_buckets == (1, 2, 4, 8, 16, 32, 64, 100)
     assert (resolved.dtype, resolved.attention_impl) == ("float32", "cpu")
@@ -301,7 +351,9 @@ def test_xla_has_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
     assert resolve(EngineConfig(max_num_batched_tokens=8), packed).token_buckets == (1, 2, 4, 8)
     model = load_model(tiny_folder, dtype="bfloat16", linear_impl="xla").model
     assert resolve(EngineConfig(max_num_batched_tokens=8), model).token_buckets == (2, 4, 8)
-    assert resolve(EngineConfig(max_num_batched_tokens=1, max_num_seqs=1), model).token_buckets == (2,)
+    assert resolve(EngineConfig(max_num_batched_tokens=1, max_num_seqs=1), model).token_buckets == (
+        2,
+    )
     with pytest.raises(ValueError, match="the smallest step is 2 tokens"):
         resolve(EngineConfig(max_num_batched_tokens=8, token_buckets=(1, 8)), model)
 
@@ -310,7 +362,12 @@ def test_xla_has_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
 def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_xlas_logits_on_a_cpu(tiny_folder):
     from pagedjax import LLM
 
-    options = {"linear_impl": "xla", "max_num_seqs": 1, "max_num_batched_tokens": 4, "num_blocks": 8}
+    options = {
+        "linear_impl": "xla",
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 4,
+        "num_blocks": 8,
+    }
     llm = LLM(tiny_folder, dtype="bfloat16", **options, progress=False)
     assert [llm.engine.runtime.shapes.rows(t) for t in llm.engine.config.token_buckets] == [2, 2]
     assert len(llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids) > 0

@@ -48,7 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
     ),
     "Llama 2": ("llama", BODY),
-    "Llama 3": ("llama", BODY | {"rope_scaling": llama3_scaling(), "rope_theta": 500000.0, "head_dim": 32}),
+    "Llama 3": (
+        "llama",
+        BODY | {"rope_scaling": llama3_scaling(), "rope_theta": 500000.0, "head_dim": 32},
+    ),
     "TinyLlama": ("llama", BODY | {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     "Mistral": ("mistral", BODY | {"sliding_window": 24, "head_dim": 32}),
     "Mistral, no window": ("mistral", BODY | {"sliding_window": None}),
@@ -58,14 +61,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         BODY | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
     "Qwen3": ("qwen3", BODY | {"head_dim": 32}),
-    "Gemma 2": ("gemma2", BODY | {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 24}),
+    "Gemma 2": (
+        "gemma2",
+        BODY | {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 24},
+    ),
     "Gemma 2, caps that bind": (
         "gemma2",
-        BODY | {"head_dim": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 10.0, "sliding_window": 40},
+        BODY
+        | {
+            "head_dim": 16,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 10.0,
+            "sliding_window": 40,
+        },
     ),
     "Gemma 3": (
         "gemma3_text",
-        BODY | {"head_dim": 32, "sliding_window": 16, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
+        BODY
+        | {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 24,
+        },
     ),
     "Gemma 3, stretched where it sees all": (
         "gemma3_text",
@@ -89,7 +107,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-GREEDY = [name for i, name in enumerate(CASES) if CASES[name][0] not in [kind for kind, _ in [*CASES.values()][:i]]]
+GREEDY = [
+    name
+    for i, name in enumerate(CASES)
+    if CASES[name][0] not in [kind for kind, _ in [*CASES.values()][:i]]
+]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -101,11 +123,15 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
     model_type, settings = CASES[request.param]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     with torch.no_grad():  # logits that differ, biases and norms that matter
         for name, parameter in theirs.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.5 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5)
+                parameter.normal_(
+                    0, 0.5 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5
+                )
             elif name in FINAL:  # of both signs, or a tied model would say its last token again
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
@@ -139,16 +165,27 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
 
     folder, theirs = saved
     heads = load_model(folder).model.config.heads
-    engine = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "token_buckets": (32,), "block_size": 8}
+    engine = {
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+        "token_buckets": (32,),
+        "block_size": 8,
+    }
     llm = LLM(folder, progress=False, mesh={"tensor": min(4, heads)}, **engine)
     prompts = [np.asarray(prompt).tolist() for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for output, prompt in zip(llm.generate(prompts, params, use_tqdm=False), prompts, strict=True):
-        wanted = torch.log_softmax(torch.from_numpy(their_logits(theirs, np.asarray(prompt))), -1).numpy()
+        wanted = torch.log_softmax(
+            torch.from_numpy(their_logits(theirs, np.asarray(prompt))), -1
+        ).numpy()
         assert output.prompt_logprobs is not None
-        for i, (entry, token) in enumerate(zip(output.prompt_logprobs[1:], prompt[1:], strict=True)):
+        for i, (entry, token) in enumerate(
+            zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ):
             assert entry is not None
-            chex.assert_trees_all_close(np.float32(entry[token].logprob), wanted[i, token], atol=1e-4)
+            chex.assert_trees_all_close(
+                np.float32(entry[token].logprob), wanted[i, token], atol=1e-4
+            )
 
 
 @pytest.mark.oracle
@@ -160,15 +197,28 @@ def test_greedy_tokens_are_those_of_transformers(saved):
     folder, theirs = saved
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 320, n).tolist() for n in (1, 5, 17, 30, 42, 58, 73, 90)]
-    llm = LLM(folder, progress=False, block_size=8, max_num_batched_tokens=32, max_num_seqs=8, token_buckets=(8, 32))
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
+    llm = LLM(
+        folder,
+        progress=False,
+        block_size=8,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        token_buckets=(8, 32),
+    )
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False
+    )
     said = {token for output in outputs for token in output.outputs[0].token_ids}
     assert len(said) > 30, "they say hardly anything: the comparison is blind"
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = list(prompt)
         with torch.no_grad():
             wanted = theirs.generate(
-                torch.tensor([tokens]), do_sample=False, min_new_tokens=64, max_new_tokens=64, eos_token_id=None
+                torch.tensor([tokens]),
+                do_sample=False,
+                min_new_tokens=64,
+                max_new_tokens=64,
+                eos_token_id=None,
             )
         assert list(output.outputs[0].token_ids) == wanted[0, len(prompt) :].tolist()
 
@@ -176,7 +226,9 @@ def test_greedy_tokens_are_those_of_transformers(saved):
 # --- real models, without their weights -------------------------------------------------------------------------------
 
 
-def shape(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+def shape(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -190,7 +242,13 @@ def shape(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab
 
 
 def gpt2_shape(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return {"vocab_size": 50257, "n_positions": 1024, "n_layer": layers, "n_embd": hidden, "n_head": heads}
+    return {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+    }
 
 
 MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -200,12 +258,27 @@ REAL = {
     "gpt2-xl": ("gpt2", gpt2_shape(48, 1600, 25), 1_557_611_200, 307_200),
     "TinyLlama-1.1B": ("llama", shape(22, 2048, 5632, 32, 4, 32000), 1_100_048_384, 22 * 1024),
     "Mistral-7B-v0.1": ("mistral", shape(32, 4096, 14336, 32, 8, 32000), 7_241_732_096, 131_072),
-    "Qwen2-0.5B": ("qwen2", shape(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True), 494_032_768, 12_288),
-    "Qwen3-0.6B": ("qwen3", shape(28, 1024, 3072, 16, 8, 151936, tie_word_embeddings=True), 596_049_920, 114_688),
+    "Qwen2-0.5B": (
+        "qwen2",
+        shape(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
+        494_032_768,
+        12_288,
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        shape(28, 1024, 3072, 16, 8, 151936, tie_word_embeddings=True),
+        596_049_920,
+        114_688,
+    ),
     "Gemma-2-2B": ("gemma2", shape(26, 2304, 9216, 8, 4, 256000), 2_614_341_888, 106_496),
     "Gemma-3-1B": ("gemma3_text", shape(26, 1152, 6912, 4, 1, 262144), 999_885_952, 26_624),
     "Mixtral-8x7B": ("mixtral", shape(32, 4096, 14336, 32, 8, 32000), 46_702_792_704, 131_072),
-    "Qwen3-30B-A3B": ("qwen3_moe", shape(48, 2048, 6144, 32, 4, 151936, **MOE), 30_532_122_624, 98_304),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        shape(48, 2048, 6144, 32, 4, 151936, **MOE),
+        30_532_122_624,
+        98_304,
+    ),
 }
 
 
@@ -221,7 +294,9 @@ def test_real_models_have_their_published_size_and_cache(name):
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     found = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
     assert found == {".".join(entry.path): entry.shape for entry in table}
-    block = cache.kv_bytes(layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16")
+    block = cache.kv_bytes(
+        layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16"
+    )
     assert block == cached
 
 
@@ -233,29 +308,57 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3"):  # these three have as many key heads as queries, or 32
+    elif model_type not in (
+        "llama",
+        "qwen2",
+        "qwen3",
+    ):  # these three have as many key heads as queries, or 32
         del sizes["num_key_value_heads"]
     full = AutoConfig.for_model(model_type, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
-        full.pop("head_dim")  # of Llama's and Mistral's classes: computed from their own default sizes
+        full.pop(
+            "head_dim"
+        )  # of Llama's and Mistral's classes: computed from their own default sizes
     ours, theirs = (normalised({**c, "model_type": model_type}, "x") for c in (sizes, full))
     from_hf = FAMILIES[model_type].from_hf
     assert from_hf(ours) == from_hf(theirs)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known():
-    with pytest.raises(ValueError, match="model_type is 'bert'; supported: llama, mistral, qwen2, qwen3, mixtral"):
+    with pytest.raises(
+        ValueError, match="model_type is 'bert'; supported: llama, mistral, qwen2, qwen3, mixtral"
+    ):
         normalised({"model_type": "bert"}, "config.json")
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; it must be one of 'gelu_new'"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ("Gemma-2-2B", {"hidden_activation": "relu"}, "hidden_activation is 'relu'; Gemma uses 'gelu_pytorch_tanh'"),
-        ("Gemma-2-2B", {"attention_bias": True}, "attention_bias or use_bidirectional_attention is true"),
-        ("Qwen3-0.6B", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the Llama family uses 'silu'"),
+        (
+            "gpt2",
+            {"activation_function": "relu"},
+            "activation_function is 'relu'; it must be one of 'gelu_new'",
+        ),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx is True",
+        ),
+        (
+            "Gemma-2-2B",
+            {"hidden_activation": "relu"},
+            "hidden_activation is 'relu'; Gemma uses 'gelu_pytorch_tanh'",
+        ),
+        (
+            "Gemma-2-2B",
+            {"attention_bias": True},
+            "attention_bias or use_bidirectional_attention is true",
+        ),
+        (
+            "Qwen3-0.6B",
+            {"hidden_act": "gelu"},
+            "hidden_act is 'gelu'; the Llama family uses 'silu'",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(name, change, message):
@@ -266,12 +369,25 @@ def test_a_config_that_cannot_be_honoured_is_refused(name, change, message):
 
 
 def test_a_window_that_is_null_is_no_window_and_one_left_out_is_the_default():
-    for settings, windows in (({}, {4096}), ({"sliding_window": None}, {None}), ({"sliding_window": 7}, {7})):
-        config = normalised({"model_type": "mistral", **shape(2, 64, 96, 4, 2, 320), **settings}, "x")
+    for settings, windows in (
+        ({}, {4096}),
+        ({"sliding_window": None}, {None}),
+        ({"sliding_window": 7}, {7}),
+    ):
+        config = normalised(
+            {"model_type": "mistral", **shape(2, 64, 96, 4, 2, 320), **settings}, "x"
+        )
         assert {kind.window for kind in FAMILIES["mistral"].from_hf(config).kinds} == windows
 
 
 def test_a_gemma_names_the_stretched_context_itself():
     kind, more = CASES["Gemma 3"]
-    hf = {**BODY, **more, "model_type": kind, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    assert FAMILIES[kind].from_hf(normalised(hf, "Gemma 3")).max_len == BODY["max_position_embeddings"]
+    hf = {
+        **BODY,
+        **more,
+        "model_type": kind,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    assert (
+        FAMILIES[kind].from_hf(normalised(hf, "Gemma 3")).max_len == BODY["max_position_embeddings"]
+    )

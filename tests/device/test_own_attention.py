@@ -20,7 +20,13 @@ pytestmark = pytest.mark.few_optimisations
 
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 TAPS = Taps(hidden_states=(1, 2), attention={0: (0, 3), 1: 2})
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "block_size": 4,
+    "num_blocks": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,9 @@ def alibi(scores: np.ndarray, head: int) -> np.ndarray:
 @pytest.mark.parametrize(("name", "weigh"), [("PLUS_ONE", plus_one), ("ALIBI", alibi)])
 def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, file, name, weigh):
     """Chunked prompts and decodes: log-probabilities, hidden states, and the weights themselves."""
-    llm = LLM(tiny_folder, progress=False, compilation="lazy", attention_impl=f"{file}:{name}", **SIZES)
+    llm = LLM(
+        tiny_folder, progress=False, compilation="lazy", attention_impl=f"{file}:{name}", **SIZES
+    )
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0, taps=TAPS)
     head = open_checkpoint(tiny_folder).tensors["lm_head.weight"].read().astype(np.float64)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
@@ -54,9 +62,13 @@ def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, 
         for entry, token, row in zip(one.logprobs, one.token_ids, logprobs, strict=True):
             chex.assert_trees_all_close(entry[token].logprob, row[token], atol=1e-4)
         for i in TAPS.hidden_states:
-            chex.assert_trees_all_close(one.taps.hidden_states[i], states[i].astype(np.float32), atol=1e-4)
+            chex.assert_trees_all_close(
+                one.taps.hidden_states[i], states[i].astype(np.float32), atol=1e-4
+            )
             if len(prompt) > 1:
-                assert np.abs(states[i] - others[i]).max() > 0.01, "it hardly differs: the comparison is blind"
+                assert np.abs(states[i] - others[i]).max() > 0.01, (
+                    "it hardly differs: the comparison is blind"
+                )
         for layer, heads in TAPS.attention:
             for j, found in enumerate(one.taps.attention[layer]):
                 at = len(prompt) + j
@@ -70,12 +82,18 @@ def test_the_documented_variants_read_windows_caps_and_padding(file):
     impl = attention.find(f"{file}:PLUS_ONE")
     q = rng.normal(size=(8, 4, 16)).astype(np.float32)
     pages = np.full((2, 6, 2, 4, 16), np.nan, np.float32)  # keys and values
-    tables, lens, cu = np.array([[3, 1, 0], [5, 0, 0], [0, 0, 0]]), np.array([7, 2, 0]), np.array([0, 5, 6, 6])
+    tables, lens, cu = (
+        np.array([[3, 1, 0], [5, 0, 0], [0, 0, 0]]),
+        np.array([7, 2, 0]),
+        np.array([0, 5, 6, 6]),
+    )
     known = {row: rng.normal(size=(2, lens[row], 2, 16)).astype(np.float32) for row in (0, 1)}
     for row, tokens in known.items():
         for i in range(lens[row]):
             pages[:, tables[row, i // 4], :, i % 4] = tokens[:, i]
-    arrays = [jnp.asarray(x) for x in (q, *pages)] + [jnp.asarray(x, jnp.int32) for x in (tables, lens, cu)]
+    arrays = [jnp.asarray(x) for x in (q, *pages)] + [
+        jnp.asarray(x, jnp.int32) for x in (tables, lens, cu)
+    ]
     options = {"scale": 0.3, "window": 3, "soft_cap": 2.0}
     found = jax.jit(lambda *a: paged_attention(*a, impl=impl, **options))(*arrays)
     chex.assert_shape(found, q.shape)
@@ -89,5 +107,13 @@ def test_the_documented_variants_read_windows_caps_and_padding(file):
 
 
 def test_a_cache_that_the_documented_variants_do_not_read_is_refused(tiny_folder, file):
-    with pytest.raises(ValueError, match=r"own_attention.py:PLUS_ONE' reads no 8 bits; 'xla' has no such limit"):
-        LLM(tiny_folder, progress=False, attention_impl=f"{file}:PLUS_ONE", kv_cache_dtype="float8_e4m3fn", **SIZES)
+    with pytest.raises(
+        ValueError, match=r"own_attention.py:PLUS_ONE' reads no 8 bits; 'xla' has no such limit"
+    ):
+        LLM(
+            tiny_folder,
+            progress=False,
+            attention_impl=f"{file}:PLUS_ONE",
+            kv_cache_dtype="float8_e4m3fn",
+            **SIZES,
+        )

@@ -23,7 +23,13 @@ from tests.weights.tiny import tiny_llama
 
 pytestmark = pytest.mark.few_optimisations
 
-CONFIG = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4, "num_blocks": 50}
+CONFIG = {
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "block_size": 4,
+    "num_blocks": 50,
+}
 V, R = 320, 24  # no tile of sampling has so many rows
 
 
@@ -33,7 +39,9 @@ def engine(tiny, **config):
 
 def exchanges(text: str) -> Counter[str]:
     """How often each collective is in an optimised program, by its name and the shape of what it returns."""
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    kinds = (
+        "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    )
     return Counter(re.findall(rf" (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text))
 
 
@@ -72,9 +80,13 @@ def test_no_device_has_all_logits_and_the_cache_is_not_copied(whole, on_mesh):
     pages = on_mesh._state.cache.k[0]
     part = pages.sharding.shard_shape(pages.shape)
     stats = on_mesh.runtime.programs[shape].memory_analysis()
-    assert stats.alias_size_in_bytes == memory.nbytes(on_mesh._state.cache), "the cache is not updated in place"
+    assert stats.alias_size_in_bytes == memory.nbytes(on_mesh._state.cache), (
+        "the cache is not updated in place"
+    )
     copies = re.findall(rf"= f32\[{','.join(map(str, part))}\]\S* copy\(", texts[1])
-    assert len(copies) <= len(re.findall(rf"= f32\[{','.join(map(str, pages.shape))}\]\S* copy\(", texts[0]))
+    assert len(copies) <= len(
+        re.findall(rf"= f32\[{','.join(map(str, pages.shape))}\]\S* copy\(", texts[0])
+    )
 
 
 def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
@@ -84,7 +96,9 @@ def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
         assert len(x.sharding.device_set) == devices, name
         split = [i for i, size in enumerate(x.shape) if x.sharding.shard_shape(x.shape)[i] < size]
         assert bool(split) != ("norm" in name), name
-    assert on_mesh.memory.weights < 1.6 / devices * whole.memory.weights  # norms and rotations are on each device
+    assert (
+        on_mesh.memory.weights < 1.6 / devices * whole.memory.weights
+    )  # norms and rotations are on each device
     tokens = 4 * CONFIG["block_size"]
     # two key heads on two or four devices: each device has one of them
     assert on_mesh.memory.block_bytes - tokens == (whole.memory.block_bytes - tokens) // 2
@@ -100,12 +114,17 @@ def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
     placement = make_placement(model, MeshConfig(tensor=sizes.size), None, jax.devices())
     if sizes.expert > 1:  # the exchange itself does not depend on experts
         grid = np.array(jax.devices()[: sizes.size]).reshape(sizes.expert, sizes.tensor)
-        placement = replace(placement, mesh=jax.sharding.Mesh(grid, placement.mesh.axis_names), sizes=sizes)
+        placement = replace(
+            placement, mesh=jax.sharding.Mesh(grid, placement.mesh.axis_names), sizes=sizes
+        )
     vocab = -(-V // sizes.size) * sizes.size
     logits = np.zeros((rows, vocab), np.float32)
     logits[:, :V] = np.random.default_rng(rows).normal(size=(rows, V))
     logits[:, V:] = 100.0  # padding of the vocabulary must not be read
-    weights = {"scale": np.arange(1, rows + 1, dtype=np.float32), "add": np.ones((rows, 2), np.int32)}
+    weights = {
+        "scale": np.arange(1, rows + 1, dtype=np.float32),
+        "add": np.ones((rows, 2), np.int32),
+    }
 
     def function(x, weights):
         chex.assert_shape(x, (len(weights["scale"]), V))
@@ -141,11 +160,23 @@ def test_an_engine_on_given_devices_uses_those(tiny):
             r"mesh has the axis 'data', and an engine has one cache.*start an engine for each slice",
         ),
         ({"mesh": 4}, r"mesh is 4; it must be None, or sizes by axis, such as \{'tensor': 4\}"),
-        ({"mesh": {"tensor": 2}, "devices": [1]}, r"devices has 1 positions, and the mesh 2 devices; make them equal"),
-        ({"devices": [1, 1]}, r"devices is \(1, 1\); it must be different positions in jax\.devices\(\)"),
+        (
+            {"mesh": {"tensor": 2}, "devices": [1]},
+            r"devices has 1 positions, and the mesh 2 devices; make them equal",
+        ),
+        (
+            {"devices": [1, 1]},
+            r"devices is \(1, 1\); it must be different positions in jax\.devices\(\)",
+        ),
         ({"devices": [0, 1]}, r"devices has 2 positions, and the mesh 1 devices"),
-        ({"devices": [99]}, r"the mesh needs 1 devices \(positions \(99,\)\), and there are 8 of 'cpu'; use a smaller"),
-        ({"mesh": {"tensor": 16}}, r"the mesh has 16 devices, and the model 4 heads; use at most 4 devices"),
+        (
+            {"devices": [99]},
+            r"the mesh needs 1 devices \(positions \(99,\)\), and there are 8 of 'cpu'; use a smaller",
+        ),
+        (
+            {"mesh": {"tensor": 16}},
+            r"the mesh has 16 devices, and the model 4 heads; use at most 4 devices",
+        ),
         ({"mesh": {"expert": 2}}, r"mesh\.expert is 2, and the model has no experts"),
     ],
 )
@@ -159,16 +190,26 @@ def test_a_model_on_a_mesh_is_used_where_it_is(tiny_folder):
     one = engine(loaded)
     assert one.config.mesh == MeshConfig(tensor=2)
     assert one.model.leaves == loaded.model.leaves, "the parameters were copied"
-    with pytest.raises(ValueError, match=r"mesh is 4 devices.*was loaded onto 2 devices.*load it again"):
+    with pytest.raises(
+        ValueError, match=r"mesh is 4 devices.*was loaded onto 2 devices.*load it again"
+    ):
         engine(loaded, mesh={"tensor": 4})
 
 
-def test_a_fingerprint_differs_if_a_parameter_does_and_is_that_of_the_stored_values(tiny_folder, tmp_path):
-    one, whole, same = (load_model(tiny_folder, mesh=mesh).model for mesh in ({"tensor": 2}, None, {"tensor": 4}))
+def test_a_fingerprint_differs_if_a_parameter_does_and_is_that_of_the_stored_values(
+    tiny_folder, tmp_path
+):
+    one, whole, same = (
+        load_model(tiny_folder, mesh=mesh).model for mesh in ({"tensor": 2}, None, {"tensor": 4})
+    )
     assert fingerprint(one) == fingerprint(same), "on any mesh"
     other = tiny_llama(tmp_path / "other", tied=False, seed=5)
     assert fingerprint(one) != fingerprint(load_model(other, mesh={"tensor": 2}).model)
-    assert fingerprint(whole) == fingerprint(load_model(tiny_folder).model) != fingerprint(load_model(other).model)
+    assert (
+        fingerprint(whole)
+        == fingerprint(load_model(tiny_folder).model)
+        != fingerprint(load_model(other).model)
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (4, 100), (2, 3, 70)])

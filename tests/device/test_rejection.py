@@ -66,7 +66,9 @@ Change = Callable[[jax.Array, jax.Array], Drafted]
 def same(row: Row, rows: int) -> Rows:
     """Rows with equal options and tokens, and seeds 0, 1, 2 ..."""
     s, history = batch([row], V)
-    repeated = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), (s, history.block_tables, history.seq_lens))
+    repeated = jax.tree.map(
+        lambda x: np.repeat(x, rows, axis=0), (s, history.block_tables, history.seq_lens)
+    )
     s, tables, lens = repeated
     return s._replace(seed=np.arange(rows, dtype=np.uint32)), History(history.tokens, tables, lens)
 
@@ -81,7 +83,9 @@ def at(position: jax.Array, s: SamplingBatch) -> SamplingBatch:
 
 
 @partial(jax.jit, compiler_options=LESS)
-def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> tuple[jax.Array, jax.Array]:
+def draft(
+    logits: jax.Array, s: SamplingBatch, history: History, first: int
+) -> tuple[jax.Array, jax.Array]:
     """(drafts [P, B], probs [P, B, V]) of the positions from `first`."""
 
     def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -92,7 +96,9 @@ def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> 
     return jax.lax.map(one, first + jnp.arange(POSITIONS))
 
 
-def _verify(logits: jax.Array, s: SamplingBatch, history: History, first: int, drafted: Drafted | None) -> jax.Array:
+def _verify(
+    logits: jax.Array, s: SamplingBatch, history: History, first: int, drafted: Drafted | None
+) -> jax.Array:
     """[P, B] tokens of the positions from `first`."""
 
     def one(here: tuple[jax.Array, Drafted | None]) -> jax.Array:
@@ -209,7 +215,9 @@ def test_a_drafter_of_few_tokens_keeps_the_distribution():
     assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
 
 
-@pytest.mark.parametrize("row", [{"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "row", [{"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.01}]
+)
 def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
     """All its logits are -inf, so it has no probs, and its draft is one and the same."""
     row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
@@ -234,7 +242,10 @@ def test_the_scale_of_weights_does_not_matter():
     found = verified(MODEL, DRAFTER, rows)
     for factor in (2.0**-20, 2.0**20):
         scaled = verified(
-            MODEL, DRAFTER, rows, lambda drafts, probs, f=factor: Drafted(drafts, np.float32(f) * np.asarray(probs))
+            MODEL,
+            DRAFTER,
+            rows,
+            lambda drafts, probs, f=factor: Drafted(drafts, np.float32(f) * np.asarray(probs)),
         )
         chex.assert_trees_all_equal(scaled.tokens, found.tokens)
 
@@ -277,7 +288,11 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
         p, q = rejection.normalised(found), rejection.normalised(drafted.probs)
         of = lambda x: jnp.take_along_axis(x, drafted.tokens[:, None], axis=-1)[:, 0]  # noqa: E731
         accepted = draws.uniform(s, seed, rejection.ACCEPT) * of(q) < of(p)
-        return jnp.where(accepted, drafted.tokens, draws.at_quantile(p, draws.uniform(s, seed, rejection.REPLACE)))
+        return jnp.where(
+            accepted,
+            drafted.tokens,
+            draws.at_quantile(p, draws.uniform(s, seed, rejection.REPLACE)),
+        )
 
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, "draw_or_accept", faulty)
@@ -305,8 +320,12 @@ def test_greedy_rows_among_drawn_rows_are_strict():
     s, history = same(rule, ROWS)
     s = s._replace(temperature=np.where(greedy, 0, s.temperature).astype(np.float32))
     found = verified(MODEL, DRAFTER, (s, history))
-    chex.assert_trees_all_equal(np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32))
-    chex.assert_trees_all_equal(np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32))
+    chex.assert_trees_all_equal(
+        np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32)
+    )
+    chex.assert_trees_all_equal(
+        np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32)
+    )
     assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
     given = each_token()
     for change in (lambda *_: Drafted(given), lambda _, probs: Drafted(given, probs)):
@@ -315,7 +334,13 @@ def test_greedy_rows_among_drawn_rows_are_strict():
 
 
 def test_penalties_and_bias_reach_greedy_drafts_and_greedy_tokens():
-    row = {"temperature": 0.0, "history": [0, 1, 1], "prompt_len": 1, "presence_penalty": 1.5, "logit_bias": {2: 0.5}}
+    row = {
+        "temperature": 0.0,
+        "history": [0, 1, 1],
+        "prompt_len": 1,
+        "presence_penalty": 1.5,
+        "logit_bias": {2: 0.5},
+    }
     found = verified(MODEL, DRAFTER, same(row, ROWS))
     assert (DRAFTER.argmax(), MODEL.argmax()) == (1, 0)
     assert set(found.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
@@ -347,9 +372,12 @@ def test_a_row_with_a_draft_does_not_depend_on_the_number_of_rows():
 
 def test_a_few_rows_at_a_time_are_as_all_rows_at_once():
     s, history = same(RULES["penalties and bias"], 13)
-    drafted = Drafted(np.arange(13, dtype=np.int32) % V - 1, np.repeat(np.exp(DRAFTER)[None], 13, axis=0))
+    drafted = Drafted(
+        np.arange(13, dtype=np.int32) % V - 1, np.repeat(np.exp(DRAFTER)[None], 13, axis=0)
+    )
     tiled = jax.jit(
-        lambda tile: sample(each_row(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens, static_argnums=0
+        lambda tile: sample(each_row(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens,
+        static_argnums=0,
     )
     with all_quickly():
         chex.assert_trees_all_equal(tiled(5), tiled(None))
@@ -359,6 +387,8 @@ def test_the_numbers_of_a_row_and_position_are_independent():
     s, _ = same(RULES["temperature"], ROWS)
     streams = [0, rejection.DRAFT, rejection.ACCEPT, rejection.REPLACE]
     assert len(set(streams)) == 4
-    numbers = jax.jit(lambda s: jnp.stack([draws.uniform(s, SEED, stream) for stream in streams]))(s)
+    numbers = jax.jit(lambda s: jnp.stack([draws.uniform(s, SEED, stream) for stream in streams]))(
+        s
+    )
     off_diagonal = np.corrcoef(numbers) - np.eye(4)
     assert np.abs(off_diagonal).max() < 4 / np.sqrt(ROWS)

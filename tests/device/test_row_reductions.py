@@ -18,7 +18,14 @@ from pagedjax.device.linear import find
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope, SparseMLP
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.row_reductions import log_softmax, row_maxima, row_means, row_sums, softmax, weighted_sums
+from pagedjax.device.row_reductions import (
+    log_softmax,
+    row_maxima,
+    row_means,
+    row_sums,
+    softmax,
+    weighted_sums,
+)
 
 ROWS = 64
 FEWER = (1, 3, 33)  # rows alone: one, within a vector's width, and more than half
@@ -68,9 +75,15 @@ def test_bits_do_not_depend_on_the_number_of_rows(function, width):
 @pytest.mark.default_cases("320")
 @pytest.mark.parametrize("vocabulary", [320, 49152])
 def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
-    def drawn(logits: jax.Array, temperature: jax.Array, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def drawn(
+        logits: jax.Array, temperature: jax.Array, share: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         b = len(logits)
-        none = jnp.zeros((1, 16), jnp.int32), jnp.zeros((b, 1), jnp.int32), *jnp.zeros((3, b), jnp.int32)
+        none = (
+            jnp.zeros((1, 16), jnp.int32),
+            jnp.zeros((b, 1), jnp.int32),
+            *jnp.zeros((3, b), jnp.int32),
+        )
         sampling = blank_sampling(b)._replace(temperature=temperature)
         found = weights(logits, sampling, RowContext(*none), DEFAULT)
         return found, at_quantile(found, share)
@@ -82,7 +95,14 @@ def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
 
 def test_experts_do_not_depend_on_the_number_of_tokens():
     """64 experts: XLA computes a softmax over so many in another way than one over few."""
-    shape = {"vocab_size": 320, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    shape = {
+        "vocab_size": 320,
+        "hidden": 64,
+        "intermediate": 96,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+    }
     kinds, experts = (LayerKind(sparse=True),), Experts(64, 8, 32, normalised=True)
     options = {"max_len": 64, "tied": True, "eps": 1e-5, "ropes": (Rope(1e4),), "linear": "cpu"}
     module = SparseMLP(DecoderConfig(**shape, kinds=kinds, experts=experts, **options), "float32")
@@ -104,7 +124,9 @@ def test_values_are_those_of_float64():
     functions = row_sums, row_means, row_maxima, softmax, log_softmax
     several = numbers(3, 4, 8)
     arguments = x[:, :, :8], several[:, :, 0]
-    found, mixed = jax.jit(lambda x, y: ([one(x) for one in functions], weighted_sums(*y)))(x, arguments)
+    found, mixed = jax.jit(lambda x, y: ([one(x) for one in functions], weighted_sums(*y)))(
+        x, arguments
+    )
     sums, means, maxima, exponentials, logarithms = map(np.asarray, found)
     chex.assert_shape(sums, (3, 4))
     chex.assert_shape((means, maxima), (3, 4, 1))

@@ -19,7 +19,14 @@ from scipy import stats
 
 from pagedjax.device import draws
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
-from pagedjax.device.row_features import RowChain, RowContext, RowFeature, RowOptions, chain, penalties
+from pagedjax.device.row_features import (
+    RowChain,
+    RowContext,
+    RowFeature,
+    RowOptions,
+    chain,
+    penalties,
+)
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.device.row_features.penalties import PENALTIES
@@ -53,7 +60,10 @@ def history_of(rows: list[Row], size: int = 4) -> History:
     """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other tokens."""
     rng, b, width = np.random.default_rng(len(rows)), len(rows), ROOM // size
     tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
-    tokens, lens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32), np.zeros(b, np.int32)
+    tokens, lens = (
+        rng.integers(0, 40, (1 + b * width, size)).astype(np.int32),
+        np.zeros(b, np.int32),
+    )
     for i, row in enumerate(rows):
         known = np.array(row.get("history", ()), np.int32)
         at, lens[i] = np.arange(len(known)), len(known)
@@ -61,16 +71,27 @@ def history_of(rows: list[Row], size: int = 4) -> History:
     return History(tokens, tables, lens)
 
 
-def batch(rows: list[Row], vocab: int = V, options: RowChain = DEFAULT) -> tuple[SamplingBatch, History]:
+def batch(
+    rows: list[Row], vocab: int = V, options: RowChain = DEFAULT
+) -> tuple[SamplingBatch, History]:
     """The arrays of rows whose options are read and packed by a chain; what a row leaves out is off."""
     b = len(rows)
     asked = [read(row, options) for row in rows]
     records = np.frombuffer(b"".join([one.record for one in asked]), options.record)
     packed = options.pack(records, lambda row, name: asked[row].large[name], b)
-    columns = {"temperature": np.float32, "seed": np.uint32, "position": np.int32, "prompt_len": np.int32}
-    arrays = {name: np.array([row.get(name, 0) for row in rows], dtype) for name, dtype in columns.items()}
+    columns = {
+        "temperature": np.float32,
+        "seed": np.uint32,
+        "position": np.int32,
+        "prompt_len": np.int32,
+    }
+    arrays = {
+        name: np.array([row.get(name, 0) for row in rows], dtype) for name, dtype in columns.items()
+    }
     num_top = np.array([row.get("logprobs", -1) for row in rows], np.int32)
-    return SamplingBatch(**arrays, num_top=num_top, features=options.blank(b) | packed), history_of(rows)
+    return SamplingBatch(**arrays, num_top=num_top, features=options.blank(b) | packed), history_of(
+        rows
+    )
 
 
 def read(row: Row, options: RowChain) -> RowOptions:
@@ -119,9 +140,13 @@ def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
     factor = row.get("repetition_penalty", 1.0)
     for token in set(history.tolist()):  # Keskar et al. 2019, prompt and output
         x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
-    for token in history[row.get("prompt_len", 0) :]:  # OpenAI: once for each time a token was generated ...
+    for token in history[
+        row.get("prompt_len", 0) :
+    ]:  # OpenAI: once for each time a token was generated ...
         x[token] -= row.get("frequency_penalty", 0.0)
-    for token in set(history[row.get("prompt_len", 0) :].tolist()):  # ... and once for having been generated
+    for token in set(
+        history[row.get("prompt_len", 0) :].tolist()
+    ):  # ... and once for having been generated
         x[token] -= row.get("presence_penalty", 0.0)
     return x
 
@@ -167,7 +192,9 @@ def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> No
         for p, row, token, u in zip(expected, rows, tokens, uniforms(rows), strict=True):
             ends = np.cumsum(p)
             assert p[token] > 0, f"token {token} cannot be drawn with {row}"
-            if np.abs(ends - u).min() > 1e-5:  # float32 sums may fall on the other side of a border so near
+            if (
+                np.abs(ends - u).min() > 1e-5
+            ):  # float32 sums may fall on the other side of a border so near
                 assert token == np.searchsorted(ends, u), row
                 checked += 1
     assert checked > 0.9 * positions * len(rows)
@@ -180,7 +207,10 @@ def random_logits(seed: int, b: int = B, v: int = V) -> np.ndarray:
 def random_history(rng: np.random.Generator) -> Row:
     """Some 20 known tokens, many of them repeated."""
     length = int(rng.integers(2, ROOM + 1))
-    return {"history": rng.integers(0, 12, length).tolist(), "prompt_len": int(rng.integers(1, length + 1))}
+    return {
+        "history": rng.integers(0, 12, length).tolist(),
+        "prompt_len": int(rng.integers(1, length + 1)),
+    }
 
 
 # --- one rule at a time -----------------------------------------------------------------------------------------------
@@ -203,7 +233,9 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
     logits[3], logits[4, : v // 2] = -np.inf, -np.inf
-    chex.assert_trees_all_equal(jax.jit(draws.best_tokens)(logits), logits.argmax(-1).astype(np.int32))
+    chex.assert_trees_all_equal(
+        jax.jit(draws.best_tokens)(logits), logits.argmax(-1).astype(np.int32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +309,10 @@ def test_all_rules_together_draw_from_the_published_order():
         rng = np.random.default_rng(seed)
         rows = []
         for i in range(B):
-            row = {"temperature": float(rng.uniform(0.3, 2)), "seed": int(rng.integers(2**32))} | random_history(rng)
+            row = {
+                "temperature": float(rng.uniform(0.3, 2)),
+                "seed": int(rng.integers(2**32)),
+            } | random_history(rng)
             some = {
                 "top_k": int(rng.integers(1, 30)),
                 "top_p": float(rng.uniform(0.3, 1)),
@@ -289,7 +324,9 @@ def test_all_rules_together_draw_from_the_published_order():
                 "allowed_token_ids": tuple(rng.permutation(40)[:25].tolist()),
                 "suppressed": (int(rng.integers(40)),),
             }
-            rows.append(row | {name: value for name, value in some.items() if rng.random() < 0.5 or i == 0})
+            rows.append(
+                row | {name: value for name, value in some.items() if rng.random() < 0.5 or i == 0}
+            )
         assert_draws(random_logits(seed)[:, :40], rows, positions=12)
 
 
@@ -297,7 +334,11 @@ def test_all_rules_together_draw_from_the_published_order():
     ("row", "logits", "possible"),
     [
         # bias first: it makes the logit negative, so that the repetition penalty multiplies
-        ({"logit_bias": {0: -2.0}, "repetition_penalty": 2.0, "history": [0], "top_k": 2}, [1, -1.5, -3, -9], {1, 0}),
+        (
+            {"logit_bias": {0: -2.0}, "repetition_penalty": 2.0, "history": [0], "top_k": 2},
+            [1, -1.5, -3, -9],
+            {1, 0},
+        ),
         # temperature before min_p: at temperature 2 the second token has 0.37 of the best one's probability, not 0.14
         ({"temperature": 2.0, "min_p": 0.3}, [2, 0, -9, -9], {0, 1}),
         # top_k before top_p: among the two that stay, the first holds 0.62, enough for 0.6; of all three it is 0.45
@@ -311,7 +352,9 @@ def test_all_rules_together_draw_from_the_published_order():
 def test_the_order_of_the_rules_shows(row, logits, possible):
     rows = [{"temperature": 1.0, "seed": i} | row for i in range(64)]
     assert set(draw(np.array([logits] * 64, np.float32), rows).tolist()) == possible
-    assert {int(t) for t in np.flatnonzero(distribution(np.array(logits, np.float32), rows[0]))} == possible
+    assert {
+        int(t) for t in np.flatnonzero(distribution(np.array(logits, np.float32), rows[0]))
+    } == possible
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------
@@ -328,7 +371,10 @@ def test_drawn_tokens_follow_the_distribution(vary):
     counts = np.bincount(tokens, minlength=50)
     assert not counts[p == 0].any()
     often = p * 8192 >= 5
-    observed, expected = np.append(counts[often], counts[~often].sum()), np.append(p[often], p[~often].sum()) * 8192
+    observed, expected = (
+        np.append(counts[often], counts[~often].sum()),
+        np.append(p[often], p[~often].sum()) * 8192,
+    )
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
@@ -337,7 +383,9 @@ def products(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive is dot_general_p:
             yield equation.params["precision"]
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(inner, "eqns"):
                 yield from products(inner)
 
@@ -364,7 +412,11 @@ def test_neighbouring_positions_and_seeds_are_independent():
 
 
 def test_the_random_number_is_a_function_of_engine_seed_request_seed_and_position():
-    rows = [{"temperature": 1.0, "seed": s, "position": p} for s in (0, 1, 2**32 - 1) for p in (0, 1, 4095)]
+    rows = [
+        {"temperature": 1.0, "seed": s, "position": p}
+        for s in (0, 1, 2**32 - 1)
+        for p in (0, 1, 4095)
+    ]
     tokens = {seed: draw(np.zeros((9, LARGE_V), np.float32), rows, seed) for seed in (0, 1)}
     for seed, found in tokens.items():
         assert found.tolist() == [int(u * LARGE_V) for u in uniforms(rows, seed)]
@@ -389,8 +441,16 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
     assert draw(logits, [mine, *[{}] * 15])[0] == alone  # among padding rows
     assert draw(logits, [mine, *[busy] * 15])[0] == alone
     assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, mine, *[{}] * 11])[4] == alone
-    plain = {"temperature": 0.9, "seed": 3, "position": 5}  # when no other row switches a feature on either
-    assert draw(logits, [plain, *[busy] * 15])[0] == draw(logits, [plain, *[{}] * 15])[0] == single(plain)
+    plain = {
+        "temperature": 0.9,
+        "seed": 3,
+        "position": 5,
+    }  # when no other row switches a feature on either
+    assert (
+        draw(logits, [plain, *[busy] * 15])[0]
+        == draw(logits, [plain, *[{}] * 15])[0]
+        == single(plain)
+    )
 
 
 # --- extremes ---------------------------------------------------------------------------------------------------------
@@ -468,7 +528,9 @@ def hard_weights() -> np.ndarray:
 def test_top_k_keeps_what_sorting_keeps_and_all_that_tie_with_it(k):
     weights = hard_weights()
     threshold = np.sort(weights, axis=-1)[:, ::-1][:, [min(k, V) - 1]]
-    chex.assert_trees_all_equal(cuts(weights, k=k), np.where(weights >= threshold, weights, np.float32(0)))
+    chex.assert_trees_all_equal(
+        cuts(weights, k=k), np.where(weights >= threshold, weights, np.float32(0))
+    )
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999])
@@ -488,7 +550,9 @@ def test_exactly_top_p_is_enough():
 
 def test_top_p_measures_what_top_k_left():
     weights = np.array([[1.0, 0.9, 0.8, 0.7, 0.6]], np.float32)
-    assert (cuts(weights, k=3, p=0.70) > 0).sum() == 2  # the best two hold 1.9 of 2.7, which is 0.704
+    assert (
+        cuts(weights, k=3, p=0.70) > 0
+    ).sum() == 2  # the best two hold 1.9 of 2.7, which is 0.704
     assert (cuts(weights, k=3, p=0.71) > 0).sum() == 3
 
 
@@ -507,14 +571,24 @@ def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> N
     width = order.shape[1]
     found = np.asarray(logprobs), np.asarray(top_logprobs)[:, :width]
     expected = chosen, np.take_along_axis(want, order, axis=-1)
-    chex.assert_trees_all_close(found, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5)
-    chex.assert_trees_all_equal(np.asarray(ranks), 1 + (logits > logits[rows, tokens][:, None]).sum(-1))
+    chex.assert_trees_all_close(
+        found, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5
+    )
+    chex.assert_trees_all_equal(
+        np.asarray(ranks), 1 + (logits > logits[rows, tokens][:, None]).sum(-1)
+    )
     chex.assert_trees_all_equal(np.asarray(top_ids)[:, :width], order)
 
 
 def test_log_probabilities_are_the_models_own_whatever_the_rules():
     logits, rng = random_logits(10), np.random.default_rng(10)
-    rule = {"temperature": 1.7, "top_k": 40, "logit_bias": {5: 20.0}, "presence_penalty": 2.0, "logprobs": 20}
+    rule = {
+        "temperature": 1.7,
+        "top_k": 40,
+        "logit_bias": {5: 20.0},
+        "presence_penalty": 2.0,
+        "logprobs": 20,
+    }
     rows = [rule | {"seed": i} | random_history(rng) for i in range(B)]
     out = sampled(logits, *batch(rows), np.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
@@ -537,11 +611,16 @@ def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
     assert (tokens >= 0).all()
 
 
-@pytest.mark.default_cases("16")  # the shapes of other tests, and a last tile that begins before its own samples
+@pytest.mark.default_cases(
+    "16"
+)  # the shapes of other tests, and a last tile that begins before its own samples
 @pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
-    rows = [{"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]} for i in range(b)]
+    rows = [
+        {"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]}
+        for i in range(b)
+    ]
     arguments = random_logits(21, b=b), *batch(rows), np.uint32(ENGINE_SEED)
     few, all_rows = sampled(*arguments), at_once(*arguments)
     exact = lambda out: (out.tokens, out.ranks, out.top_ids)  # noqa: E731
@@ -559,7 +638,9 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory(tile):
     int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     history = History(int32(1000, size), int32(b, width), int32(b))
     logits = jax.ShapeDtypeStruct((b, v), jnp.float32)
-    compiled = jax.jit(sample, static_argnums=4).lower(logits, s, history, np.uint32(0), tile).compile()
+    compiled = (
+        jax.jit(sample, static_argnums=4).lower(logits, s, history, np.uint32(0), tile).compile()
+    )
     taken = compiled.memory_analysis().temp_size_in_bytes
     if tile is None:
         assert taken > 3 * b * v * 4
@@ -601,7 +682,13 @@ def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("top_k", 7), ("top_p", 0.8), ("min_p", 0.1), ("repetition_penalty", 1.7), ("temperature", 0.6)],
+    [
+        ("top_k", 7),
+        ("top_p", 0.8),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.7),
+        ("temperature", 0.6),
+    ],
 )
 def test_the_definitions_in_numpy_are_transformers(name, value):
     import torch
@@ -615,7 +702,11 @@ def test_the_definitions_in_numpy_are_transformers(name, value):
         "temperature": hf.TemperatureLogitsWarper,
     }
     logits, history = random_logits(13), np.random.default_rng(13).integers(0, V, (B, ROOM))
-    theirs = processors[name](value)(torch.from_numpy(history), torch.from_numpy(logits.copy())).softmax(-1).numpy()
+    theirs = (
+        processors[name](value)(torch.from_numpy(history), torch.from_numpy(logits.copy()))
+        .softmax(-1)
+        .numpy()
+    )
     for x, seen, expected in zip(logits, history, theirs, strict=True):
         row = {"temperature": 1.0, "history": seen.tolist(), "prompt_len": ROOM, name: value}
         np.testing.assert_allclose(distribution(x, row), expected, atol=1e-6)
@@ -625,7 +716,9 @@ def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
     allowed = tuple(range(0, 2 * MAX_LISTED, 2))
     logits = random_logits(14, b=2, v=LARGE_V)
     tokens = draw(logits, [{"allowed_token_ids": allowed}, {}])
-    chex.assert_trees_all_equal(tokens, np.array([2 * logits[0, ::2].argmax(), logits[1].argmax()], np.int32))
+    chex.assert_trees_all_equal(
+        tokens, np.array([2 * logits[0, ::2].argmax(), logits[1].argmax()], np.int32)
+    )
 
 
 # --- features of a user -----------------------------------------------------------------------------------------------
@@ -643,7 +736,9 @@ ODD = RowFeature(
     stage="probs",
     off={"odd": np.bool_(False)},
     read=lambda params, stop_ids: {"odd": params.extra_args["odd"]},
-    apply=lambda w, rows, context: jnp.where(rows["odd"][:, None] & (jnp.arange(w.shape[1]) % 2 == 0), 0.0, w),
+    apply=lambda w, rows, context: jnp.where(
+        rows["odd"][:, None] & (jnp.arange(w.shape[1]) % 2 == 0), 0.0, w
+    ),
     params=("odd",),
 )
 
@@ -671,7 +766,10 @@ def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
     rows[6]["extra_args"] = {"odd": False}
     run = jax.jit(lambda *a: sample(*a, np.uint32(ENGINE_SEED), tile, options))
     tokens = np.asarray(run(logits, *batch(rows, options=options)).tokens)
-    without = draw(logits, [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows])
+    without = draw(
+        logits,
+        [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows],
+    )
     others = np.r_[0:3, 6:B]
     chex.assert_trees_all_equal(tokens[others], without[others])
     assert tokens[3] == (99 if logits[3, 99] > logits[3, 101] else 101)
@@ -681,7 +779,9 @@ def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
 
 def test_a_batch_of_another_chain_is_refused_when_traced():
     arguments = jnp.zeros((2, V)), *batch([{}] * 2), np.uint32(0)
-    with pytest.raises(ValueError, match=r"the batch has the row features \[.*\]; the step has \[.*'near'"):
+    with pytest.raises(
+        ValueError, match=r"the batch has the row features \[.*\]; the step has \[.*'near'"
+    ):
         jax.jit(lambda *a: sample(*a, None, chain((NEAR,))))(*arguments)
 
 
@@ -691,7 +791,9 @@ def test_arrays_that_do_not_fit_are_refused_when_traced():
     with pytest.raises(ValueError, match=r"logits has shape \[2, 300\]; it must be \[3, any\]"):
         jax.jit(sample)(jnp.zeros((2, V)), s, history, seed)
     with pytest.raises(ValueError, match=r"seq_lens has shape \[2\]; it must be \[3\]"):
-        jax.jit(sample)(jnp.zeros((3, V)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed)
+        jax.jit(sample)(
+            jnp.zeros((3, V)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed
+        )
     with pytest.raises(ValueError, match=r"\.seed has shape \[1\]; it must be \[3\]"):
         jax.jit(sample)(jnp.zeros((3, V)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
 
@@ -734,12 +836,17 @@ def penalised_without_jit(*arguments: Any) -> jax.Array:
     return PENALTIES.apply(*jax.tree.map(jnp.asarray, arguments))
 
 
-@pytest.mark.parametrize("apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(penalised_without_jit)])
+@pytest.mark.parametrize(
+    "apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(penalised_without_jit)]
+)
 def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
     """Of the logits themselves, for histories of any length up to a whole block table."""
     rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
     names = "presence_penalty", "frequency_penalty", "repetition_penalty"
-    rows = [{name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng) for _ in range(B)]
+    rows = [
+        {name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng)
+        for _ in range(B)
+    ]
     rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
     s, history = batch(rows)
     context = RowContext(*history, s.prompt_len, s.position)
@@ -766,7 +873,9 @@ def test_spans_of_any_length_read_the_same_history():
 def test_options_of_the_rows_are_arguments_of_one_program():
     logits = random_logits(34)
     seed = np.uint32(ENGINE_SEED)
-    tokens = {sampled(logits, *batch(rows), seed).tokens.tobytes() for rows in ([{}] * B, mixed_rows())}
+    tokens = {
+        sampled(logits, *batch(rows), seed).tokens.tobytes() for rows in ([{}] * B, mixed_rows())
+    }
     assert len(tokens) == 2
     assert TRACES[logits.shape] == 1
 

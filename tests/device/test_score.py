@@ -35,13 +35,19 @@ ENGINE: dict[str, Any] = {**COMMON, **ENGINES["large steps"]}
 # Of the models of the default run: the time of a compilation grows with the layers. Those of Gemma 2 are of two kinds.
 LAYERS = {"Qwen3": 1, "Gemma 2, caps that bind": 2}
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 5, 23, 88, 40, 71)]
-DRAWN = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-Rollout = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, L], lengths [B], log-probabilities [B, L]
+DRAWN = SamplingParams(
+    temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0
+)
+Rollout = tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]  # tokens [B, L], lengths [B], log-probabilities [B, L]
 
 
 def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> Rollout:
     """What an engine draws, padded with other tokens, and the log-probabilities that it gives."""
-    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False, **options)
+    outs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False, **options
+    )
     ids = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs]
     lengths = np.array([len(one) for one in ids])
     tokens = np.full((len(ids), lengths.max()), 7, np.int32)
@@ -49,7 +55,9 @@ def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> Rol
     for i, (out, own) in enumerate(zip(outs, ids, strict=True)):
         given: Any = [*(out.prompt_logprobs or ())[1:], *(out.outputs[0].logprobs or ())]
         tokens[i, : len(own)] = own
-        found[i, 1 : len(own)] = [entry[token].logprob for entry, token in zip(given, own[1:], strict=True)]
+        found[i, 1 : len(own)] = [
+            entry[token].logprob for entry, token in zip(given, own[1:], strict=True)
+        ]
     return tokens, lengths, found
 
 
@@ -75,7 +83,10 @@ def parts(module: Decoder) -> Any:
 
 # Each part of a layer is in one of the first; the last are made of the same parts.
 FAMILIES = ["GPT-2", "Gemma 2, caps that bind", "Gemma 3", "Qwen3-MoE"]
-OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("Llama 3", "Mistral", "Qwen2", "Mixtral")]
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in ("Llama 3", "Mistral", "Qwen2", "Mixtral")
+]
 SLOW = [*((name, "float32") for name in FAMILIES), ("Llama 3", "bfloat16")]
 
 
@@ -123,7 +134,9 @@ def test_scores_and_gradients_of_both_modes_are_close(name):
         (_, close), theirs = weighted(module, tokens, lengths, False)(params)
     chex.assert_trees_all_close(close, exact, rtol=0, atol=1e-4)
     scale = jax.tree.map(lambda x: np.abs(x).max() + 1e-9, theirs)
-    by_scale = [jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale) for tree in (ours, theirs)]
+    by_scale = [
+        jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale) for tree in (ours, theirs)
+    ]
     chex.assert_trees_all_close(*by_scale, rtol=0, atol=1e-4)
 
 
@@ -131,7 +144,9 @@ def test_scores_and_gradients_of_both_modes_are_close(name):
 @every_family
 def test_scores_without_gradients_are_the_engines_to_the_bit_too(name, dtype):
     tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **ENGINE))
-    chex.assert_trees_all_equal(score(module_of(name, dtype), tokens, lengths, batch_invariant=True), wanted)
+    chex.assert_trees_all_equal(
+        score(module_of(name, dtype), tokens, lengths, batch_invariant=True), wanted
+    )
 
 
 @pytest.fixture(scope="module")
@@ -157,22 +172,32 @@ def test_gradients_are_those_of_finite_differences(module, exact):
     with quick_compiler.all_quickly():
         compute = jax.jit(jax.value_and_grad(mean))
         before, after = (compute(moved(params, way, size))[0] for size in (-step, step))
-        _, gradient = compute(moved(params, way, 0))  # of numpy too: arrays of a device need a program of their own
+        _, gradient = compute(
+            moved(params, way, 0)
+        )  # of numpy too: arrays of a device need a program of their own
     slope = (after - before) / (2 * step)
-    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (np.asarray(g) * d).sum(), gradient, way)))
+    found = sum(
+        jax.tree.leaves(jax.tree.map(lambda g, d: (np.asarray(g) * d).sum(), gradient, way))
+    )
     assert abs(slope) > 0.1, "the direction hardly matters: the comparison is blind"
     chex.assert_trees_all_close(found, slope, rtol=0.02, atol=0)
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
-@given(lengths=st.lists(st.integers(0, 24), min_size=3, max_size=3), seed=st.integers(0, 99), exact=st.booleans())
+@given(
+    lengths=st.lists(st.integers(0, 24), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+    exact=st.booleans(),
+)
 def test_padding_changes_no_bit_and_has_zeros(module, lengths, seed, exact):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(3, VOCAB, (3, 24))
     behind = np.arange(24) >= np.array(lengths)[:, None]
     other = np.where(behind, rng.integers(3, VOCAB, tokens.shape), tokens)
     with quick_compiler.all_quickly():
-        found, again = (score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other))
+        found, again = (
+            score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other)
+        )
     chex.assert_trees_all_equal(found, again)
     assert (np.asarray(found)[behind] == 0).all()
     assert (np.asarray(found)[:, 0] == 0).all()
@@ -228,7 +253,8 @@ ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
 
 
 @pytest.mark.parametrize(
-    ("name", "exact"), [("Qwen3", False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ALSO)]
+    ("name", "exact"),
+    [("Qwen3", False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ALSO)],
 )
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)
@@ -239,9 +265,14 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
         parts = adapter_parts(factors, module.config, ALPHA, name)
         options = {} if merge else {"adapter": parts, "batch_invariant": exact}
         found = score(with_merged(module, parts) if merge else module, tokens, lengths, **options)
-        return (found * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)).sum() / tokens.size, found
+        return (
+            found * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)
+        ).sum() / tokens.size, found
 
-    merged, added = (jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True)) for merge in (True, False))
+    merged, added = (
+        jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True))
+        for merge in (True, False)
+    )
     none = jax.tree.map(np.zeros_like, factors)
     with quick_compiler.all_quickly():
         (_, wanted), gradient = merged(factors)
@@ -259,8 +290,12 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
 def test_an_adapter_of_zeros_changes_no_bit(name):
     module = module_of(name)
     tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
-    absent = jax.tree.map(np.zeros_like, adapter_parts(factors_of(module.config, 5), module.config, ALPHA, name))
-    chex.assert_trees_all_equal(score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths))
+    absent = jax.tree.map(
+        np.zeros_like, adapter_parts(factors_of(module.config, 5), module.config, ALPHA, name)
+    )
+    chex.assert_trees_all_equal(
+        score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths)
+    )
 
 
 @pytest.mark.slow
@@ -272,8 +307,12 @@ def test_an_adapter_has_the_bits_of_a_batch_invariant_engine(tmp_path):
     llm.load_adapter("one", folder)
     tokens, lengths, wanted = rollout(llm, lora_request=LoRARequest("one"))
     adapter = read_adapter(folder, module.config, "one").parts
-    chex.assert_trees_all_equal(score(module, tokens, lengths, batch_invariant=True, adapter=adapter), wanted)
-    chex.assert_trees_all_close(score(module, tokens, lengths, adapter=adapter), wanted, rtol=0, atol=1e-4)
+    chex.assert_trees_all_equal(
+        score(module, tokens, lengths, batch_invariant=True, adapter=adapter), wanted
+    )
+    chex.assert_trees_all_close(
+        score(module, tokens, lengths, adapter=adapter), wanted, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,14 +341,34 @@ def test_factors_of_another_model_are_refused(module, adapter, message):
 @pytest.mark.parametrize(
     ("tokens", "lengths", "message"),
     [
-        ([1, 2, 3], None, r"tokens is int64 \[3\]; it must be integers \[B, L\], shorter sequences padded to L"),
+        (
+            [1, 2, 3],
+            None,
+            r"tokens is int64 \[3\]; it must be integers \[B, L\], shorter sequences padded to L",
+        ),
         (np.zeros((2, 3)), None, r"tokens is float64 \[2, 3\]; it must be integers"),
         (np.zeros((2, 0), int), None, r"tokens is int64 \[2, 0\]"),
-        (np.zeros((1, 257), int), None, r"tokens is \[1, 257\]; the model's longest context is 256: cut the sequences"),
+        (
+            np.zeros((1, 257), int),
+            None,
+            r"tokens is \[1, 257\]; the model's longest context is 256: cut the sequences",
+        ),
         (np.full((2, 3), 320), None, r"tokens are 320 to 320; this vocabulary has 0 to 319"),
-        (np.zeros((2, 3), int), np.array([1, 4]), r"lengths is int64 \[1, 4\]; each must be an integer from 0 to 3"),
-        (np.zeros((2, 3), int), np.array([1.5, 2]), r"lengths is float64 .* must be an integer from 0 to 3"),
-        (np.zeros((2, 3), int), np.ones(3), r"lengths is \[3\]; tokens \[2, 3\] need one for each sequence"),
+        (
+            np.zeros((2, 3), int),
+            np.array([1, 4]),
+            r"lengths is int64 \[1, 4\]; each must be an integer from 0 to 3",
+        ),
+        (
+            np.zeros((2, 3), int),
+            np.array([1.5, 2]),
+            r"lengths is float64 .* must be an integer from 0 to 3",
+        ),
+        (
+            np.zeros((2, 3), int),
+            np.ones(3),
+            r"lengths is \[3\]; tokens \[2, 3\] need one for each sequence",
+        ),
     ],
 )
 def test_wrong_shapes_are_refused(module, tokens, lengths, message):

@@ -43,7 +43,9 @@ def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
     slots[: len(row)] = tables[row, at // S] * S + at % S
     nothing: Any = None
     fixed = nothing, nothing, nothing, nothing
-    selecting = Selecting(Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1])))
+    selecting = Selecting(
+        Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1]))
+    )
     arrays = map(jnp.asarray, (positions, positions, slots, tables, lens, offsets))
     return Batch(*arrays, *fixed, selecting=selecting)
 
@@ -52,39 +54,66 @@ def expected(q, k_pages, v_pages, batch: Batch, blocks: int) -> np.ndarray:
     out = np.zeros((T, K * G, D))
     tables, _, offsets = map(np.asarray, batch.attention)
     for i, (dense, some, total) in enumerate(ROWS):
-        keys, values = (pages[tables[i]].transpose(1, 0, 2, 3).reshape(K, M * S, D) for pages in (k_pages, v_pages))
+        keys, values = (
+            pages[tables[i]].transpose(1, 0, 2, 3).reshape(K, M * S, D)
+            for pages in (k_pages, v_pages)
+        )
         for j in range(dense + some):
             t, seen = offsets[i] + j, total - dense - some + j + 1
             for head in range(K):
                 mine = q[t, head * G : (head + 1) * G]
-                own = chosen_blocks(SCALE * mine, keys[head, :seen], S, blocks) if j >= dense else range(-(-seen // S))
+                own = (
+                    chosen_blocks(SCALE * mine, keys[head, :seen], S, blocks)
+                    if j >= dense
+                    else range(-(-seen // S))
+                )
                 tokens = np.array([n for n in range(seen) if n // S in own])
                 scores = SCALE * mine @ keys[head, tokens].T
                 weights = np.exp(scores - scores.max(1, keepdims=True))
-                out[t, head * G : (head + 1) * G] = weights / weights.sum(1, keepdims=True) @ values[head, tokens]
+                out[t, head * G : (head + 1) * G] = (
+                    weights / weights.sum(1, keepdims=True) @ values[head, tokens]
+                )
     return out
 
 
 QUICK = [("cpu", "float32", 2), ("cpu", "uint16", 3), ("xla", "float32", 3)]
-EVERY = [(impl, dtype, n) for impl in ("xla", "cpu", "reference") for dtype in DTYPES for n in (2, 3, 6)]
+EVERY = [
+    (impl, dtype, n) for impl in ("xla", "cpu", "reference") for dtype in DTYPES for n in (2, 3, 6)
+]
 
 
 @pytest.mark.parametrize(
-    ("impl", "dtype", "blocks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY]
+    ("impl", "dtype", "blocks"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY],
 )
 def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
     if impl == "cpu" and attention.find(impl).obstacle(
-        jax.devices()[0], dtype="float32", query_dtype="float32", head_dim=D, block_size=S, kv_heads=1, heads=G
+        jax.devices()[0],
+        dtype="float32",
+        query_dtype="float32",
+        head_dim=D,
+        block_size=S,
+        kv_heads=1,
+        heads=G,
     ):
         pytest.skip("the compiled kernel is not here")
     rng = np.random.default_rng(blocks)
     batch = batch_of(blocks, rng)
     q = rng.normal(0, 2, (T, K * G, D)).astype(np.float32)
     kinds = jnp.dtype(dtype)
-    k_pages, v_pages = (stored_in(jnp.asarray(rng.normal(size=(M * len(ROWS) + 1, K, S, D))), kinds) for _ in "kv")
-    numbers = [np.asarray(numbers_in(pages).astype(jnp.float32), np.float64) for pages in (k_pages, v_pages)]
+    k_pages, v_pages = (
+        stored_in(jnp.asarray(rng.normal(size=(M * len(ROWS) + 1, K, S, D))), kinds) for _ in "kv"
+    )
+    numbers = [
+        np.asarray(numbers_in(pages).astype(jnp.float32), np.float64)
+        for pages in (k_pages, v_pages)
+    ]
     ends = jnp.stack(
-        [numbers_in(k_pages).astype(jnp.float32).min(2), numbers_in(k_pages).astype(jnp.float32).max(2)], 2
+        [
+            numbers_in(k_pages).astype(jnp.float32).min(2),
+            numbers_in(k_pages).astype(jnp.float32).max(2),
+        ],
+        2,
     )
     keys = BoundedKeys(k_pages, stored_in(ends, kinds))
     attend = attention.attend(impl, SCALE)
@@ -96,10 +125,14 @@ def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
     wanted = expected(q.astype(np.float64), *numbers, batch, blocks)
     used = int(batch.cu_q_lens[-1])
     chex.assert_shape(found, (T, K * G, D))
-    chex.assert_trees_all_close(found[:used], wanted[:used].astype(np.float32), atol=1e-5, rtol=1e-5)
+    chex.assert_trees_all_close(
+        found[:used], wanted[:used].astype(np.float32), atol=1e-5, rtol=1e-5
+    )
     if blocks < M:
         every = expected(q.astype(np.float64), *numbers, batch, M)
-        assert np.abs(found[:used] - every[:used]).max() > 1e-2, "nothing is left out: the comparison is blind"
+        assert np.abs(found[:used] - every[:used]).max() > 1e-2, (
+            "nothing is left out: the comparison is blind"
+        )
 
 
 WRITE = jax.jit(write, static_argnums=0)

@@ -19,10 +19,32 @@ from pagedjax.weights.tree import named
 D, H = 4, 16  # head_dim, hidden
 
 
-def decoder(heads: int, kv_heads: int, *, width: int = 24, vocab: int = 50, gated: bool = True, experts=None, **more):
+def decoder(
+    heads: int,
+    kv_heads: int,
+    *,
+    width: int = 24,
+    vocab: int = 50,
+    gated: bool = True,
+    experts=None,
+    **more,
+):
     kinds = (LayerKind(), LayerKind(sparse=experts is not None))
-    shape = {"vocab_size": vocab, "hidden": H, "intermediate": width, "heads": heads, "kv_heads": kv_heads}
-    fixed = {"head_dim": D, "max_len": 32, "tied": False, "eps": 1e-5, "kinds": kinds, "ropes": (Rope(1e4),)}
+    shape = {
+        "vocab_size": vocab,
+        "hidden": H,
+        "intermediate": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+    }
+    fixed = {
+        "head_dim": D,
+        "max_len": 32,
+        "tied": False,
+        "eps": 1e-5,
+        "kinds": kinds,
+        "ropes": (Rope(1e4),),
+    }
     return DecoderConfig(**shape, **fixed, gated=gated, experts=experts, **more)
 
 
@@ -35,7 +57,13 @@ def models(draw) -> tuple[DecoderConfig, MeshConfig]:
         found = Experts(expert * draw(st.integers(1, 3)), 1, draw(st.integers(1, 9)), True)
     heads = kv_heads * group
     tensor = draw(st.integers(1, max(heads // expert, 1)))
-    c = decoder(heads, kv_heads, width=draw(st.integers(1, 40)), vocab=draw(st.integers(1, 60)), experts=found)
+    c = decoder(
+        heads,
+        kv_heads,
+        width=draw(st.integers(1, 40)),
+        vocab=draw(st.integers(1, 60)),
+        experts=found,
+    )
     if expert * tensor > heads:
         expert = 1
     return c, MeshConfig(tensor=tensor, expert=expert)
@@ -58,12 +86,17 @@ def test_each_query_head_is_once_beside_its_own_key_head(model):
     for device in range(n):
         for i, head in enumerate(queries[device]):
             if head != PADDING:
-                assert keys[device, i // own] == head // group, "attention would read another head's keys"
+                assert keys[device, i // own] == head // group, (
+                    "attention would read another head's keys"
+                )
 
 
 def assert_parts_have_the_shapes_that_a_device_expects(model):
     c, mesh = model
-    whole, part = (named(nnx.eval_shape(lambda c=c: Decoder(c, "float32"))) for c in (c, split.device_config(c, mesh)))
+    whole, part = (
+        named(nnx.eval_shape(lambda c=c: Decoder(c, "float32")))
+        for c in (c, split.device_config(c, mesh))
+    )
     assert whole.keys() == part.keys()
     sizes = {"expert": mesh.expert, "tensor": mesh.tensor}
     for name, x in whole.items():
@@ -94,24 +127,33 @@ def test_parts_of_many_models_have_the_shapes_that_a_device_expects(model):
 @given(models())
 def test_gate_up_and_down_of_a_device_are_the_same_columns_of_the_mlp(model):
     c, mesh = model
-    (up,), (_, down) = (split.split(c, mesh, ("blocks", "0", "mlp", x, "weight")) for x in ("up", "down"))
+    (up,), (_, down) = (
+        split.split(c, mesh, ("blocks", "0", "mlp", x, "weight")) for x in ("up", "down")
+    )
     gate_up = up.order.reshape(mesh.size, 2, -1)
     columns = down.order.reshape(mesh.size, -1)
     chex.assert_trees_all_equal(gate_up[:, 0], columns)
-    chex.assert_trees_all_equal(gate_up[:, 1], np.where(columns == PADDING, PADDING, columns + c.intermediate))
+    chex.assert_trees_all_equal(
+        gate_up[:, 1], np.where(columns == PADDING, PADDING, columns + c.intermediate)
+    )
     if c.experts is None:
         return
     (up,) = split.split(c, mesh, ("blocks", "1", "mlp", "up"))
     rows, down = split.split(c, mesh, ("blocks", "1", "mlp", "down"))
     assert (rows.axes, rows.order, down.axes) == (("expert",), None, ("tensor",))
     size, own = c.experts.intermediate, c.experts.count // mesh.expert
-    gate_up, columns = up.order.reshape(mesh.expert, mesh.tensor, own, 2, -1), down.order.reshape(mesh.tensor, -1)
+    gate_up, columns = (
+        up.order.reshape(mesh.expert, mesh.tensor, own, 2, -1),
+        down.order.reshape(mesh.tensor, -1),
+    )
     for e in range(mesh.expert):
         for i in range(own):
             first = (e * own + i) * 2 * size
             for t in range(mesh.tensor):
                 for part in (0, 1):
-                    wanted = np.where(columns[t] == PADDING, PADDING, first + part * size + columns[t])
+                    wanted = np.where(
+                        columns[t] == PADDING, PADDING, first + part * size + columns[t]
+                    )
                     chex.assert_trees_all_equal(gate_up[e, t, i, part], wanted)
 
 
@@ -125,7 +167,9 @@ def test_an_attention_and_its_padding_written_out():
     (rows,) = split.split(c, mesh, ("blocks", "0", "attn", "qkv", "weight"))
     first = [0, 1, 2, 3, 4, 5, 9, 10, 12, 13]  # of device 0, in heads: queries, keys, values
     last = [6, 7, 8, -1, -1, -1, 11, -1, 14, -1]
-    chex.assert_trees_all_equal(rows.order[::D], np.array([x * D if x >= 0 else x for x in first + last]))
+    chex.assert_trees_all_equal(
+        rows.order[::D], np.array([x * D if x >= 0 else x for x in first + last])
+    )
     assert split.padding(decoder(8, 2), MeshConfig(tensor=4)) == [
         "2 devices have the same key head",
         "vocabulary padded from 50 to 52",
@@ -135,13 +179,21 @@ def test_an_attention_and_its_padding_written_out():
 @pytest.mark.parametrize(
     ("model", "mesh", "message"),
     [
-        (decoder(8, 2), MeshConfig(expert=2), r"mesh\.expert is 2, and the model has no experts; use mesh\.tensor"),
+        (
+            decoder(8, 2),
+            MeshConfig(expert=2),
+            r"mesh\.expert is 2, and the model has no experts; use mesh\.tensor",
+        ),
         (
             decoder(8, 2, experts=Experts(6, 2, 8, True)),
             MeshConfig(expert=4),
             r"mesh\.expert is 4, and the model's 6 experts do not divide by it; use one of \[1, 2, 3, 6\]",
         ),
-        (decoder(4, 2), MeshConfig(tensor=8), r"the mesh has 8 devices, and the model 4 heads; use at most 4 devices"),
+        (
+            decoder(4, 2),
+            MeshConfig(tensor=8),
+            r"the mesh has 8 devices, and the model 4 heads; use at most 4 devices",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused(model, mesh, message):
@@ -155,7 +207,11 @@ def test_scales_of_int8_are_split_as_their_rows():
     for name in whole:
         rows, *_ = split.split(c, mesh, name.split("."))
         scales, *others = split.split(c, mesh, f"{name}_scales".split("."))
-        if name.endswith(("weight", "embed", "up", "down")) and len(whole[name].shape) == 2 and "router" not in name:
+        if (
+            name.endswith(("weight", "embed", "up", "down"))
+            and len(whole[name].shape) == 2
+            and "router" not in name
+        ):
             assert not others
             assert scales.axes == rows.axes, name
             jax.tree.map(chex.assert_trees_all_equal, scales.order, rows.order)

@@ -42,14 +42,22 @@ def test_tokens_are_those_of_plain_xla(tmp_path, on_a_tpu):
     model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 21)]
-    config = {"block_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 4, "token_buckets": (8,), "num_blocks": 8}
+    config = {
+        "block_size": 8,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "token_buckets": (8,),
+        "num_blocks": 8,
+    }
     expected = greedy(model, prompts, 12, "xla", **config)
     assert greedy(model, prompts, 12, "pallas_tpu", **config) == expected
 
 
 def test_cache_has_rows_of_128_and_the_same_bytes(tiny_llm):
     model = tiny_llm.engine.model
-    plain, wide = (resolve.block_shape(16, model, "bfloat16", impl) for impl in ("xla", "pallas_tpu"))
+    plain, wide = (
+        resolve.block_shape(16, model, "bfloat16", impl) for impl in ("xla", "pallas_tpu")
+    )
     assert cache.block_bytes(**plain) == cache.block_bytes(**wide)
     xla, tpu = (cache.init(blocks=3, **shape) for shape in (plain, wide))
     d = model.config.head_dim
@@ -67,6 +75,11 @@ def test_smollm2_gives_its_golden_tokens(smollm2, on_a_tpu):
 
     goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[:6]
     prompts = [golden["prompt_token_ids"] for golden in goldens]
-    config = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 4, "token_buckets": (16,)}
+    config = {
+        "block_size": 16,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "token_buckets": (16,),
+    }
     found = greedy(smollm2, prompts, 24, "pallas_tpu", num_blocks=32, **config)
     assert found == [golden["token_ids"][:24] for golden in goldens]

@@ -22,7 +22,9 @@ def main(job: dict[str, Any]) -> None:
     engine.record(job["recording"])
     transfers, offers = Transfers("127.0.0.1:0"), []
     for i, prompt in enumerate(job["prompts"]):
-        params = SamplingParams(temperature=0.9, seed=i, max_tokens=job["max_tokens"], ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.9, seed=i, max_tokens=job["max_tokens"], ignore_eos=True
+        )
         engine.add(f"r{i}", prompt, params)
     state = engine.scheduler_state
     while state.waiting or any(seq.length - seq.computed > 1 for seq in scheduler.running(state)):

@@ -12,7 +12,15 @@ from pagedjax.host import replay, scheduler
 from pagedjax.params import LoRARequest
 from tests.device.test_model_families import BODY
 from tests.engine.test_adapters import LORA, SIZES
-from tests.engine.test_kv_policies import GEMMA, GREEDY, PROMPTS, STREAMING, make, random_model, tokens_of
+from tests.engine.test_kv_policies import (
+    GEMMA,
+    GREEDY,
+    PROMPTS,
+    STREAMING,
+    make,
+    random_model,
+    tokens_of,
+)
 from tests.engine.test_quest import QUEST
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import tiny_adapter
@@ -45,7 +53,10 @@ def test_tokens_are_those_of_one_engine(tmp_path, name):
         assert tokens_of(pair) == wanted  # type: ignore[arg-type]
         for llm in (prefill, decode):
             scheduler.check(llm.engine.scheduler_state)
-            assert llm.engine.scheduler_state.pool.num_free == llm.engine.scheduler_state.pool.num_blocks
+            assert (
+                llm.engine.scheduler_state.pool.num_free
+                == llm.engine.scheduler_state.pool.num_blocks
+            )
     for file, llm in (("prefill", prefill), ("decode", decode)):
         llm.engine.record(None)
         assert replay.verify(tmp_path / f"{file}.jsonl").identical
@@ -67,7 +78,8 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
     wanted = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
     pair = PrefillDecode(prefill, decode)
     with pytest.raises(
-        ValueError, match=r"needs the adapter of content \w+, and the engine that goes on with it has none"
+        ValueError,
+        match=r"needs the adapter of content \w+, and the engine that goes on with it has none",
     ):
         pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
     decode.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
@@ -79,6 +91,8 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
     prefill.engine.add("x", list(range(5, 30)), SamplingParams(max_tokens=5), adapter="one")
     prefill.engine.step()
     prefill.engine.unload_adapter("one")
-    with pytest.raises(ValueError, match="'x' has an adapter that was unloaded or replaced; let it end here"):
+    with pytest.raises(
+        ValueError, match="'x' has an adapter that was unloaded or replaced; let it end here"
+    ):
         prefill.engine.handover("x")
     prefill.engine.cancel("x")

@@ -11,7 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
+from pagedjax import (
+    LLM,
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    Taps,
+)
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.engine import state
 from pagedjax.host import replay, scheduler
@@ -28,9 +35,18 @@ pytest.importorskip("llvmlite")
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58, 16, 1)]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, logprobs=1, prompt_logprobs=1),
+    SamplingParams(
+        temperature=0.8, top_p=0.9, seed=5, max_tokens=24, logprobs=1, prompt_logprobs=1
+    ),
     SamplingParams(temperature=1.0, seed=7, max_tokens=20, n=3, logprobs=0, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=9, max_tokens=24, frequency_penalty=1.5, presence_penalty=0.5, logprobs=0),
+    SamplingParams(
+        temperature=1.0,
+        seed=9,
+        max_tokens=24,
+        frequency_penalty=1.5,
+        presence_penalty=0.5,
+        logprobs=0,
+    ),
     SamplingParams(temperature=0, repetition_penalty=1.6, max_tokens=24, min_tokens=9, logprobs=0),
     SamplingParams(temperature=0.9, seed=1, max_tokens=1, logprobs=0),
 ]
@@ -67,7 +83,10 @@ def answers(llm: Any, prompts=PROMPTS, params: Any = PARAMS) -> list[Any]:
     """Token ids, log-probabilities and why they ended, of every branch."""
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [
-        [(one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason) for one in output.outputs]
+        [
+            (one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason)
+            for one in output.outputs
+        ]
         for output in outputs
     ] + [output.prompt_logprobs for output in outputs]
 
@@ -100,7 +119,9 @@ def watched(session: Any) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, plain, tmp_path, name):
     """Twice: then both prefix caches have the prompts. Both recordings replay."""
-    decode, prefill = (plain if options is None else LLM(model, **SIZES | options) for options in CASES[name])
+    decode, prefill = (
+        plain if options is None else LLM(model, **SIZES | options) for options in CASES[name]
+    )
     for llm in (prefill, decode):
         llm.engine.reset()
     for file, llm in (("prefill", prefill), ("decode", decode)):
@@ -122,9 +143,15 @@ def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, pla
         assert report.identical, report.difference
         assert len(read_recording.read(tmp_path / f"{file}.jsonl").frames) >= report.steps
         if "small pool" in name:
-            assert bool(report.preemptions) == (file == ("prefill" if "prefill" in name else "decode"))
+            assert bool(report.preemptions) == (
+                file == ("prefill" if "prefill" in name else "decode")
+            )
     text = (tmp_path / "decode.jsonl").read_text()
-    assert text.count('{"adopt":') == len(moved) == (tmp_path / "prefill.jsonl").read_text().count('{"release":')
+    assert (
+        text.count('{"adopt":')
+        == len(moved)
+        == (tmp_path / "prefill.jsonl").read_text().count('{"release":')
+    )
 
 
 def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
@@ -167,7 +194,10 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
     emptied(plain, decode)
     assert sum(len(step.again) for step in steps) >= 3
     assert '{"restart":{}}' in (tmp_path / "decode.jsonl").read_text()
-    assert "is computed again, because its blocks did not arrive: ConnectionError('the cable is out')" in caplog.text
+    assert (
+        "is computed again, because its blocks did not arrive: ConnectionError('the cable is out')"
+        in caplog.text
+    )
     for llm in (plain, decode):
         llm.engine.record(None)
     assert replay.verify(tmp_path / "prefill.jsonl").identical
@@ -178,7 +208,11 @@ def note(llm: LLM, found: dict[str, list[int]]) -> Any:
     """Run a step, and note its tokens by sequence -> its events."""
     result: Any = llm.engine.step()
     for event in result.events:
-        for name, token in zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ():
+        for name, token in (
+            zip(event.request_ids, event.token_ids, strict=True)
+            if isinstance(event, Sampled)
+            else ()
+        ):
             found.setdefault(name, []).append(token)
     return result.events
 
@@ -199,11 +233,16 @@ def test_pages_are_those_that_were_asked_for(model):
     chex.assert_tree_shape_prefix(llm.engine.pages([]), (0,))
     last = llm.engine.config.num_blocks
     for other in (-1, last + 1):
-        with pytest.raises(ValueError, match=f"block {other} is not in the cache; its blocks are 0 to {last}: use ids"):
+        with pytest.raises(
+            ValueError,
+            match=f"block {other} is not in the cache; its blocks are 0 to {last}: use ids",
+        ):
             llm.engine.pages([0, other])
     for wrong in ([1.9], [True], 5, ["a"], [[1]]):
         for take in (llm.engine.pages, llm.engine.padded_pages):
-            with pytest.raises(ValueError, match=r"give a sequence of block ids, integers from 0 to"):
+            with pytest.raises(
+                ValueError, match=r"give a sequence of block ids, integers from 0 to"
+            ):
                 take(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"block -1 is not in the cache"):
         llm.engine.padded_pages([-1])
@@ -274,7 +313,9 @@ def test_calls_of_either_engine_alone_may_come_between(model, one, plain):
         assert answers(llm) == wanted
     while any(branch.finish_reason is None for branch in branches.values()):
         pair.session.step()
-    assert [list(branch.token_ids) for branch in branches.values()] == [list(ids) for ids, *_ in wanted[0]]
+    assert [list(branch.token_ids) for branch in branches.values()] == [
+        list(ids) for ids, *_ in wanted[0]
+    ]
     assert not pair.session._ids
     emptied(plain, decode)
 
@@ -308,7 +349,12 @@ def test_a_sequence_that_the_other_engine_refuses_ends_where_it_is(model, one, p
     emptied(plain, decode)
 
 
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 64),
+    "num_blocks": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -320,14 +366,19 @@ def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
     pair = PrefillDecode(*tinies)
     steps = watched(pair.session)
     params = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=chr(ord("a") + i), logprobs=1) for i in range(4)
+        SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=chr(ord("a") + i), logprobs=1)
+        for i in range(4)
     ]
     form = StructuredOutputsParams(regex="[a-c]{3}-[0-9]{4}")
-    params += [SamplingParams(temperature=1.0, seed=i, max_tokens=30, structured_outputs=form) for i in range(3)]
+    params += [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=30, structured_outputs=form)
+        for i in range(3)
+    ]
     prompts = [f"some words {i} and " for i in range(len(params))]
     found, wanted = (llm.generate(prompts, params, use_tqdm=False) for llm in (pair, tiny_llm))
     facts = [
-        [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason) for o in x] for x in (found, wanted)
+        [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason) for o in x]
+        for x in (found, wanted)
     ]
     assert facts[0] == facts[1]
     assert any(output.outputs[0].finish_reason == "stop" for output in found[:4])
@@ -343,7 +394,9 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         (BeamSearchParams(beam_width=2, max_tokens=4), "BeamSearchParams"),
         (SamplingParams(max_tokens=4, taps=Taps(hidden_states=(0,))), "taps"),
     ):
-        with pytest.raises(ValueError, match=f"a request has {what}, which one engine computes; use `prefill`"):
+        with pytest.raises(
+            ValueError, match=f"a request has {what}, which one engine computes; use `prefill`"
+        ):
             pair.generate("hello", params, use_tqdm=False)
     engine = tinies[0].engine
     engine.add("x", [5, 6, 7], PoolingParams())
@@ -361,11 +414,20 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
     ("options", "message"),
     [
         ({"block_size": 8}, "block_size is 16 where the sequence was and 8 here"),
-        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' where the sequence was and 'bfloat16' here"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "kv_cache_dtype is 'float32' where the sequence was and 'bfloat16' here",
+        ),
         ({"max_model_len": 64}, "max_model_len is 512 where the sequence was and 64 here"),
-        ({"row_features": (FAVOUR,)}, r"row_features is \[.*\] where the sequence was and \[.*'favour'"),
+        (
+            {"row_features": (FAVOUR,)},
+            r"row_features is \[.*\] where the sequence was and \[.*'favour'",
+        ),
         ({"seed": 3}, "seed is 0 where the sequence was and 3 here"),
-        ({"kv_policy": {"name": "streaming", "sinks": 16, "window": 32}}, r"kv_policy is \(\) where the sequence was"),
+        (
+            {"kv_policy": {"name": "streaming", "sinks": 16, "window": 32}},
+            r"kv_policy is \(\) where the sequence was",
+        ),
     ],
 )
 def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
@@ -374,7 +436,9 @@ def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
 
 
 def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plain, tiny):
-    with pytest.raises(ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"):
+    with pytest.raises(
+        ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"
+    ):
         PrefillDecode(tinies[0], plain)
     other = LLM(tiny, progress=False, **SMALL)
     pair = PrefillDecode(tinies[0], other)
@@ -398,4 +462,6 @@ def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     found = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
-    assert [output.outputs[0].text for output in found] == [output.outputs[0].text for output in wanted]
+    assert [output.outputs[0].text for output in found] == [
+        output.outputs[0].text for output in wanted
+    ]

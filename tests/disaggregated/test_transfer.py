@@ -19,7 +19,12 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Sampled
 from tests.disaggregated.cut_link import Link
 
-ENGINE: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 64),
+    "num_blocks": 256,
+}
 PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (40, 7, 33)]
 PROMPTS.append([*PROMPTS[0][:32], 9, 9])  # two of its blocks are there already
 MAX_TOKENS = 12
@@ -31,17 +36,28 @@ def test_an_address_without_a_host_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "cut"), [(None, None), (2, None), (0, None), (None, 20_000), (None, 60_000)])
-def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(tiny_folder, tiny_llm, tmp_path, killed, cut):
+@pytest.mark.parametrize(
+    ("killed", "cut"), [(None, None), (2, None), (0, None), (None, 20_000), (None, 60_000)]
+)
+def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
+    tiny_folder, tiny_llm, tmp_path, killed, cut
+):
     """`killed`: after so many sequences were adopted. `cut`: the network, after so many bytes of pages."""
-    job = {"model": str(tiny_folder), "engine": ENGINE, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    job = {
+        "model": str(tiny_folder),
+        "engine": ENGINE,
+        "prompts": PROMPTS,
+        "max_tokens": MAX_TOKENS,
+    }
     job |= {"offers": str(tmp_path / "offers"), "recording": str(tmp_path / "prefill.jsonl")}
     command = [sys.executable, "-m", "tests.disaggregated.sender", json.dumps(job)]
     root = Path(__file__).parents[2]
     llm = LLM(tiny_folder, progress=False, **ENGINE)
     engine, transfers = llm.engine, Transfers("127.0.0.1:0", timeout=20.0 if cut is None else 3.0)
     engine.record(tmp_path / "decode.jsonl")
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "offered\n"
@@ -52,7 +68,9 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(tiny_folde
                 offers = [offer._replace(address=link.address) for offer in offers]
                 sizes = [sum(math.prod(shape) * 4 for shape, _ in offer.shapes) for offer in offers]
                 first_cut = next(i for i in range(len(sizes)) if sum(sizes[: i + 1]) > cut)
-                assert sum(sizes[:first_cut]) < cut, "the cut is between two transfers and not within one"
+                assert sum(sizes[:first_cut]) < cut, (
+                    "the cut is between two transfers and not within one"
+                )
             for i, offer in enumerate(offers):
                 if i == killed:
                     process.kill()
@@ -66,12 +84,19 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(tiny_folde
         result: Any = engine.step()
         for event in result.events:
             for name, token in (
-                zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ()
+                zip(event.request_ids, event.token_ids, strict=True)
+                if isinstance(event, Sampled)
+                else ()
             ):
                 tokens[int(name[1:])].append(token)
-    each = [SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True) for i in range(4)]
+    each = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True)
+        for i in range(4)
+    ]
     wanted = tiny_llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], each, use_tqdm=False)
-    assert tokens == [[*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, wanted, strict=True)]
+    assert tokens == [
+        [*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, wanted, strict=True)
+    ]
     first_waits = here.index(False) if False in here else None
     if link is None:
         assert first_waits == killed

@@ -34,7 +34,11 @@ def read(page: str) -> Read:
 
 
 def pages_of(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.html")) if "_static" not in path.relative_to(folder).parts]
+    return [
+        path
+        for path in sorted(folder.rglob("*.html"))
+        if "_static" not in path.relative_to(folder).parts
+    ]
 
 
 def broken(folder: Path) -> list[str]:
@@ -67,7 +71,9 @@ def foreign(folder: Path) -> list[str]:
 def main(folder: Path) -> int:
     """Prints what is wrong with a built site -> the exit status."""
     count, wrong = len(pages_of(folder)), [*broken(folder), *foreign(folder)]
-    print(*wrong, f"{count} pages, {len(wrong)} links that do not resolve or need a network", sep="\n")
+    print(
+        *wrong, f"{count} pages, {len(wrong)} links that do not resolve or need a network", sep="\n"
+    )
     return 1 if wrong or not count else 0
 
 

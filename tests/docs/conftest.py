@@ -21,10 +21,26 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     def build() -> Path:
         pytest.importorskip("sphinx", reason="the `docs` extra is not installed")
         pages = tmp_path_factory.mktemp("site") / "pages"
-        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-D", "nb_execution_mode=off"]
-        environment = {name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"}
+        command = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-W",
+            "--keep-going",
+            "-D",
+            "nb_execution_mode=off",
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"
+        }
         done = subprocess.run(
-            [*command, "docs", str(pages)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+            [*command, "docs", str(pages)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
         return pages

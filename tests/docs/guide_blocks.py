@@ -51,7 +51,9 @@ def blocks(text: str) -> list[Block]:
         before = text[: match.start()]
         name = NAMED.match(match[2])
         runs = before.rstrip("\n").endswith(RUNS)
-        found.append(Block(before.count("\n") + 2, match[1], match[2], name[1] if name else "", runs))
+        found.append(
+            Block(before.count("\n") + 2, match[1], match[2], name[1] if name else "", runs)
+        )
     return found
 
 
@@ -86,7 +88,9 @@ def write(block: Block, folder: Path) -> None:
 def shell(source: str) -> subprocess.CompletedProcess[str]:
     """Runs commands where `python` and `pagedjax` are those of this interpreter and this repository."""
     python = f'"{sys.executable}"'
-    words = re.sub(r"^((?:\w+=\S+ )*)pagedjax(?= )", rf"\1{python} -m pagedjax", source, flags=re.MULTILINE)
+    words = re.sub(
+        r"^((?:\w+=\S+ )*)pagedjax(?= )", rf"\1{python} -m pagedjax", source, flags=re.MULTILINE
+    )
     words = re.sub(r"^((?:\w+=\S+ )*)python(?= )", rf"\1{python}", words, flags=re.MULTILINE)
     return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
 
@@ -118,12 +122,19 @@ def run(path: Path) -> None:
             write(block, Path())
         elif block.language == "python":
             print(f"--- line {block.line}", flush=True)
-            exec(compile("\n" * (block.line - 1) + block.source, str(path), "exec", dont_inherit=True), space)
+            exec(
+                compile(
+                    "\n" * (block.line - 1) + block.source, str(path), "exec", dont_inherit=True
+                ),
+                space,
+            )
         elif block.runs:
             print(f"--- line {block.line}", flush=True)
             ended = shell(block.source)
             print(ended.stdout[-2000:], ended.stderr[-2000:])
-            assert ended.returncode == 0, f"the commands of line {block.line} end with {ended.returncode}"
+            assert ended.returncode == 0, (
+                f"the commands of line {block.line} end with {ended.returncode}"
+            )
     wrong = []
     for done, says, _ in mistakes(text):
         error = error_of(done, space)

@@ -41,7 +41,9 @@ def cells(text: str) -> list[Cell]:
             raise ValueError(f"the cell of line {opened} has no end; close it with {FENCE}")
         while body and body[0][1].startswith(":"):
             del body[0]
-        found.append(Cell(body[0][0] if body else opened + 1, "\n".join(inner for _, inner in body)))
+        found.append(
+            Cell(body[0][0] if body else opened + 1, "\n".join(inner for _, inner in body))
+        )
     return found
 
 
@@ -55,7 +57,11 @@ def run(path: Path) -> int:
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, str(path), "exec", dont_inherit=True), space)
         if last is not None:
-            show(eval(compile(ast.Expression(last.value), str(path), "eval", dont_inherit=True), space))
+            show(
+                eval(
+                    compile(ast.Expression(last.value), str(path), "eval", dont_inherit=True), space
+                )
+            )
     return len(made)
 
 

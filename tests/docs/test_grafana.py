@@ -14,15 +14,28 @@ from _generate import server
 FILE = Path(__file__).parents[2] / "docs" / "guides" / "grafana.json"
 BOARD: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
-SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
-FROM_PROMETHEUS = {"instance", "replica", "le"}  # labels of a scrape, of a cluster's page, of buckets
+SUFFIXES = {
+    "counter": ("_total",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "gauge": ("",),
+    "info": ("_info",),
+}
+FROM_PROMETHEUS = {
+    "instance",
+    "replica",
+    "le",
+}  # labels of a scrape, of a cluster's page, of buckets
 WORDS = {"sum", "max", "by", "rate", "histogram_quantile", "scalar", "label_values"}
 UNITS = {"short", "s", "percentunit"}
 
 
 def exposed() -> dict[str, set[str]]:
     """Every name of a sample that the server can give, with its labels."""
-    return {one.name + suffix: set(one.labels) for one in server.metrics() for suffix in SUFFIXES[one.kind]}
+    return {
+        one.name + suffix: set(one.labels)
+        for one in server.metrics()
+        for suffix in SUFFIXES[one.kind]
+    }
 
 
 def metric_names(expression: str) -> set[str]:
@@ -34,7 +47,11 @@ def metric_names(expression: str) -> set[str]:
 def wrong_labels(expression: str, known: dict[str, set[str]]) -> set[str]:
     """Labels of selectors and of `by` that no metric of the expression has."""
     used = set(re.findall(r"(\w+)\s*=~?\s*\"", expression))
-    used |= {one for names in re.findall(r"\bby \(([^)]*)\)", expression) for one in re.split(r",\s*", names)}
+    used |= {
+        one
+        for names in re.findall(r"\bby \(([^)]*)\)", expression)
+        for one in re.split(r",\s*", names)
+    }
     return used - FROM_PROMETHEUS - set().union(*(known[name] for name in metric_names(expression)))
 
 
@@ -52,7 +69,11 @@ def overlap(a: dict[str, int], b: dict[str, int]) -> bool:
 
 def test_the_dashboard_has_the_form_of_an_import():
     (given,) = BOARD["__inputs"]
-    assert (given["name"], given["type"], given["pluginId"]) == ("DS_PROMETHEUS", "datasource", "prometheus")
+    assert (given["name"], given["type"], given["pluginId"]) == (
+        "DS_PROMETHEUS",
+        "datasource",
+        "prometheus",
+    )
     assert (BOARD["id"], BOARD["schemaVersion"]) == (None, 39)
     assert {one["type"] for one in BOARD["panels"]} - {"row"} <= {
         one["id"] for one in BOARD["__requires"] if one["type"] == "panel"
@@ -82,7 +103,9 @@ def test_every_panel_says_what_it_shows():
         assert panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
         assert re.match(r"[A-Za-z].{20,}\.$", panel["description"]), panel["title"]
-        assert [target["refId"] for target in panel["targets"]] == list("ABCDEF"[: len(panel["targets"])])
+        assert [target["refId"] for target in panel["targets"]] == list(
+            "ABCDEF"[: len(panel["targets"])]
+        )
     titles = [panel["title"] for panel in BOARD["panels"]]
     assert len(set(titles)) == len(titles)
 
@@ -109,6 +132,9 @@ def test_wrong_expressions_are_seen():
     wrong = 'sum by (instance) (rate(pagedjax:no_such_total{model_name=~"$model"}[5m]))'
     assert metric_names(wrong) == {"pagedjax:no_such_total"}
     assert metric_names("histogram_quantile(0.5, sum by (le) (rate(a_bucket[1m])))") == {"a_bucket"}
-    assert wrong_labels('sum by (colour) (pagedjax:missing_programs{size="1"})', known) == {"colour", "size"}
+    assert wrong_labels('sum by (colour) (pagedjax:missing_programs{size="1"})', known) == {
+        "colour",
+        "size",
+    }
     assert overlap({"x": 0, "y": 0, "w": 8, "h": 8}, {"x": 7, "y": 7, "w": 8, "h": 8})
     assert not overlap({"x": 0, "y": 0, "w": 8, "h": 8}, {"x": 8, "y": 0, "w": 8, "h": 8})

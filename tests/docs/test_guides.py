@@ -60,7 +60,10 @@ def test_a_guide_has_the_form_of_a_guide(path: Path):
     assert re.findall(r"^## (.*)$", text, re.MULTILINE)[-3:] == SECTIONS
     assert 25 <= len(text.splitlines()) <= 80
     assert blocks(text)
-    assert "../design/" in text.partition("## Read more")[2] or "../reference/" in text.partition("## Read more")[2]
+    assert (
+        "../design/" in text.partition("## Read more")[2]
+        or "../reference/" in text.partition("## Read more")[2]
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
@@ -84,7 +87,9 @@ def test_a_guide_runs(path: Path, tmp_path: Path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(ROOT / "tests" / "docs" / "guide_blocks.py"), str(path)]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.endswith("the guide ran\n")
 
@@ -100,10 +105,19 @@ def test_the_index_lists_every_guide():
 def test_numbers_of_slow_runs_exist():
     """The second column of the table: metrics of the server, and keys of a summary."""
     text = (FOLDER / "slow_runs.md").read_text("utf-8")
-    cells = [row.split(" | ")[1] for row in re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)[2:]]
+    cells = [
+        row.split(" | ")[1]
+        for row in re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)[2:]
+    ]
     named = {name.split(".")[0] for cell in cells for name in re.findall(r"`(\w[\w.:]*)`", cell)}
-    served = {f"{one.name.removeprefix('pagedjax:')}{end}" for one in server.metrics() for end in ("", "_total")}
-    summary = set(re.findall(r'^        "(\w+)":', inspect.getsource(metrics.summary), re.MULTILINE))
+    served = {
+        f"{one.name.removeprefix('pagedjax:')}{end}"
+        for one in server.metrics()
+        for end in ("", "_total")
+    }
+    summary = set(
+        re.findall(r'^        "(\w+)":', inspect.getsource(metrics.summary), re.MULTILINE)
+    )
     others = {"llm", "attention_impl", "linear_impl"}
     assert len(cells) >= 10
     assert {name.removeprefix("pagedjax:") for name in named} - served - summary - others == set()
@@ -137,10 +151,21 @@ pagedjax replay \\
 def test_blocks_and_mistakes_are_found():
     assert blocks(PAGE) == [
         Block(4, "python", "# mine.py\nx = 1\n", "mine.py", False),
-        Block(10, "sh", "python -c 'print(1)'  # a comment\npagedjax replay \\\n  run.jsonl\n", "", True),
+        Block(
+            10,
+            "sh",
+            "python -c 'print(1)'  # a comment\npagedjax replay \\\n  run.jsonl\n",
+            "",
+            True,
+        ),
     ]
-    assert list(mistakes(PAGE)) == [Mistake('int("x")', "invalid literal ... base 10: 'x'", "give digits")]
-    assert guide_blocks.commands(blocks(PAGE)[1].source) == ["python -c 'print(1)'", "pagedjax replay run.jsonl"]
+    assert list(mistakes(PAGE)) == [
+        Mistake('int("x")', "invalid literal ... base 10: 'x'", "give digits")
+    ]
+    assert guide_blocks.commands(blocks(PAGE)[1].source) == [
+        "python -c 'print(1)'",
+        "pagedjax replay run.jsonl",
+    ]
     assert matches("a ... c", "a\nb c d")
     assert not matches("a ... e", "a b c d")
 
@@ -163,6 +188,9 @@ def test_wrong_pages_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         page.write_text(text)
         with pytest.raises(error):
             guide_blocks.run(page)
-    page.write_text("```python\n# a.py\nx = 1\n```\n\n```python\nimport a\n```\n" + row.format("1 / 0", "by zero"))
+    page.write_text(
+        "```python\n# a.py\nx = 1\n```\n\n```python\nimport a\n```\n"
+        + row.format("1 / 0", "by zero")
+    )
     monkeypatch.syspath_prepend(tmp_path)
     guide_blocks.run(page)

@@ -43,7 +43,11 @@ def documented(module: str, name: str, item: Any) -> bool:
     """Whether a name has a text of its own: a docstring, or the comment of a constant."""
     if api.kind(item) == "data":
         home = sys.modules[module]
-        return bool(api.comment(home, name)) or isinstance(item, dict) or not isinstance(item, (int, float, str))
+        return (
+            bool(api.comment(home, name))
+            or isinstance(item, dict)
+            or not isinstance(item, (int, float, str))
+        )
     return bool(docstrings.text_of(item))
 
 
@@ -66,13 +70,19 @@ def without_shape(function: Any) -> list[str]:
     text = inspect.getdoc(function) or ""
     parts = re.split(r"^(Args|Returns|Raises):$", text, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], map(inspect.cleandoc, parts[2::2]), strict=True))
-    told = {name: words for names, words in docstrings.entries(sections.get("Args", "").split("\n")) for name in names}
+    told = {
+        name: words
+        for names, words in docstrings.entries(sections.get("Args", "").split("\n"))
+        for name in names
+    }
     found = []
     for name, kind in inspect.unwrap(function).__annotations__.items():
         if not ARRAY.search(str(kind)):
             continue
         where = sections.get("Returns", parts[0]) if name == "return" else told.get(name, parts[0])
-        named = name == "return" and any(other in where for other, words in told.items() if SHAPE.search(words))
+        named = name == "return" and any(
+            other in where for other, words in told.items() if SHAPE.search(words)
+        )
         if not named and not SHAPE.search(where):
             found.append(name)
     return found
@@ -80,10 +90,14 @@ def without_shape(function: Any) -> list[str]:
 
 def functions() -> dict[str, Any]:
     """Public functions, and methods of public classes, by full name."""
-    found = {f"{module}.{name}": item for module, name, item in PUBLIC if api.kind(item) == "function"}
+    found = {
+        f"{module}.{name}": item for module, name, item in PUBLIC if api.kind(item) == "function"
+    }
     for module, name, item in PUBLIC:
         for member, method in members(item).items() if api.kind(item) == "class" else ():
-            plain = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+            plain = (
+                method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+            )
             found[f"{module}.{name}.{member}"] = plain
     return found
 
@@ -119,16 +133,30 @@ def test_a_function_without_a_shape_is_seen():
 
 
 def test_docstrings_give_the_shapes_of_arrays():
-    arrays = {f"{name}: {argument}" for name, function in functions().items() for argument in without_shape(function)}
+    arrays = {
+        f"{name}: {argument}"
+        for name, function in functions().items()
+        for argument in without_shape(function)
+    }
     assert arrays == WITHOUT_SHAPE
-    assert sum(bool(ARRAY.search(str(inspect.unwrap(one).__annotations__))) for one in functions().values()) >= 4
+    assert (
+        sum(
+            bool(ARRAY.search(str(inspect.unwrap(one).__annotations__)))
+            for one in functions().values()
+        )
+        >= 4
+    )
 
 
 def test_generators_load_without_what_they_describe():
     """conf.py can be read by tools without starting JAX."""
     names = "api, commands, docstrings, keys, links, rst, server, sources"
-    program = f"import sys; sys.path[:0] = ['docs']; from _generate import {names}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    program = (
+        f"import sys; sys.path[:0] = ['docs']; from _generate import {names}; print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & set(done.stdout.split()) == set()
 
 
@@ -174,6 +202,10 @@ def test_the_site_is_built_without_a_warning_and_its_links_work(build_site: Call
     assert len(built_pages.pages_of(folder)) > 60
     assert built_pages.broken(folder) == []
     assert built_pages.foreign(folder) == []
-    assert {f"{module}.{name}" for module, name, _ in PUBLIC} - inventory(folder / "objects.inv") == set()
-    named = [page.name for page in built_pages.pages_of(folder) if str(ROOT) in page.read_text("utf-8")]
+    assert {f"{module}.{name}" for module, name, _ in PUBLIC} - inventory(
+        folder / "objects.inv"
+    ) == set()
+    named = [
+        page.name for page in built_pages.pages_of(folder) if str(ROOT) in page.read_text("utf-8")
+    ]
     assert named == [], "a page has a path of this machine"

@@ -45,6 +45,8 @@ def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path: Pat
     assert found["wide.html"]["missing"] == [(tmp_path / "no.png").as_uri()]
 
 
-def test_no_page_is_wider_than_its_window_or_misses_a_picture(chromium: Any, build_site: Callable[[], Path]):
+def test_no_page_is_wider_than_its_window_or_misses_a_picture(
+    chromium: Any, build_site: Callable[[], Path]
+):
     pages = pages_of(build_site())
     assert [seen(chromium, pages, width) for width in WIDTHS] == [{}, {}]

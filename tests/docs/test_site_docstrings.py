@@ -55,7 +55,12 @@ class Base(NamedTuple):
 def parsed(lines: list[str]):
     """The document that docutils reads; any remark of it is an error."""
     core = pytest.importorskip("docutils.core", reason="the `docs` extra is not installed")
-    options = {"report_level": 1, "halt_level": 1, "syntax_highlight": "none", "file_insertion_enabled": False}
+    options = {
+        "report_level": 1,
+        "halt_level": 1,
+        "syntax_highlight": "none",
+        "file_insertion_enabled": False,
+    }
     return core.publish_doctree("\n".join(lines), settings_overrides=options)
 
 
@@ -157,8 +162,14 @@ def test_no_text_becomes_markup(text: str):
 @given(MARKUP)
 def test_no_paragraph_becomes_other_markup_than_code(text: str):
     document = parsed([rst.inline(text)])
-    assert "".join(document.astext().split()).replace("`", "") == "".join(text.split()).replace("`", "")
-    kinds = {node.tagname for node in document.findall() if node.tagname not in ("#text", "document", "paragraph")}
+    assert "".join(document.astext().split()).replace("`", "") == "".join(text.split()).replace(
+        "`", ""
+    )
+    kinds = {
+        node.tagname
+        for node in document.findall()
+        if node.tagname not in ("#text", "document", "paragraph")
+    }
     assert kinds <= {"literal"}
 
 

@@ -73,8 +73,15 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
     named = re.findall(r"^\.\. confval:: (\S+)$", "\n".join(keys.page()), re.MULTILINE)
     assert len(named) == len(set(named))
     assert {one.name for one in dataclasses.fields(Experiment)} <= set(named)
-    assert {f"workload[synthetic].{one.name}" for one in dataclasses.fields(Synthetic)} <= set(named)
-    assert {"engine.block_size", "speculative.num_tokens", "arrivals[poisson].rate", "changes.join"} <= set(named)
+    assert {f"workload[synthetic].{one.name}" for one in dataclasses.fields(Synthetic)} <= set(
+        named
+    )
+    assert {
+        "engine.block_size",
+        "speculative.num_tokens",
+        "arrivals[poisson].rate",
+        "changes.join",
+    } <= set(named)
 
 
 # command lines --------------------------------------------------------------------------------------------------------
@@ -83,7 +90,11 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
 def test_no_command_takes_a_part_of_an_options_name():
     """A part that is clear today is not when an option is added, and may mean a file where a secret was meant."""
     every = dict((name, parser) for name, parser, _ in commands.commands())
-    assert {"pagedjax serve", "python -m experiments.run", "python -m experiments.bench.peers"} <= set(every)
+    assert {
+        "pagedjax serve",
+        "python -m experiments.run",
+        "python -m experiments.bench.peers",
+    } <= set(every)
     assert [name for name, parser in every.items() if parser.allow_abbrev] == []
 
 
@@ -101,7 +112,8 @@ def test_the_parser_of_a_command_is_taken_before_anything_runs():
 
 
 @pytest.mark.parametrize(
-    ("main", "message"), [(lambda: None, "reads no words"), (lambda: exit(3), r"exits with 3 before")]
+    ("main", "message"),
+    [(lambda: None, "reads no words"), (lambda: exit(3), r"exits with 3 before")],
 )
 def test_a_command_without_a_parser_is_an_error(main, message: str):
     with pytest.raises(LookupError, match=message):
@@ -126,13 +138,20 @@ def test_a_section_has_the_usage_and_each_word():
 
 
 def test_every_command_is_found_with_all_its_options():
-    sections = {name: (parser, "\n".join(commands.section(name, parser))) for name, parser, _ in commands.commands()}
+    sections = {
+        name: (parser, "\n".join(commands.section(name, parser)))
+        for name, parser, _ in commands.commands()
+    }
     assert {"pagedjax serve", "pagedjax bench serve", "python -m experiments.run"} <= set(sections)
-    assert {name.removeprefix("python -m ") for name in sections if name.startswith("python")} == set(
-        commands.modules()
-    )
+    assert {
+        name.removeprefix("python -m ") for name in sections if name.startswith("python")
+    } == set(commands.modules())
     for parser, text in sections.values():
-        listed = set(re.findall(r"(?<=[ ,])--?[a-z][\w-]*", " ".join(re.findall(r"^\.\. option:: .*$", text, re.M))))
+        listed = set(
+            re.findall(
+                r"(?<=[ ,])--?[a-z][\w-]*", " ".join(re.findall(r"^\.\. option:: .*$", text, re.M))
+            )
+        )
         assert set(parser._option_string_actions) - {"-h", "--help"} == listed
     about = [name for name, (_, text) in sections.items() if str(commands.ROOT) in text]
     assert about == [], "a default is a path of this machine"
@@ -143,7 +162,9 @@ def test_every_command_is_found_with_all_its_options():
 
 def test_the_page_of_endpoints_has_every_route():
     """The routes are read from the source, apart from the application."""
-    source = "".join(path.read_text("utf-8") for path in (DOCS.parent / "pagedjax" / "server").glob("*.py"))
+    source = "".join(
+        path.read_text("utf-8") for path in (DOCS.parent / "pagedjax" / "server").glob("*.py")
+    )
     routes = {
         f"``{method.upper()} {path.replace(':path', '')}``"
         for method, path, rest in re.findall(r'@app\.(get|post)\("([^"]+)"(.*)\)', source)
@@ -151,8 +172,13 @@ def test_the_page_of_endpoints_has_every_route():
     }
     page = server.endpoints_page()
     assert len(routes) >= 16
-    assert routes == {line for line in page if re.match(r"``(GET|POST) /", line) and "``." not in line}
-    assert "- ``input`` (``string | list of integer | list of string | list of list of integer``, required)" in page
+    assert routes == {
+        line for line in page if re.match(r"``(GET|POST) /", line) and "``." not in line
+    }
+    assert (
+        "- ``input`` (``string | list of integer | list of string | list of list of integer``, required)"
+        in page
+    )
     assert "- ``since`` (query, ``integer``)" in page
 
 
@@ -178,9 +204,15 @@ def test_metrics_are_those_that_prometheus_reads():
 
     config = server._config(speculative={"method": "ngram"}, enable_lora=True)
     answer = Metrics("m", config).text(0)
-    families = {one.name: one for one in text_string_to_metric_families(answer) if not one.name.endswith("_created")}
+    families = {
+        one.name: one
+        for one in text_string_to_metric_families(answer)
+        if not one.name.endswith("_created")
+    }
     told = {one.name: one for one in server.metrics() if one.kind != "info"}
-    assert {name.removesuffix("_info") for name in set(families) - set(told)} == {"pagedjax:cache_config"}
+    assert {name.removesuffix("_info") for name in set(families) - set(told)} == {
+        "pagedjax:cache_config"
+    }
     for name, metric in told.items():
         assert (families[name].type, families[name].documentation) == (metric.kind, metric.text)
         for sample in families[name].samples:
@@ -217,7 +249,10 @@ def test_no_page_keeps_a_link_that_leads_out():
     pages = list(DOCS.rglob("*.md"))
     for page in pages:
         for match in links.LINK.finditer(links.outside(page.read_text("utf-8"), page, DOCS, None)):
-            assert re.match(r"[a-z]+:", match[3]) or not match[3].startswith("../.."), (page, match[0])
+            assert re.match(r"[a-z]+:", match[3]) or not match[3].startswith("../.."), (
+                page,
+                match[0],
+            )
     assert len(pages) > 50
 
 
@@ -225,14 +260,19 @@ def test_the_toctree_has_the_order_of_the_index():
     index = (DESIGN / "README.md").read_text("utf-8")
     order = links.pages_in_order(index)
     assert set(order) == {page.stem for page in DESIGN.glob("*.md")} - {"README"}
-    assert order[:2] == links.pages_in_order("[a](" + order[0] + ".md) [b](" + order[1] + ".md#x) [a](c/d.md)")
+    assert order[:2] == links.pages_in_order(
+        "[a](" + order[0] + ".md) [b](" + order[1] + ".md#x) [a](c/d.md)"
+    )
     assert links.with_toctree("[a](b.md)\n").endswith("```{toctree}\n:hidden:\n\nb\n```\n")
 
 
 def test_pages_are_written_once_and_old_ones_go(tmp_path: Path):
     (tmp_path / "old.rst").write_text("x")
     written = _generate.write(tmp_path, {"a.rst": lambda: ["one", ""]})
-    assert (written, [path.name for path in tmp_path.iterdir()]) == ([tmp_path / "a.rst"], ["a.rst"])
+    assert (written, [path.name for path in tmp_path.iterdir()]) == (
+        [tmp_path / "a.rst"],
+        ["a.rst"],
+    )
     before = (tmp_path / "a.rst").stat().st_mtime_ns
     _generate.write(tmp_path, {"a.rst": lambda: ["one"]})
     assert (tmp_path / "a.rst").stat().st_mtime_ns == before
@@ -252,5 +292,9 @@ def test_a_changed_line_and_a_new_name_change_the_digest(tmp_path: Path):
 
 
 def test_the_index_of_the_reference_lists_every_generated_page():
-    listed = set(re.findall(r"^generated/(\S+)$", (DOCS / "reference" / "index.md").read_text("utf-8"), re.MULTILINE))
+    listed = set(
+        re.findall(
+            r"^generated/(\S+)$", (DOCS / "reference" / "index.md").read_text("utf-8"), re.MULTILINE
+        )
+    )
     assert listed == {name.removesuffix(".rst") for name in _generate.pages()}

@@ -17,7 +17,13 @@ FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 # over ten seconds: an engine is compiled, or many runs are simulated
 SLOW = {
-    *("life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own", "bring_a_model", "a_kernel_of_your_own"),
+    *(
+        "life_of_a_prompt",
+        "does_block_size_matter",
+        "a_policy_of_your_own",
+        "bring_a_model",
+        "a_kernel_of_your_own",
+    ),
     *("train_and_look_inside", "speculate", "serve_and_watch", "many_devices"),
 }
 HEADER = """---
@@ -37,17 +43,22 @@ def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a page's cells in `folder` as the current one. Nothing of this process is in the new one."""
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(ROOT / "tests" / "docs" / "run_cells.py"), str(path)]
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES]
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES],
 )
 def test_every_cell_of_a_tutorial_runs(path: Path, tmp_path: Path):
     done = run(path, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert f"{len(cells(path.read_text('utf-8')))} cells ran" in done.stdout
-    assert list(tmp_path.iterdir()) == [], "a tutorial writes into a temporary folder of its own, not where it runs"
+    assert list(tmp_path.iterdir()) == [], (
+        "a tutorial writes into a temporary folder of its own, not where it runs"
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -61,7 +72,9 @@ def test_a_tutorial_is_a_notebook_that_checks_what_it_says(path: Path):
 def test_the_index_has_every_tutorial():
     text = (FOLDER / "index.md").read_text("utf-8")
     (listed,) = re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL)
-    assert sorted(line for line in listed.split() if not line.startswith(":")) == [path.stem for path in PAGES]
+    assert sorted(line for line in listed.split() if not line.startswith(":")) == [
+        path.stem for path in PAGES
+    ]
 
 
 def test_slow_pages_exist():

@@ -19,7 +19,9 @@ def chosen_blocks(queries: np.ndarray, keys: np.ndarray, size: int, blocks: int)
     for i in range(own):
         part = keys[i * size : (i + 1) * size]
         for g, q in enumerate(queries):
-            upper[g, i] = sum(max(a, b) for a, b in zip(q * part.min(0), q * part.max(0), strict=True))
+            upper[g, i] = sum(
+                max(a, b) for a, b in zip(q * part.min(0), q * part.max(0), strict=True)
+            )
     shares = np.exp(upper - upper.max(1, keepdims=True)) if own else upper
     scores = (shares / shares.sum(1, keepdims=True)).sum(0)
     best = sorted(range(own), key=lambda i: -scores[i])[: blocks - 1]

@@ -23,12 +23,20 @@ from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 
 SIZES: dict[str, Any] = {
-    **{"progress": False, "block_size": 8, "num_blocks": 120, "max_model_len": 64, "max_num_seqs": 8},
+    **{
+        "progress": False,
+        "block_size": 8,
+        "num_blocks": 120,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+    },
     **{"max_num_batched_tokens": 32, "token_buckets": (32,)},
 }
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 RANKS = {"one": 4, "two": 8, "three": 3}
-PROMPTS = [list(range(5 + i, 5 + i + length)) for i, length in enumerate((3, 17, 9, 30, 5, 12, 1, 20))]
+PROMPTS = [
+    list(range(5 + i, 5 + i + length)) for i, length in enumerate((3, 17, 9, 30, 5, 12, 1, 20))
+]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 
 
@@ -40,7 +48,9 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def folders(model) -> dict[str, Path]:
     names = enumerate(RANKS.items())
-    return {name: tiny_adapter(model.parent / name, model, rank, seed=i) for i, (name, rank) in names}
+    return {
+        name: tiny_adapter(model.parent / name, model, rank, seed=i) for i, (name, rank) in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +61,12 @@ def llm(model) -> LLM:
 @pytest.fixture(scope="module")
 def alone(model) -> dict[str | None, LLM]:
     """By adapter, a model that has it merged; None: the model."""
-    factors = {name: random_factors(model, rank, seed=i) for i, (name, rank) in enumerate(RANKS.items())}
+    factors = {
+        name: random_factors(model, rank, seed=i) for i, (name, rank) in enumerate(RANKS.items())
+    }
     found = {
-        name: LLM(merged(model.parent / f"{name}-merged", model, factors[name], 0.5 / 1), **SIZES) for name in RANKS
+        name: LLM(merged(model.parent / f"{name}-merged", model, factors[name], 0.5 / 1), **SIZES)
+        for name in RANKS
     }
     return {None: LLM(model, **SIZES), **found}
 
@@ -62,7 +75,9 @@ def answers(outputs: Any) -> tuple[list[list[int]], list[list[float]]]:
     """Tokens, and their log-probabilities."""
     each = [one for output in outputs for one in output.outputs]
     tokens = [list(one.token_ids) for one in each]
-    return tokens, [[p[t].logprob for p, t in zip(one.logprobs, one.token_ids, strict=True)] for one in each]
+    return tokens, [
+        [p[t].logprob for p, t in zip(one.logprobs, one.token_ids, strict=True)] for one in each
+    ]
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -75,7 +90,9 @@ def requests(folders: dict[str, Path], names: list[str | None]) -> list[LoRARequ
     return [name and LoRARequest(name, 1, folders[name]) for name in names]
 
 
-def one_by_one(alone: dict[str | None, LLM], names: Sequence[str | None], params: Any = PARAMS) -> list[Any]:
+def one_by_one(
+    alone: dict[str | None, LLM], names: Sequence[str | None], params: Any = PARAMS
+) -> list[Any]:
     pairs = zip(names, PROMPTS, strict=False)
     return [alone[name].generate([prompt], params, use_tqdm=False)[0] for name, prompt in pairs]
 
@@ -97,10 +114,14 @@ def test_rows_of_many_adapters_are_as_in_models_that_have_them_merged(name, mode
     llm = LLM(model, **SIZES | ENGINES[name], **LORA)
     found = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False)
     assert_same(found, one_by_one(alone, NAMES))
-    again = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES[::-1]), use_tqdm=False)
+    again = llm.generate(
+        PROMPTS, PARAMS, lora_request=requests(folders, NAMES[::-1]), use_tqdm=False
+    )
     assert_same(again, one_by_one(alone, NAMES[::-1]))
     others = answers(one_by_one(alone, [None] * len(NAMES)))[1]
-    assert [abs(a[0] - b[0]) > 0.01 for a, b in zip(answers(found)[1], others, strict=True)] == list(map(bool, NAMES))
+    assert [
+        abs(a[0] - b[0]) > 0.01 for a, b in zip(answers(found)[1], others, strict=True)
+    ] == list(map(bool, NAMES))
 
 
 def test_other_results_have_the_adapter_too(llm, folders, alone):
@@ -108,18 +129,32 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
     three = requests(folders, ["three"])[0]
     prompt, options = PROMPTS[3], {"use_tqdm": False}
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    found, wanted = (one.generate([prompt], params, **more, **options)[0] for one, more in pair(llm, alone, three))
+    found, wanted = (
+        one.generate([prompt], params, **more, **options)[0]
+        for one, more in pair(llm, alone, three)
+    )
     chosen = [
-        [p[t].logprob for p, t in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)] for out in (found, wanted)
+        [p[t].logprob for p, t in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)]
+        for out in (found, wanted)
     ]
     chex.assert_trees_all_close(*map(np.array, chosen), rtol=0, atol=1e-4)
-    for params in (SamplingParams(n=3, seed=1, max_tokens=5), BeamSearchParams(beam_width=2, max_tokens=4)):
-        each = [one.generate([prompt], params, **more, **options)[0] for one, more in pair(llm, alone, three)]
+    for params in (
+        SamplingParams(n=3, seed=1, max_tokens=5),
+        BeamSearchParams(beam_width=2, max_tokens=4),
+    ):
+        each = [
+            one.generate([prompt], params, **more, **options)[0]
+            for one, more in pair(llm, alone, three)
+        ]
         assert len({tuple(tuple(branch.token_ids) for branch in out.outputs) for out in each}) == 1
-    vectors = [one.embed([prompt], **more, **options)[0].outputs.embedding for one, more in pair(llm, alone, three)]
+    vectors = [
+        one.embed([prompt], **more, **options)[0].outputs.embedding
+        for one, more in pair(llm, alone, three)
+    ]
     chex.assert_trees_all_close(*map(np.array, vectors), rtol=0, atol=1e-5)
     scores = [
-        one.score([prompt], [PROMPTS[1]], **more, **options)[0].outputs.score for one, more in pair(llm, alone, three)
+        one.score([prompt], [PROMPTS[1]], **more, **options)[0].outputs.score
+        for one, more in pair(llm, alone, three)
     ]
     chex.assert_trees_all_close(*scores, rtol=0, atol=1e-5)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -127,7 +162,9 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
     assert streams[0] == streams[1] != "".join(llm.stream(prompt, params))
 
 
-def pair(llm: LLM, alone: dict[str | None, LLM], request: LoRARequest) -> list[tuple[LLM, dict[str, Any]]]:
+def pair(
+    llm: LLM, alone: dict[str | None, LLM], request: LoRARequest
+) -> list[tuple[LLM, dict[str, Any]]]:
     return [(llm, {"lora_request": request}), (alone[request.lora_name], {})]
 
 
@@ -155,7 +192,9 @@ def held(llm: LLM) -> dict[str, int]:
 def test_an_adapter_that_no_request_needs_gives_way_to_a_later_one(model, folders, alone):
     llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
     for names in (["one", "two"], ["one"], ["three", None], ["two", "three"]):
-        found = llm.generate(PROMPTS[: len(names)], PARAMS, lora_request=requests(folders, names), use_tqdm=False)
+        found = llm.generate(
+            PROMPTS[: len(names)], PARAMS, lora_request=requests(folders, names), use_tqdm=False
+        )
         assert_same(found, one_by_one(alone, names))
     assert set(held(llm)) == {"two", "three"}
 
@@ -165,15 +204,23 @@ def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
     llm.load_adapter("mine", folders["one"])
     llm.load_adapter("other", folders["three"])
     with pytest.raises(
-        ValueError, match=r"'two' has no slot: max_loras is 2, and 2 adapters are loaded \(mine, other\); unload"
+        ValueError,
+        match=r"'two' has no slot: max_loras is 2, and 2 adapters are loaded \(mine, other\); unload",
     ):
         llm.generate([PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False)
     mine = LoRARequest("mine")
-    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False), one_by_one(alone, ["one"]))
+    assert_same(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False),
+        one_by_one(alone, ["one"]),
+    )
     llm.unload_adapter("mine")
-    with pytest.raises(ValueError, match="adapter 'mine' is not loaded; loaded are 'other'; load it first"):
+    with pytest.raises(
+        ValueError, match="adapter 'mine' is not loaded; loaded are 'other'; load it first"
+    ):
         llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False)
-    found = llm.generate([PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False)
+    found = llm.generate(
+        [PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False
+    )
     assert_same(found, one_by_one(alone, ["two"]))
 
 
@@ -182,7 +229,9 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
     llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
     llm.load_adapter("mine", folders["one"])
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    wanted = [alone[name].generate([PROMPTS[1]], params, use_tqdm=False)[0] for name in ("one", "two")]
+    wanted = [
+        alone[name].generate([PROMPTS[1]], params, use_tqdm=False)[0] for name in ("one", "two")
+    ]
     engine.add("a", PROMPTS[1], params, adapter="mine")
     tokens: dict[str, list[int]] = {"a": [], "b": []}
     step(engine, tokens), step(engine, tokens)
@@ -191,7 +240,8 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
     assert held(llm) == {"mine": 2}
     engine.add("b", PROMPTS[1], params, adapter="mine")
     with pytest.raises(
-        ValueError, match=r"no slot: .* \(mine\), and 1 that were replaced or unloaded serve unfinished"
+        ValueError,
+        match=r"no slot: .* \(mine\), and 1 that were replaced or unloaded serve unfinished",
     ):
         llm.load_adapter("other", folders["three"])
     step(engine, tokens)
@@ -216,21 +266,35 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
     arrays = jax.tree.map(jnp.asarray, random_factors(model, RANKS["two"], seed=1))
     llm.load_adapter("mine", arrays, {"lora_alpha": RANKS["two"] / 2})
     assert_same(
-        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, ["two"])
+        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False),
+        one_by_one(alone, ["two"]),
     )
     wanted = llm.engine.adapters["mine"].content_hash
     llm.load_adapter("folder", folders["two"])
     assert llm.engine.adapters["folder"].content_hash == wanted, "the same content shares blocks"
     llm.load_adapter("mine", initial_factors(llm.model.model.config, 2))
     assert_same(
-        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False), one_by_one(alone, [None])
+        llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False),
+        one_by_one(alone, [None]),
     )
     before = held(llm)
     for source, options, message in (
-        (folders["one"], {"lora_alpha": 3}, "options is {'lora_alpha': 3}, and a folder has its own in adapter_config"),
-        (list(arrays.items()), None, "source is list; it must be the folder of an adapter, or a mapping of arrays"),
+        (
+            folders["one"],
+            {"lora_alpha": 3},
+            "options is {'lora_alpha': 3}, and a folder has its own in adapter_config",
+        ),
+        (
+            list(arrays.items()),
+            None,
+            "source is list; it must be the folder of an adapter, or a mapping of arrays",
+        ),
         (arrays, {"use_dora": True}, "adapter 'mine': use_dora is True, which is not supported"),
-        ({"lm_head": arrays["model.layers.0.self_attn.q_proj"]}, None, "adapter 'mine' does not fit the model"),
+        (
+            {"lm_head": arrays["model.layers.0.self_attn.q_proj"]},
+            None,
+            "adapter 'mine' does not fit the model",
+        ),
         (
             initial_factors(llm.model.model.config, 9),
             None,
@@ -268,13 +332,25 @@ def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_
     shutil.copytree(folders["one"], tmp_path / "mine")
     request = LoRARequest("mine", 1, tmp_path / "mine")
     options: dict[str, Any] = {"use_tqdm": False}
-    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["one"]))
+    assert_same(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options),
+        one_by_one(alone, ["one"]),
+    )
     shutil.copytree(folders["two"], tmp_path / "mine", dirs_exist_ok=True)
-    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["one"]))
+    assert_same(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options),
+        one_by_one(alone, ["one"]),
+    )
     request = replace(request, load_inplace=True)
-    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["two"]))
+    assert_same(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options),
+        one_by_one(alone, ["two"]),
+    )
     request = LoRARequest("mine", 1, folders["three"])  # another folder
-    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["three"]))
+    assert_same(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options),
+        one_by_one(alone, ["three"]),
+    )
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------
@@ -289,7 +365,9 @@ def test_a_batch_invariant_engine_stays_so(model, folders):
     )
     one = LLM(model, **options, **LORA | {"max_loras": 2})
     for name, prompt, among in reversed(list(zip(NAMES, PROMPTS, every, strict=True))):
-        found = one.generate([prompt], PARAMS, lora_request=requests(folders, [name])[0], use_tqdm=False)
+        found = one.generate(
+            [prompt], PARAMS, lora_request=requests(folders, [name])[0], use_tqdm=False
+        )
         chex.assert_trees_all_equal(answers(found), answers([among]))
 
 
@@ -310,8 +388,14 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(mod
     ("options", "message"),
     [
         ({"enable_lora": 1}, "enable_lora is 1; it must be True or False"),
-        ({"enable_lora": True, "max_loras": 0}, "max_loras is 0; it must be an integer of at least 1"),
-        ({"enable_lora": True, "max_lora_rank": True}, "max_lora_rank is True; it must be an integer of at least 1"),
+        (
+            {"enable_lora": True, "max_loras": 0},
+            "max_loras is 0; it must be an integer of at least 1",
+        ),
+        (
+            {"enable_lora": True, "max_lora_rank": True},
+            "max_lora_rank is True; it must be an integer of at least 1",
+        ),
         (
             {"enable_lora": True, "mesh": {"tensor": 2}},
             "adapters are on the first device alone; leave mesh and devices",
@@ -333,7 +417,8 @@ def test_products_that_add_none_of_low_rank_are_refused(model, tmp_path):
         "from pallas_kernels.linear import IMPLS\nMINE = IMPLS['xla']._replace(name='mine', low_rank=False)\n"
     )
     with pytest.raises(
-        ValueError, match=r"own.py:MINE' adds no products of low rank; use one of 'reference', 'xla', 'cpu'"
+        ValueError,
+        match=r"own.py:MINE' adds no products of low rank; use one of 'reference', 'xla', 'cpu'",
     ):
         LLM(model, **SIZES, **LORA, linear_impl=f"{own}:MINE")
 
@@ -347,8 +432,15 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
         assert not engine.engine.has_work
 
     large = tiny_adapter(tmp_path / "large", model, 9)
-    refused("adapter 'large' has rank 9, and max_lora_rank is 8; set max_lora_rank=9", LoRARequest("large", 1, large))
-    refused("adapter 'one' is wanted, and this engine has none; set enable_lora=True", LoRARequest("one"), alone[None])
+    refused(
+        "adapter 'large' has rank 9, and max_lora_rank is 8; set max_lora_rank=9",
+        LoRARequest("large", 1, large),
+    )
+    refused(
+        "adapter 'one' is wanted, and this engine has none; set enable_lora=True",
+        LoRARequest("one"),
+        alone[None],
+    )
     refused("adapter 'none' is not loaded", LoRARequest("none"))
     refused("nowhere has no adapter_config.json", LoRARequest("none", 1, tmp_path / "nowhere"))
     refused("1 lora_request for 2 prompts", [LoRARequest("one")])
@@ -360,10 +452,17 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
     paths = [LoRARequest("one", 1, folders["one"]), LoRARequest("one", 1, folders["two"])]
     refused("lora_request 'one' has the folders", paths)
     small = LLM(model, **SIZES, **LORA | {"max_loras": 1})
-    refused("2 adapters in one call, and max_loras is 1; raise it", requests(folders, ["one", "two"]), small)
+    refused(
+        "2 adapters in one call, and max_loras is 1; raise it",
+        requests(folders, ["one", "two"]),
+        small,
+    )
     for fields, message in (
         ({"lora_name": ""}, "lora_name is ''; it must be a text"),
-        ({"lora_name": "a", "lora_int_id": 0}, "lora_int_id is 0; it must be an integer of at least 1"),
+        (
+            {"lora_name": "a", "lora_int_id": 0},
+            "lora_int_id is 0; it must be an integer of at least 1",
+        ),
         ({"lora_name": "a", "lora_path": 3}, "lora_path is 3; it must be a folder"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -373,7 +472,10 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_aplha": 64}, r"'lora_aplha'; it must be one of 'lora_alpha', .*did you mean 'lora_alpha'"),
+        (
+            {"lora_aplha": 64},
+            r"'lora_aplha'; it must be one of 'lora_alpha', .*did you mean 'lora_alpha'",
+        ),
         ({"use_rslora": "no"}, r"use_rslora is 'no'; it must be true or false"),
         (16, r"options is 16; it must be a mapping, such as"),
         ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has '\(', which is no regular expression"),

@@ -18,10 +18,20 @@ NAMES = [None, "two", "one", "two"]
 
 
 def test_log_probabilities_of_a_mixed_batch_are_those_of_peft(tiny_folder, tmp_path):
-    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+    torch, peft, transformers = (
+        pytest.importorskip(name) for name in ("torch", "peft", "transformers")
+    )
     each = enumerate(OPTIONS.items())
-    folders = {name: tiny_adapter(tmp_path / name, tiny_folder, 4 + i, seed=i, **more) for i, (name, more) in each}
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
+    folders = {
+        name: tiny_adapter(tmp_path / name, tiny_folder, 4 + i, seed=i, **more)
+        for i, (name, more) in each
+    }
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "num_blocks": 64,
+    }
     llm = LLM(tiny_folder, progress=False, enable_lora=True, max_loras=2, max_lora_rank=8, **sizes)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
     wanted = [name and LoRARequest(name, 1, folders[name]) for name in NAMES]
@@ -35,6 +45,8 @@ def test_log_probabilities_of_a_mixed_batch_are_those_of_peft(tiny_folder, tmp_p
         with torch.no_grad():
             logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :].log_softmax(-1).numpy()
         assert tuple(logits.argmax(-1).tolist()) == one.token_ids
-        found = [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+        found = [
+            entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)
+        ]
         expected = logits[np.arange(len(found)), list(one.token_ids)]
         chex.assert_trees_all_close(np.array(found, np.float32), expected, atol=1e-4)

@@ -14,7 +14,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "adapters.md"
 def test_the_code_of_the_page_runs(tiny_folder, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     sizes = "max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=64, progress=False"
-    folders = {name: tiny_adapter(tmp_path / name, tiny_folder, 4, seed=i) for i, name in enumerate(("POEMS", "MAIL"))}
+    folders = {
+        name: tiny_adapter(tmp_path / name, tiny_folder, 4, seed=i)
+        for i, name in enumerate(("POEMS", "MAIL"))
+    }
     found: dict[str, Any] = {"MODEL": tiny_folder, **folders}
     exec(code.replace("LLM(", f"LLM({sizes}, "), found)
     assert len({out.outputs[0].token_ids for out in found["outs"]}) == 3

@@ -23,11 +23,22 @@ from pagedjax.host.replay import verify
 from pagedjax.processes import engines
 from tests import quick_compiler
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (2, 4, 16), "num_blocks": 64}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (2, 4, 16),
+    "num_blocks": 64,
+}
 PROMPTS = [list(range(3, 8)), list(range(20, 31)), [7, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=2)
-MIXED = [GREEDY, SAMPLED, SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=9, max_tokens=8, ignore_eos=True)]
+SAMPLED = SamplingParams(
+    temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=2
+)
+MIXED = [
+    GREEDY,
+    SAMPLED,
+    SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=9, max_tokens=8, ignore_eos=True),
+]
 
 
 class Gate:
@@ -100,7 +111,9 @@ def outputs(llm: LLM):
     found = llm.generate(PROMPTS, MIXED, use_tqdm=False)
     tokens = [one.outputs[0].token_ids for one in found]
     positions = [position for one in found for position in one.outputs[0].logprobs or ()]
-    return tokens, np.array([top.logprob for position in positions for top in position.values()], np.float32)
+    return tokens, np.array(
+        [top.logprob for position in positions for top in position.values()], np.float32
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +123,21 @@ def expected(one_layer):
 
 
 @pytest.mark.default_cases("{}")
-@pytest.mark.parametrize("config", [{}, {"lookahead": 2}, {"attention_impl": "xla", "linear_impl": "xla"}], ids=str)
-def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(one_layer, gate, expected, config):
+@pytest.mark.parametrize(
+    "config", [{}, {"lookahead": 2}, {"attention_impl": "xla", "linear_impl": "xla"}], ids=str
+)
+def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(
+    one_layer, gate, expected, config
+):
     llm = make(one_layer, **config)
     programs = programs_of(llm)
     assert (len(programs), programs.missing) == (1, 2)
     tokens, logprobs = outputs(llm)
     assert tokens == expected[0]
     chex.assert_trees_all_close(logprobs, expected[1], atol=1e-5)
-    if "attention_impl" not in config:  # the compiled kernels compute a token alike, whatever the program's size
+    if (
+        "attention_impl" not in config
+    ):  # the compiled kernels compute a token alike, whatever the program's size
         chex.assert_trees_all_equal(logprobs, expected[1])
     assert {result.padded_tokens for result in steps(llm)} == {16}
     gate.open()
@@ -133,7 +152,9 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(one
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(one_layer, gate, expected, lookahead):
+def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(
+    one_layer, gate, expected, lookahead
+):
     llm = make(one_layer, lookahead=lookahead)
     programs = programs_of(llm)
     largest, seen = programs[StepShape(16, 4)], []
@@ -193,8 +214,12 @@ def test_recordings_do_not_depend_on_which_programs_exist(one_layer, gate, tmp_p
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize(("pause", "patience", "begins"), [(60.0, 60.0, False), (0.1, 60.0, True), (60.0, 0.1, True)])
-def test_a_compilation_waits_for_a_pause_but_not_for_ever(one_layer, gate, monkeypatch, pause, patience, begins):
+@pytest.mark.parametrize(
+    ("pause", "patience", "begins"), [(60.0, 60.0, False), (0.1, 60.0, True), (60.0, 0.1, True)]
+)
+def test_a_compilation_waits_for_a_pause_but_not_for_ever(
+    one_layer, gate, monkeypatch, pause, patience, begins
+):
     monkeypatch.setattr(background, "PAUSE", pause)
     monkeypatch.setattr(background, "PATIENCE", patience)
     monkeypatch.setattr(background, "LOADED", 0.0)
@@ -224,7 +249,9 @@ def test_programs_on_disk_are_fetched_without_a_pause(one_layer, gate, monkeypat
     monkeypatch.setattr(background, "LOADED", 60.0)
     if on_disk:
         numbers = itertools.count()
-        monkeypatch.setattr(compilations, "counts", lambda: compilations.Counts(next(numbers), next(numbers)))
+        monkeypatch.setattr(
+            compilations, "counts", lambda: compilations.Counts(next(numbers), next(numbers))
+        )
     else:
         nothing_on_disk(monkeypatch)
     gate.open()
@@ -266,7 +293,9 @@ def test_python_ends_while_a_program_is_compiled(one_layer_folder):
         "print(llm.engine.background.compiling, flush=True)\n"
     )
     words = [sys.executable, "-c", program, str(one_layer_folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert done.stderr == ""
 
@@ -286,14 +315,21 @@ def test_it_is_refused_with_drafts_and_in_several_processes(one_layer, monkeypat
     with pytest.raises(ValueError, match="compilation is 'background' and speculative is 'ngram'"):
         EngineConfig(compilation="background", speculative={"method": "ngram"})  # type: ignore[arg-type]
     monkeypatch.setattr(engines.jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="all processes must run the same program for a step; set compilation='eager'"):
+    with pytest.raises(
+        ValueError,
+        match="all processes must run the same program for a step; set compilation='eager'",
+    ):
         engines.make_engine(one_layer.model, EngineConfig(compilation="background", **SIZES))
 
 
 @pytest.mark.parametrize(
     ("sizes", "most_seqs", "order"),
     [
-        ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), 64, [64, 8, 512, 2, 32, 256, 1024, 1, 4, 16, 128]),
+        (
+            (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+            64,
+            [64, 8, 512, 2, 32, 256, 1024, 1, 4, 16, 128],
+        ),
         ((2, 4, 8), 3, [4, 2, 8]),
         ((8,), 64, [8]),
         ((), 64, []),
@@ -305,6 +341,18 @@ def test_the_order_keeps_every_step_near_a_bucket(sizes, most_seqs, order):
 
 
 def test_a_buckets_program_for_decodes_is_compiled_behind_its_other_one():
-    shapes = [StepShape(2, 2, True), StepShape(4, 4, True), StepShape(2, 2), StepShape(4, 4), StepShape(8, 4)]
-    order = [StepShape(4, 4), StepShape(4, 4, True), StepShape(2, 2), StepShape(2, 2, True), StepShape(8, 4)]
+    shapes = [
+        StepShape(2, 2, True),
+        StepShape(4, 4, True),
+        StepShape(2, 2),
+        StepShape(4, 4),
+        StepShape(8, 4),
+    ]
+    order = [
+        StepShape(4, 4),
+        StepShape(4, 4, True),
+        StepShape(2, 2),
+        StepShape(2, 2, True),
+        StepShape(8, 4),
+    ]
     assert background.in_order(shapes, 4) == order

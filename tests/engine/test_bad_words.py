@@ -17,7 +17,12 @@ from pagedjax.session import spellings
 
 VOCAB, BLOCK, WIDTH, ROWS = 7, 4, 6, 3
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 21]]
-SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+SIZES = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 64),
+    "num_blocks": 256,
+}
 
 
 def oracle(logits: np.ndarray, outputs: list[int], words: list[list[int]]) -> np.ndarray:
@@ -45,7 +50,9 @@ apply = jax.jit(BAD_WORDS.apply)
 def test_the_last_token_of_a_word_is_forbidden_where_the_others_were_sampled(rows, seed):
     random, b = np.random.default_rng(seed), len(rows)
     tables = random.permutation(np.arange(1, 1 + b * WIDTH)).reshape(b, WIDTH).astype(np.int32)
-    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(np.int32)  # unwritten slots are never read
+    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(
+        np.int32
+    )  # unwritten slots are never read
     for i, (prompt, output, _) in enumerate(rows):
         for position, one in enumerate(prompt + output):
             tokens[tables[i, position // BLOCK], position % BLOCK] = one
@@ -59,7 +66,9 @@ def test_the_last_token_of_a_word_is_forbidden_where_the_others_were_sampled(row
     context = RowContext(tokens, tables, lens, starts, lens - starts)
     logits = random.normal(size=(b, VOCAB)).astype(np.float32)
     found = apply(logits, fields, context)
-    expected = np.stack([oracle(one, output, words) for one, (_, output, words) in zip(logits, rows, strict=True)])
+    expected = np.stack(
+        [oracle(one, output, words) for one, (_, output, words) in zip(logits, rows, strict=True)]
+    )
     chex.assert_trees_all_equal(np.asarray(found), expected)
 
 
@@ -75,7 +84,9 @@ def contains(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
     return any(tokens[i : i + len(word)] == word for i in range(len(tokens)))
 
 
-def step_by_step(llm: LLM, prompt: list[int], words: list[tuple[int, ...]], count: int) -> tuple[int, ...]:
+def step_by_step(
+    llm: LLM, prompt: list[int], words: list[tuple[int, ...]], count: int
+) -> tuple[int, ...]:
     """Greedy tokens, one request a token: the best one that no word forbids, by the engine's own log-probabilities."""
     out: list[int] = []
     for _ in range(count):
@@ -95,7 +106,9 @@ def words(tiny_llm) -> list[tuple[int, ...]]:
 
 def test_no_output_has_a_bad_word_and_the_other_rows_are_unchanged(tiny_llm, words):
     plain = outputs(tiny_llm, greedy(), greedy(), greedy())
-    found = outputs(tiny_llm, greedy(bad_words_token_ids=words), greedy(), greedy(bad_words_token_ids=words[2:]))
+    found = outputs(
+        tiny_llm, greedy(bad_words_token_ids=words), greedy(), greedy(bad_words_token_ids=words[2:])
+    )
     assert found[1] == plain[1]
     assert not any(contains(found[0], word) for word in words)
     assert not contains(found[2], words[2])
@@ -109,7 +122,13 @@ def test_no_output_has_a_bad_word_and_the_other_rows_are_unchanged(tiny_llm, wor
     [
         {"speculative": {"method": "ngram", "num_tokens": 3, "ngram_min": 1}},
         {"lookahead": 2},
-        {"num_blocks": 12, "block_size": 4, "max_model_len": 40, "preemption": "swap", "swap_space_gib": 0.01},
+        {
+            "num_blocks": 12,
+            "block_size": 4,
+            "max_model_len": 40,
+            "preemption": "swap",
+            "swap_space_gib": 0.01,
+        },
         {"mesh": {"tensor": 2}},
     ],
     ids=["speculation", "lookahead", "swap", "mesh"],
@@ -128,13 +147,17 @@ def test_words_are_forbidden_with_and_without_a_space(tiny_llm):
     assert texts == ["the", " the", "cat", " cat"]
     liked = {"logit_bias": {ids[0]: 50.0 for ids in spelled[:2]}, "max_tokens": 6, "temperature": 0}
     params = [SamplingParams(**liked), SamplingParams(**liked, bad_words="the")]
-    free, bound = (out.outputs[0].text for out in tiny_llm.generate(["cat"] * 2, params, use_tqdm=False))
+    free, bound = (
+        out.outputs[0].text for out in tiny_llm.generate(["cat"] * 2, params, use_tqdm=False)
+    )
     assert "the" in free
     assert "the" not in bound
 
 
 def test_bad_words_go_with_other_options(tiny_llm):
-    params = greedy(bad_words_token_ids=[[30], [31, 32]], allowed_token_ids=[30, 31, 32], frequency_penalty=2.0)
+    params = greedy(
+        bad_words_token_ids=[[30], [31, 32]], allowed_token_ids=[30, 31, 32], frequency_penalty=2.0
+    )
     found = outputs(tiny_llm, params, greedy(), greedy())[0]
     assert set(found) <= {31, 32}
     assert not contains(found, (31, 32))
@@ -162,15 +185,21 @@ def test_a_bad_list_is_refused_with_the_limit(tiny_llm, options, message):
 
 def test_text_needs_a_tokenizer(tiny, tiny_llm):
     engine: Engine = tiny_llm.engine
-    with pytest.raises(ValueError, match="an engine knows no text; use LLM or a Session, or give bad_words_token_ids"):
+    with pytest.raises(
+        ValueError,
+        match="an engine knows no text; use LLM or a Session, or give bad_words_token_ids",
+    ):
         engine.add("a", [5], SamplingParams(bad_words="the"))
     bare = LLM(params=tiny.model.params, config=tiny.model.config, progress=False, **SIZES)
     with pytest.raises(
-        ValueError, match=r"bad_words is \('the',\), but this model has no tokenizer.*use bad_words_tok"
+        ValueError,
+        match=r"bad_words is \('the',\), but this model has no tokenizer.*use bad_words_tok",
     ):
         bare.generate([[5]], SamplingParams(bad_words="the"), use_tqdm=False)
 
 
 def test_the_limits_hold_at_their_ends(tiny_llm):
-    longest = [[1] * MAX_LENGTH] + [[2, i % 300, i // 300] for i in range((MAX_TOKENS - MAX_LENGTH) // 3)]
+    longest = [[1] * MAX_LENGTH] + [
+        [2, i % 300, i // 300] for i in range((MAX_TOKENS - MAX_LENGTH) // 3)
+    ]
     assert len(outputs(tiny_llm, greedy(bad_words_token_ids=longest), greedy(), greedy())[0]) == 20

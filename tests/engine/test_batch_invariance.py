@@ -29,10 +29,17 @@ pytestmark = pytest.mark.optimised  # bits are compared
 VOCAB = 320
 DRAW = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 3}
 PENALISED = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3}
-OPTIONS = ({"temperature": 0.0, "logprobs": 3}, {**DRAW, "logprobs": 2}, {**PENALISED, "prompt_logprobs": 2})
+OPTIONS = (
+    {"temperature": 0.0, "logprobs": 3},
+    {**DRAW, "logprobs": 2},
+    {**PENALISED, "prompt_logprobs": 2},
+)
 LENGTHS = (1, 5, 23, 90)
 NEEDLES = [
-    (np.random.default_rng(n).integers(3, VOCAB, n).tolist(), SamplingParams(**{"logprobs": 0, **more}, max_tokens=8))
+    (
+        np.random.default_rng(n).integers(3, VOCAB, n).tolist(),
+        SamplingParams(**{"logprobs": 0, **more}, max_tokens=8),
+    )
     for n in LENGTHS
     for more in OPTIONS
 ]
@@ -40,7 +47,12 @@ COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
 # One bucket each, so that few programs are compiled. "preemption" has the shapes of "small chunks and blocks", and so
 # its program: the blocks are those of few tokens.
 ENGINES: dict[str, dict[str, Any]] = {
-    "large steps": {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 16, "num_blocks": 200},
+    "large steps": {
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+        "max_num_seqs": 16,
+        "num_blocks": 200,
+    },
     "small chunks and blocks": {
         "max_num_batched_tokens": 8,
         "token_buckets": (8,),
@@ -64,7 +76,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
 }
 
-WITHOUT_DRAFTS = [name for name in ENGINES if name != "speculation"]  # drafts have two more programs
+WITHOUT_DRAFTS = [
+    name for name in ENGINES if name != "speculation"
+]  # drafts have two more programs
 
 
 def answer(out: Any) -> tuple[Any, Any]:
@@ -72,7 +86,10 @@ def answer(out: Any) -> tuple[Any, Any]:
     (one,) = out.outputs
 
     def bits(several: Any) -> list[Any]:
-        return [None if d is None else {token: p.logprob for token, p in d.items()} for d in several or ()]
+        return [
+            None if d is None else {token: p.logprob for token, p in d.items()}
+            for d in several or ()
+        ]
 
     return (list(one.token_ids), bits(one.logprobs)), bits(out.prompt_logprobs)
 
@@ -88,7 +105,9 @@ def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
     jobs = list(NEEDLES)
     for _ in range(mates):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 90)).tolist()
-        own = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), seed=int(rng.integers(99)), max_tokens=12)
+        own = SamplingParams(
+            temperature=float(rng.choice([0.0, 1.0])), seed=int(rng.integers(99)), max_tokens=12
+        )
         jobs.append((prompt, own))
     order = rng.permutation(len(jobs))
     found = answers(llm, [jobs[i][0] for i in order], [jobs[i][1] for i in order])
@@ -105,12 +124,16 @@ def model_of(name: str, dtype: str = "float32", layers: int | None = None, **opt
     if layers is not None:
         hf["num_hidden_layers"] = layers
     config = FAMILIES[kind].from_hf(normalised(hf, name))
-    return from_params(jax.tree.map(lambda x: x.astype(dtype), random_params(config)), config, **options)
+    return from_params(
+        jax.tree.map(lambda x: x.astype(dtype), random_params(config)), config, **options
+    )
 
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
-    model = model_of("Qwen3", layers=1)  # prompts' log-probabilities are of all rows; slow cases have more layers
+    model = model_of(
+        "Qwen3", layers=1
+    )  # prompts' log-probabilities are of all rows; slow cases have more layers
     return {name: LLM(model, **COMMON, **ENGINES[name]) for name in WITHOUT_DRAFTS}
 
 
@@ -136,7 +159,9 @@ def test_the_engines_differ_in_what_they_do(engines, expected):
     llm = engines["preemption"]
     names = [f"p{i}" for i in range(12)]
     for i, name in enumerate(names):
-        llm.engine.add(name, NEEDLES[9][0][: 40 + i], SamplingParams(max_tokens=40, ignore_eos=True))
+        llm.engine.add(
+            name, NEEDLES[9][0][: 40 + i], SamplingParams(max_tokens=40, ignore_eos=True)
+        )
     preempted = 0
     while llm.engine.has_work:
         result = llm.engine.step()
@@ -158,7 +183,9 @@ def test_drafts_change_no_bit(expected):
     llm = LLM(model_of("Qwen3", layers=1), **COMMON, **ENGINES["speculation"])
     for seed in range(3):
         chex.assert_trees_all_equal(among_mates(llm, seed, 12), expected)
-    llm.engine.add("repeats", [7, 8, 9] * 8, SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0))
+    llm.engine.add(
+        "repeats", [7, 8, 9] * 8, SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
+    )
     drafts = 0
     while llm.engine.has_work:
         result = llm.engine.step()
@@ -201,7 +228,9 @@ print(json.dumps(among_mates(LLM(model_of("Qwen3"), **COMMON, **ENGINES["large s
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the number of processors is set as Linux does it")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the number of processors is set as Linux does it"
+)
 def test_the_number_of_threads_changes_no_bit():
     found = []
     for processors in ("one", "all"):
@@ -214,7 +243,10 @@ def test_the_number_of_threads_changes_no_bit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_impl": "xla"}, "attention_impl 'xla' has no batch-invariant form; those that have one: 'cpu'"),
+        (
+            {"attention_impl": "xla"},
+            "attention_impl 'xla' has no batch-invariant form; those that have one: 'cpu'",
+        ),
         ({"linear_impl": "xla"}, "linear_impl 'xla', whose sums depend on the shapes of a step"),
         ({"mesh": {"tensor": 2}}, "on one CPU without a mesh"),
         (
@@ -226,12 +258,17 @@ def test_the_number_of_threads_changes_no_bit():
 )
 def test_what_cannot_be_batch_invariant_is_refused(tiny, options, message):
     with pytest.raises(ValueError, match=message):
-        LLM(tiny, **COMMON | {"max_model_len": 64, "num_blocks": 40, "compilation": "lazy"} | options)
+        LLM(
+            tiny,
+            **COMMON | {"max_model_len": 64, "num_blocks": 40, "compilation": "lazy"} | options,
+        )
 
 
 def test_other_hidden_sizes_are_refused():
     """The compiler may round the last numbers of such a row in another way, by the number of rows."""
     hf = BODY | {"model_type": "llama", "hidden_size": 72, "head_dim": 16}
     config = FAMILIES["llama"].from_hf(normalised(hf, "odd"))
-    with pytest.raises(ValueError, match=r"hidden size of the model is 72: .*set batch_invariant=False"):
+    with pytest.raises(
+        ValueError, match=r"hidden size of the model is 72: .*set batch_invariant=False"
+    ):
         LLM(from_params(random_params(config), config), **COMMON | {"num_blocks": 40})

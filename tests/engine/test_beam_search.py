@@ -20,7 +20,12 @@ PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1,
 
 
 def make(tiny, **config) -> LLM:
-    sizes = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    sizes = {
+        "block_size": 8,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+    }
     return LLM(tiny, progress=False, **(sizes | {"num_blocks": 256} | config))
 
 
@@ -34,7 +39,10 @@ def search(llm, prompts, params) -> list[list[Hypothesis]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     return [
-        [Hypothesis(o.token_ids, o.cumulative_logprob, o.score, o.finish_reason) for o in out.outputs]
+        [
+            Hypothesis(o.token_ids, o.cumulative_logprob, o.score, o.finish_reason)
+            for o in out.outputs
+        ]
         for out in outputs
     ]
 
@@ -63,7 +71,9 @@ def run(params: BeamSearchParams, stops: frozenset[int], rows) -> tuple[Hypothes
     state, choice = beams.start(params, stops, names), Choice(names[:1], ())
     while choice is not None:
         for name, beam in zip(names, state.beams, strict=False):
-            state = beams.offer(state, name, *best(rows[beam.token_ids], beams.candidates(params, len(stops))))
+            state = beams.offer(
+                state, name, *best(rows[beam.token_ids], beams.candidates(params, len(stops)))
+            )
         assert state.complete
         state, choice = beams.advance(state)
     return state.finished
@@ -91,7 +101,9 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, lengt
         assert found[0].score <= wanted[0][0] + 1e-9
         return
     assert found[0].token_ids == wanted[0][1]
-    assert [one.score for one in found] == pytest.approx([score for score, _ in wanted][: len(found)])
+    assert [one.score for one in found] == pytest.approx(
+        [score for score, _ in wanted][: len(found)]
+    )
 
 
 def test_early_stopping_decides_when_the_search_ends():
@@ -127,11 +139,16 @@ def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
     cases = []
     for _ in range(12):
         prompt = rng.integers(3, 320, int(rng.integers(1, 40))).tolist()
-        width, stops = int(rng.integers(2, 7)), tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()})
+        width, stops = (
+            int(rng.integers(2, 7)),
+            tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()}),
+        )
         penalty, length = float(rng.choice([0.0, 1.0, 2.0, -0.5])), int(rng.integers(1, 24))
         params = BeamSearchParams(width, length, penalty, early, stop_token_ids=stops)
         cases.append((prompt, params))
-    mine = search(llm, [prompt for prompt, _ in cases], [params for _, params in cases])  # all in the same steps
+    mine = search(
+        llm, [prompt for prompt, _ in cases], [params for _, params in cases]
+    )  # all in the same steps
     reasons = set()
     for (prompt, p), found in zip(cases, mine, strict=True):
         eos = list(dict.fromkeys((*llm.model.eos_token_ids, *p.stop_token_ids)))
@@ -148,7 +165,9 @@ def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
             return_dict_in_generate=True,
             output_scores=True,
         )
-        assert [one.score for one in found] == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
+        assert [one.score for one in found] == pytest.approx(
+            out.sequences_scores.tolist(), abs=1e-4
+        )
         for one, row in zip(found, out.sequences[:, len(prompt) :].tolist(), strict=True):
             assert list(one.token_ids) == row[: len(one.token_ids)]
             assert set(row[len(one.token_ids) :]) <= {0}
@@ -164,8 +183,17 @@ def test_smollm2_beams_equal_transformers(smollm2):
     from pagedjax.weights.locate import open_checkpoint
 
     path = Path(open_checkpoint("smollm2-135m").path)
-    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    llm = LLM(smollm2, progress=False, max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), num_blocks=256)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    llm = LLM(
+        smollm2,
+        progress=False,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        token_buckets=(64,),
+        num_blocks=256,
+    )
     for text in ("The capital of France is", "Once upon a time", "def fibonacci(n):"):
         ids = llm.tokenizer.encode(text)
         (found,) = search(llm, [ids], BeamSearchParams(4, 24))
@@ -180,8 +208,13 @@ def test_smollm2_beams_equal_transformers(smollm2):
             return_dict_in_generate=True,
             output_scores=True,
         )
-        assert [one.score for one in found] == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
-        assert list(found[0].token_ids) == out.sequences[0, len(ids) :].tolist()[: len(found[0].token_ids)]
+        assert [one.score for one in found] == pytest.approx(
+            out.sequences_scores.tolist(), abs=1e-4
+        )
+        assert (
+            list(found[0].token_ids)
+            == out.sequences[0, len(ids) :].tolist()[: len(found[0].token_ids)]
+        )
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -199,7 +232,9 @@ def test_sequences_are_sorted_and_mostly_beat_greedy_decoding(llm, golden):
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
         (out,) = llm.generate([prompt], greedy, use_tqdm=False)
         better += golden[n][0].cumulative_logprob > out.outputs[0].cumulative_logprob + 1e-4
-        assert [one.score for one in golden[n]] == sorted((one.score for one in golden[n]), reverse=True)
+        assert [one.score for one in golden[n]] == sorted(
+            (one.score for one in golden[n]), reverse=True
+        )
     assert better >= 3
 
 
@@ -222,7 +257,11 @@ def test_one_beam_is_greedy_decoding(llm):
         {"num_blocks": 28},  # beams are preempted and computed again
         {"num_blocks": 28, "enable_prefix_caching": False},
         {"num_blocks": 28, "preemption": "swap", "swap_space_gib": 0.01},
-        {"num_blocks": 28, "max_num_batched_tokens": 24, "token_buckets": (24,)},  # they catch up at different times
+        {
+            "num_blocks": 28,
+            "max_num_batched_tokens": 24,
+            "token_buckets": (24,),
+        },  # they catch up at different times
     ],
     ids=lambda config: " ".join(f"{name}={value}" for name, value in config.items()),
 )
@@ -252,7 +291,9 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
     for i, n in ((0, 21), (1, 40), (5, 1)):
         mine = outputs[i].outputs
         assert [one.token_ids for one in mine] == [one.token_ids for one in golden[n]]
-        assert [one.score for one in mine] == pytest.approx([one.score for one in golden[n]], abs=1e-5)
+        assert [one.score for one in mine] == pytest.approx(
+            [one.score for one in golden[n]], abs=1e-5
+        )
     alone = make(tiny)
     for i in (2, 3, 4):
         (out,) = alone.generate(prompts[i : i + 1], params[i], use_tqdm=False)
@@ -268,7 +309,9 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
 
 def test_beams_share_prompt_blocks_and_copy_on_write(tiny):
     llm = make(tiny, enable_prefix_caching=False)
-    llm.engine.add("a", PROMPTS[40], BeamSearchParams(4, 16, ignore_eos=True), forks=["b", "c", "d"])
+    llm.engine.add(
+        "a", PROMPTS[40], BeamSearchParams(4, 16, ignore_eos=True), forks=["b", "c", "d"]
+    )
     while llm.engine.has_work:
         result = llm.engine.step()
         tables = [seq.blocks for seq in scheduler.running(llm.engine.scheduler_state)]
@@ -277,13 +320,17 @@ def test_beams_share_prompt_blocks_and_copy_on_write(tiny):
             assert result.plan.blocks_used <= 5 + 4 * 3
         assert len(result.plan.copies) <= 4
     ends = [event for event in result.events if isinstance(event, Finished)]
-    assert [(event.request_id, event.reason) for event in ends] == [(name, "length") for name in "abcd"]
+    assert [(event.request_id, event.reason) for event in ends] == [
+        (name, "length") for name in "abcd"
+    ]
     assert [name for name, _ in result.beams] == ["a"]
     assert len(result.beams[0].sequences) == 4
 
 
 def test_n_returns_the_best_beams_with_their_text(llm, golden):
-    (out,) = llm.generate([PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True), use_tqdm=False)
+    (out,) = llm.generate(
+        [PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True), use_tqdm=False
+    )
     assert [one.token_ids for one in out.outputs] == [one.token_ids for one in golden[21][:2]]
     assert [one.index for one in out.outputs] == [0, 1]
     assert out.outputs[0].text == llm.tokenizer.decode(list(out.outputs[0].token_ids))
@@ -291,7 +338,9 @@ def test_n_returns_the_best_beams_with_their_text(llm, golden):
 
 def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
     stops = {one.token_ids[i] for one in golden[21] for i in (2, 3, 4)}
-    params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))  # short ones are better
+    params = BeamSearchParams(
+        4, 16, length_penalty=0.0, stop_token_ids=tuple(stops)
+    )  # short ones are better
     (out,) = llm.generate([PROMPTS[21]], params, use_tqdm=False)
     ended = [one for one in out.outputs if one.finish_reason == "stop"]
     assert ended
@@ -305,7 +354,10 @@ def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
 def test_a_recording_with_beams_replays(tiny, tmp_path):
     llm = make(tiny, num_blocks=28)
     llm.engine.record(tmp_path / "run.jsonl")
-    params = [BeamSearchParams(4, 16, ignore_eos=True), SamplingParams(n=2, seed=1, ignore_eos=True)] * 2
+    params = [
+        BeamSearchParams(4, 16, ignore_eos=True),
+        SamplingParams(n=2, seed=1, ignore_eos=True),
+    ] * 2
     llm.generate([PROMPTS[n] for n in (21, 40, 8, 40)], params, use_tqdm=False)
     llm.engine.record(None)
     report = replay.verify(tmp_path / "run.jsonl")
@@ -332,27 +384,56 @@ def test_any_beam_id_cancels_the_search(tiny):
 def test_an_impossible_search_is_refused_with_its_limits(tiny, llm):
     for bad, message in (
         ({"beam_width": 0}, "beam_width is 0; it must be an integer of at least 1"),
-        ({"beam_width": 2, "n": 3}, r"n is 3; it must be None, or an integer from 1 to beam_width \(2\)"),
-        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty is nan; it must be a finite number"),
-        ({"beam_width": 2, "length_penalty": 2000.0}, r"length_penalty is 2000.0; it must be between -10 and 10"),
-        ({"beam_width": 2, "length_penalty": -1e308}, r"length_penalty is -1e\+308; it must be between -10 and 10"),
-        ({"beam_width": 2, "early_stopping": "ever"}, "early_stopping is 'ever'; it must be False, True or 'never'"),
-        ({"beam_width": 2, "early_stopping": 1}, "early_stopping is 1; it must be False, True or 'never'"),
+        (
+            {"beam_width": 2, "n": 3},
+            r"n is 3; it must be None, or an integer from 1 to beam_width \(2\)",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": float("nan")},
+            "length_penalty is nan; it must be a finite number",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": 2000.0},
+            r"length_penalty is 2000.0; it must be between -10 and 10",
+        ),
+        (
+            {"beam_width": 2, "length_penalty": -1e308},
+            r"length_penalty is -1e\+308; it must be between -10 and 10",
+        ),
+        (
+            {"beam_width": 2, "early_stopping": "ever"},
+            "early_stopping is 'ever'; it must be False, True or 'never'",
+        ),
+        (
+            {"beam_width": 2, "early_stopping": 1},
+            "early_stopping is 1; it must be False, True or 'never'",
+        ),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0"),
         ({"beam_width": 2, "stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
     ):
         with pytest.raises(ValueError, match=message):
             BeamSearchParams(**bad)
-    with pytest.raises(ValueError, match=r"has beam_width 19 and 2 stop tokens; .*at most 20; lower beam_width to 18"):
+    with pytest.raises(
+        ValueError,
+        match=r"has beam_width 19 and 2 stop tokens; .*at most 20; lower beam_width to 18",
+    ):
         llm.generate([[5]], BeamSearchParams(19), use_tqdm=False)
-    with pytest.raises(ValueError, match="has 17 branches, but at most 16 sequences run at a time; lower n or beam_"):
+    with pytest.raises(
+        ValueError,
+        match="has 17 branches, but at most 16 sequences run at a time; lower n or beam_",
+    ):
         llm.generate([[5]], BeamSearchParams(17), use_tqdm=False)
-    with pytest.raises(ValueError, match="beam_width 3 and 1 forks; each beam beside the first needs an id"):
+    with pytest.raises(
+        ValueError, match="beam_width 3 and 1 forks; each beam beside the first needs an id"
+    ):
         llm.engine.add("a", [5], BeamSearchParams(3), forks=["b"])
     with pytest.raises(ValueError, match="beam search; a stream has one branch, use generate"):
         next(llm.stream([5], BeamSearchParams(3)))  # type: ignore[arg-type]
     small = make(tiny, num_blocks=28)
-    with pytest.raises(ValueError, match=r"can grow to 56 tokens in each of 5 beams, which is 35 blocks of 8, but the"):
+    with pytest.raises(
+        ValueError,
+        match=r"can grow to 56 tokens in each of 5 beams, which is 35 blocks of 8, but the",
+    ):
         small.generate([PROMPTS[40]], BeamSearchParams(5), use_tqdm=False)
     assert len(small.generate([PROMPTS[40]], BeamSearchParams(4), use_tqdm=False)[0].outputs) == 4
 
@@ -368,11 +449,17 @@ def test_an_invalid_beam_choice_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             scheduler.commit(state, plan, [0], {}, choices)
-    small = scheduler.submit(scheduler.init(config._replace(max_num_batched_tokens=4)), Request("a", 5, 9, beams=True))
+    small = scheduler.submit(
+        scheduler.init(config._replace(max_num_batched_tokens=4)), Request("a", 5, 9, beams=True)
+    )
     state, plan = scheduler.schedule(small, FCFS)
-    with pytest.raises(ValueError, match="a beam of 'a' has tokens left to compute; all beams advance together"):
+    with pytest.raises(
+        ValueError, match="a beam of 'a' has tokens left to compute; all beams advance together"
+    ):
         scheduler.commit(state, plan, [0], {}, {"a": Choice(("a",), (1,))})
     short = scheduler.submit(scheduler.init(config), Request("a", 5, 1, beams=True))
     state, plan = scheduler.schedule(short, FCFS)
-    with pytest.raises(ValueError, match="the beams of 'a' would reach their limit of 6 tokens; they end instead"):
+    with pytest.raises(
+        ValueError, match="the beams of 'a' would reach their limit of 6 tokens; they end instead"
+    ):
         scheduler.commit(state, plan, [0], {}, {"a": Choice(("a",), (1,))})

@@ -29,7 +29,9 @@ def folder(tmp_path, monkeypatch):
     """A home folder, and JAX as a user starts it: without a cache. Returns the folder of programs."""
     monkeypatch.setenv("HOME", str(tmp_path))
     # no program of an engine of another test, which JAX would not be asked for
-    monkeypatch.setattr(kept_programs, "program", lambda facts, arguments, device, compile_: compile_())
+    monkeypatch.setattr(
+        kept_programs, "program", lambda facts, arguments, device, compile_: compile_()
+    )
     before = options()
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
@@ -51,7 +53,11 @@ def compile_one(size: int) -> None:
 
 def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, folder, monkeypatch):
     before, seen, engine = options(), [], llm.make_engine
-    monkeypatch.setattr(llm, "make_engine", lambda *args, **config: seen.append(options()) or engine(*args, **config))
+    monkeypatch.setattr(
+        llm,
+        "make_engine",
+        lambda *args, **config: seen.append(options()) or engine(*args, **config),
+    )
     LLM(tiny, progress=False, **(SIZES | {"compilation": "eager"}))
     assert options() == before
     assert seen == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]

@@ -17,7 +17,13 @@ from pagedjax.engine import compilations, programs, runtime
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
-SIZES = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_blocks": 64, "max_model_len": 32}
+SIZES = {
+    "block_size": 4,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "num_blocks": 64,
+    "max_model_len": 32,
+}
 BUCKETS = (4, 16)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
 PARAMS = [
@@ -56,7 +62,12 @@ def _shared_programs():
 def make(one_layer, impl: str, **config) -> LLM:
     """Only an implementation with programs for decodes needs a bucket for them."""
     buckets = BUCKETS if impl == OWN else BUCKETS[-1:]
-    return LLM(one_layer, progress=False, attention_impl=impl, **{"token_buckets": buckets, **SIZES, **config})
+    return LLM(
+        one_layer,
+        progress=False,
+        attention_impl=impl,
+        **{"token_buckets": buckets, **SIZES, **config},
+    )
 
 
 def outputs(llm: LLM):
@@ -66,7 +77,12 @@ def outputs(llm: LLM):
 @pytest.mark.default_cases("plain")
 @pytest.mark.parametrize(
     "config",
-    [{}, {"lookahead": 2}, {"speculative": {"method": "ngram", "num_tokens": 2}}, {"compilation": "lazy"}],
+    [
+        {},
+        {"lookahead": 2},
+        {"speculative": {"method": "ngram", "num_tokens": 2}},
+        {"compilation": "lazy"},
+    ],
     ids=lambda config: next(iter(config), "plain"),
 )
 def test_tokens_are_those_of_mixed_programs(one_layer, config):
@@ -74,7 +90,12 @@ def test_tokens_are_those_of_mixed_programs(one_layer, config):
     found, expected = outputs(separate), outputs(mixed)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     values = [
-        np.array([each[token].logprob for each, token in zip(one[0].logprobs, one[0].token_ids, strict=True)])
+        np.array(
+            [
+                each[token].logprob
+                for each, token in zip(one[0].logprobs, one[0].token_ids, strict=True)
+            ]
+        )
         for one in (found, expected)
     ]
     chex.assert_trees_all_close(*values, atol=1e-5)
@@ -88,7 +109,10 @@ def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_lay
     llm, ran = make(one_layer, OWN, compilation="eager"), []
     programs = llm.engine.runtime.programs
     for shape, program in list(programs.items()):
-        programs[shape] = lambda *arrays, shape=shape, program=program: (ran.append(shape), program(*arrays))[1]
+        programs[shape] = lambda *arrays, shape=shape, program=program: (
+            ran.append(shape),
+            program(*arrays),
+        )[1]
     steps = []
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         llm.engine.add(str(i), prompt, params)
@@ -104,11 +128,15 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
     chunks = {"max_num_batched_tokens": 4, "token_buckets": (4,)}
     found, expected = (
-        [one.prompt_logprobs for one in make(one_layer, impl, **config).generate([list(range(3, 8))], params)]
+        [
+            one.prompt_logprobs
+            for one in make(one_layer, impl, **config).generate([list(range(3, 8))], params)
+        ]
         for impl, config in ((OWN, chunks), ("reference", {}))
     )
     chosen = [
-        [[round(value.logprob, 4) for value in place.values()] for place in one[0][1:]] for one in (found, expected)
+        [[round(value.logprob, 4) for value in place.values()] for place in one[0][1:]]
+        for one in (found, expected)
     ]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 4
@@ -175,5 +203,8 @@ def test_a_call_without_offsets_is_a_batch_of_decodes(impl, lengths):
 def test_without_offsets_there_are_as_many_tokens_as_rows():
     q, pages = jnp.zeros((4, 2, 8)), jnp.zeros((3, 2, 4, 8))
     tables, lengths = jnp.zeros((3, 2), jnp.int32), jnp.ones(3, jnp.int32)
-    with pytest.raises(ValueError, match=r"without cu_q_lens every row has one token, so T must be seq_lens's B = 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"without cu_q_lens every row has one token, so T must be seq_lens's B = 3",
+    ):
         paged_attention(q, pages, pages, tables, lengths, None, scale=1.0, impl="xla")

@@ -72,13 +72,22 @@ def folders(tiny, tiny_folder, tmp_path_factory) -> Drafters:
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(3)}
+    engine, wanted = (
+        LLM(tiny, progress=False, **CONFIG).engine,
+        {seed: asks(seed) for seed in range(3)},
+    )
     return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
 
 
 def speculating(tiny, folders: Drafters, drafter: str, k: int, rule: str = "strict", **config):
     method = "eagle" if drafter == "head" else "draft"
-    options = {"method": method, "model": getattr(folders, drafter), "num_tokens": k, "adaptive": False, "rule": rule}
+    options = {
+        "method": method,
+        "model": getattr(folders, drafter),
+        "num_tokens": k,
+        "adaptive": False,
+        "rule": rule,
+    }
     return LLM(tiny, progress=False, speculative=options, **{**CONFIG, **config}).engine
 
 
@@ -114,7 +123,9 @@ SLOW = (
 
 @pytest.mark.default_cases("head-k 7")
 @pytest.mark.slow_cases(*SLOW)
-@pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])  # `run` allows no compilation
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case != LAZY]
+)  # `run` allows no compilation
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
     (k, config), (outcomes, wanted) = CASES[case], plain
@@ -123,7 +134,11 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
     for seed, expected in outcomes.items():
         found = run(engine, wanted[seed], seed + 100, tmp_path / "log.jsonl")
         assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
-        drafted, accepted, preempted = drafted + found.drafted, accepted + found.accepted, preempted + found.preempted
+        drafted, accepted, preempted = (
+            drafted + found.drafted,
+            accepted + found.accepted,
+            preempted + found.preempted,
+        )
         assert verify(tmp_path / "log.jsonl").identical
     assert drafted > (10 if "budget" in case else 100)
     assert preempted or "few blocks" not in case
@@ -137,7 +152,12 @@ def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
     engine = speculating(tiny, folders, "itself", k, **config)
     for i in range(9):
-        options: dict[str, Any] = {"temperature": float(i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True}
+        options: dict[str, Any] = {
+            "temperature": float(i % 2),
+            "seed": i,
+            "max_tokens": 20,
+            "ignore_eos": True,
+        }
         if i % 3 == 0:
             options |= {"repetition_penalty": 1.3, "top_k": 40, "logit_bias": {7: 2.0}}
         engine.add(f"r{i}", tokens(5 + 6 * i, i % 4), SamplingParams(**options))
@@ -147,7 +167,9 @@ def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
 
 
 @pytest.mark.slow
-def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_was_computed(tiny, folders):
+def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_was_computed(
+    tiny, folders
+):
     """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what was shared."""
     engine, prompt = speculating(tiny, folders, "itself", 4), tokens(30, 3)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -167,11 +189,18 @@ def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_wa
 # --- a head against the forward pass of its training ------------------------------------------------------------------
 
 
-def dense_drafts(tiny, folder: str, known: list[int], drafts: list[int]) -> tuple[list[int], list[float]]:
+def dense_drafts(
+    tiny, folder: str, known: list[int], drafts: list[int]
+) -> tuple[list[int], list[float]]:
     """The drafts after known tokens by the training's forward pass, and by how much each is the best one."""
     found = read_eagle(folder, tiny.model.config, "float32")
-    head, model = nnx.merge(found.graphdef, found.params), nnx.merge(tiny.model.graphdef, tiny.model.params)
-    text = np.zeros((1, 64), np.int32)  # of one shape, for one compilation; what follows changes nothing before it
+    head, model = (
+        nnx.merge(found.graphdef, found.params),
+        nnx.merge(tiny.model.graphdef, tiny.model.params),
+    )
+    text = np.zeros(
+        (1, 64), np.int32
+    )  # of one shape, for one compilation; what follows changes nothing before it
     text[0, : len(known) + len(drafts)] = [*known, *drafts]
     windows = draft_data.read(tiny.model, found.taps, text, 1, "float32")
     embedded = model.embedded(draft_loss.packed(jnp.asarray(text)))
@@ -184,11 +213,17 @@ def dense_drafts(tiny, folder: str, known: list[int], drafts: list[int]) -> tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}])
-def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tmp_path, monkeypatch, config):
+@pytest.mark.parametrize(
+    "config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}]
+)
+def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
+    tiny, folders, tmp_path, monkeypatch, config
+):
     folder = shutil.copytree(folders.head, tmp_path / "head")
     stored = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(stored | {"window": 16}))  # so that it ends within these texts
+    (folder / "config.json").write_text(
+        json.dumps(stored | {"window": 16})
+    )  # so that it ends within these texts
     folders = folders._replace(head=str(folder))
     seen: list[tuple[list[int], list[int]]] = []
     original = engine_step.drafted
@@ -205,7 +240,11 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tm
     engine = speculating(tiny, folders, "head", 3, **config)
     shared = tokens(12, 0)
     for i in range(6):
-        engine.add(f"r{i}", shared + tokens(3 + 5 * i, i), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        engine.add(
+            f"r{i}",
+            shared + tokens(3 + 5 * i, i),
+            SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        )
     finished(engine)
     assert len(seen) >= 8
     for known, drafts in seen[:: len(seen) // 8]:
@@ -219,7 +258,9 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
-def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, folders, plain, tmp_path, drafter):
+def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(
+    tiny, folders, plain, tmp_path, drafter
+):
     outcomes, wanted = plain
     engine = speculating(tiny, folders, drafter, 3, "rejection")
     for seed, expected in outcomes.items():
@@ -236,19 +277,33 @@ def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["small", "ngram"])
-def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(tiny, folders, drafter):
+def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(
+    tiny, folders, drafter
+):
     number, length, few = 2000, 4, [5, 9, 17, 33]
-    config = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "token_buckets": (256,), "num_blocks": 512}
+    config = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "token_buckets": (256,),
+        "num_blocks": 512,
+    }
     if drafter == "ngram":
         options = {"num_tokens": 2, "adaptive": False, "rule": "rejection"}
         drafting_engine = LLM(tiny, progress=False, speculative=options, **config).engine
     else:
         drafting_engine = speculating(tiny, folders, drafter, 2, "rejection", **config)
     counts = []
-    for first, engine in ((0, LLM(tiny, progress=False, **config).engine), (number, drafting_engine)):
+    for first, engine in (
+        (0, LLM(tiny, progress=False, **config).engine),
+        (number, drafting_engine),
+    ):
         for i in range(number):
             params = SamplingParams(
-                seed=first + i, temperature=2.0, max_tokens=length, ignore_eos=True, allowed_token_ids=few
+                seed=first + i,
+                temperature=2.0,
+                max_tokens=length,
+                ignore_eos=True,
+                allowed_token_ids=few,
             )
             engine.add(f"r{i}", [5, 9, 5, 9, 17, 5], params)
         found: dict[str, list[int]] = {}
@@ -261,7 +316,9 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
                         found.setdefault(name, []).append(token)
         assert bool(verified) == bool(first)
         counts.append(Counter(tuple(output) for output in found.values()))
-    cells = [cell for cell in set(counts[0]) | set(counts[1]) if counts[0][cell] + counts[1][cell] >= 20]
+    cells = [
+        cell for cell in set(counts[0]) | set(counts[1]) if counts[0][cell] + counts[1][cell] >= 20
+    ]
     table = np.array([[count[cell] for cell in cells] for count in counts])
     assert len(cells) > 20
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -296,7 +353,9 @@ def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     while engine.has_work:
         result = engine.step()
         assert (result.draft_seconds > 0) == (result.draft_rows > 0) == any(result.plan.drafts)
-        assert 0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
+        assert (
+            0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
+        )
         seen += result.draft_seconds
     learned = engine._state.drafting.draft_seconds
     assert set(learned) == {1}, "the drafts of one row are known by another number of rows"
@@ -308,28 +367,44 @@ def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
 
 
 def test_no_draft_model_is_an_error_before_anything_is_compiled(tiny):
-    with pytest.raises(ValueError, match=r"method is 'draft' and speculative\.model is None; name a smaller model"):
+    with pytest.raises(
+        ValueError, match=r"method is 'draft' and speculative\.model is None; name a smaller model"
+    ):
         LLM(tiny, progress=False, speculative={"method": "draft"}, **CONFIG)
-    with pytest.raises(ValueError, match=r"method is 'eagle' and speculative\.model is None; name the folder"):
+    with pytest.raises(
+        ValueError, match=r"method is 'eagle' and speculative\.model is None; name the folder"
+    ):
         LLM(tiny, progress=False, speculative={"method": "eagle"}, **CONFIG)
     config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
     with pytest.raises(
-        ValueError, match=r"'draft', and the engine has no draft model; set speculative\.model, or give"
+        ValueError,
+        match=r"'draft', and the engine has no draft model; set speculative\.model, or give",
     ):
         Engine(tiny.model, config)
 
 
 def test_a_draft_model_without_its_method_is_an_error(tiny, folders):
     draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
-    with pytest.raises(ValueError, match=r"there is a draft model, but speculative\.method is None; it must be one of"):
+    with pytest.raises(
+        ValueError,
+        match=r"there is a draft model, but speculative\.method is None; it must be one of",
+    ):
         Engine(tiny.model, EngineConfig(**CONFIG), draft_model=draft)
-    with pytest.raises(ValueError, match=r"speculative\.model is 'x', and the drafter 'ngram' has no model"):
+    with pytest.raises(
+        ValueError, match=r"speculative\.model is 'x', and the drafter 'ngram' has no model"
+    ):
         Speculative(model="x")
-    with pytest.raises(ValueError, match=r"speculative\.model is 5; it must be a path, a hub id or a name"):
+    with pytest.raises(
+        ValueError, match=r"speculative\.model is 5; it must be a path, a hub id or a name"
+    ):
         Speculative(method="draft", model=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"speculative\.method is 'suffix', which learns from other requests"):
+    with pytest.raises(
+        ValueError, match=r"speculative\.method is 'suffix', which learns from other requests"
+    ):
         Speculative(method="suffix", rule="rejection")
-    with pytest.raises(ValueError, match=r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'"):
+    with pytest.raises(
+        ValueError, match=r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'"
+    ):
         Speculative(rule="loose")  # type: ignore[arg-type]
 
 
@@ -340,19 +415,32 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tiny, tmp_path):
     ids["a"], ids["b"] = ids["b"], ids["a"]
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(
-        ValueError, match=r"has another tokenizer than the model: '[ab]' is token \d+ there and \d+ here"
+        ValueError,
+        match=r"has another tokenizer than the model: '[ab]' is token \d+ there and \d+ here",
     ):
-        LLM(tiny, progress=False, speculative={"method": "draft", "model": str(file.parent)}, **CONFIG)
+        LLM(
+            tiny,
+            progress=False,
+            speculative={"method": "draft", "model": str(file.parent)},
+            **CONFIG,
+        )
 
 
 def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):
     folder = tiny_llama(tmp_path / "other", layers=1, max_len=64)
-    with pytest.raises(ValueError, match="the draft model was made for 64 tokens and max_model_len is 512; lower it"):
+    with pytest.raises(
+        ValueError,
+        match="the draft model was made for 64 tokens and max_model_len is 512; lower it",
+    ):
         LLM(tiny, progress=False, speculative={"method": "draft", "model": str(folder)}, **CONFIG)
 
 
-@pytest.mark.parametrize(("vocab", "rule"), [pytest.param(330, "strict", marks=pytest.mark.slow), (304, "rejection")])
-def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(tiny, tmp_path, vocab, rule):
+@pytest.mark.parametrize(
+    ("vocab", "rule"), [pytest.param(330, "strict", marks=pytest.mark.slow), (304, "rejection")]
+)
+def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(
+    tiny, tmp_path, vocab, rule
+):
     """The tokenizer has 303 tokens. The random model also samples ids behind them."""
     folder = tiny_llama(tmp_path / str(vocab), layers=1, tied=False, vocab=vocab)
     asked = [[i, i + 1, i + 2] for i in range(20, 60, 10)]
@@ -369,7 +457,9 @@ def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(tiny, t
 
 def test_ids_that_pad_the_vocabulary_of_a_draft_model_are_no_drafts():
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
-    chex.assert_trees_all_equal(draft_model.fitted(jnp.asarray(logits), 3), jnp.asarray(logits[:, :3]))
+    chex.assert_trees_all_equal(
+        draft_model.fitted(jnp.asarray(logits), 3), jnp.asarray(logits[:, :3])
+    )
     padded = np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf)
     chex.assert_trees_all_equal(draft_model.fitted(jnp.asarray(logits), 6), jnp.asarray(padded))
 
@@ -378,15 +468,22 @@ def test_a_draft_model_of_another_dtype_is_refused(tiny, folders, tmp_path):
     config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
     draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
     assert draft is not None
-    with pytest.raises(ValueError, match=r"the draft model is in 'bfloat16' and the model in 'float32'; load it again"):
+    with pytest.raises(
+        ValueError,
+        match=r"the draft model is in 'bfloat16' and the model in 'float32'; load it again",
+    ):
         Engine(tiny.model, config, draft_model=draft._replace(dtype="bfloat16"))
 
 
 @pytest.mark.slow
 def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
-    (tmp_path / "mine.py").write_text("from pagedjax.engine.drafters import Drafter\nMINE = Drafter('mine', None)\n")
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.engine.drafters import Drafter\nMINE = Drafter('mine', None)\n"
+    )
     method = f"{tmp_path / 'mine.py'}:MINE"
-    with pytest.raises(ValueError, match=r"mine\.py:MINE', and its propose is None; give it a function"):
+    with pytest.raises(
+        ValueError, match=r"mine\.py:MINE', and its propose is None; give it a function"
+    ):
         LLM(tiny, progress=False, speculative={"method": method}, **CONFIG)
 
 
@@ -406,7 +503,9 @@ def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
         options = {"method": method, "model": folder, "num_tokens": 3, "adaptive": False}
         engine = LLM(tiny_folder, progress=False, speculative=options, **config, **dtypes).engine
         for i in range(3):
-            params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True)
+            params = SamplingParams(
+                temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True
+            )
             engine.add(f"r{i}", tokens(5 + 6 * i, i), params)
         output, drafts, accepted = finished(engine)
         assert len(output) == 48
@@ -449,12 +548,18 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
 
 @pytest.mark.slow
 def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
-    config, options = {**CONFIG, "compilation": "lazy"}, {"method": "draft", "model": folders.itself, "num_tokens": 3}
+    config, options = (
+        {**CONFIG, "compilation": "lazy"},
+        {"method": "draft", "model": folders.itself, "num_tokens": 3},
+    )
     llm = LLM(tiny, progress=False, speculative=options, **config)
     halved = jax.tree.map(lambda x: x * 0.5, llm.engine.model.params)
     llm.update_params(halved)
     other = LLM(tiny, progress=False, **config)
     other.update_params(halved)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    ours, theirs = (one.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, other))
+    ours, theirs = (
+        one.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids
+        for one in (llm, other)
+    )
     assert ours == theirs

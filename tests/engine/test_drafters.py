@@ -100,9 +100,13 @@ def test_the_tree_continues_with_the_token_that_was_seen_most_often():
     for output in ([1, 2, 3, 4], [1, 2, 3, 5], [9, 2, 3, 5, 6]):
         tree.add(output)
     assert list(suffix.propose(tree, "a", np.array([7, 2, 3], np.int32), 4)) == [5, 6]
-    assert list(suffix.propose(tree, "a", np.array([1, 2, 3], np.int32), 1)) == [4]  # both were seen once: the first
+    assert list(suffix.propose(tree, "a", np.array([1, 2, 3], np.int32), 1)) == [
+        4
+    ]  # both were seen once: the first
     assert list(suffix.propose(tree, "a", np.array([8], np.int32), 4)) == []
-    assert list(suffix.propose(tree, "a", np.array([3, 7, 2, 3], np.int32), 2)) == [5, 6], "the longer match wins"
+    assert list(suffix.propose(tree, "a", np.array([3, 7, 2, 3], np.int32), 2)) == [5, 6], (
+        "the longer match wins"
+    )
 
 
 def test_the_end_of_a_long_output_is_remembered():

@@ -21,7 +21,9 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Plan, Request, Running, Seq, StepResult, Verified
 
 BUCKETS = (8, 16, 64)
-SHAPES = Shapes(BUCKETS, max_seqs=8, block_size=4, table_width=16, max_model_len=64, vocab_size=320, drafts=4)
+SHAPES = Shapes(
+    BUCKETS, max_seqs=8, block_size=4, table_width=16, max_model_len=64, vocab_size=320, drafts=4
+)
 
 
 def empty_plan() -> Plan:
@@ -33,11 +35,21 @@ def empty_plan() -> Plan:
     [
         (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
         (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
-        (0.3, {8: 1.0, 16: 4.0, 64: 16.0}, 8, 0),  # the batch is full: a draft costs as much as a token
+        (
+            0.3,
+            {8: 1.0, 16: 4.0, 64: 16.0},
+            8,
+            0,
+        ),  # the batch is full: a draft costs as much as a token
         (0.5, {}, 2, 0),  # nothing was measured: steps without drafts are first
         (0.5, {64: 8.0}, 2, 0),
         (0.9, {8: 1.0, 64: 8.0}, 2, 3),  # a step of 16 tokens is on the line between them
-        (0.5, {8: 1.0}, 8, 4),  # steps above the largest are taken to cost as much, until they are tried
+        (
+            0.5,
+            {8: 1.0},
+            8,
+            4,
+        ),  # steps above the largest are taken to cost as much, until they are tried
     ],
 )
 def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, num_decodes, expected):
@@ -54,7 +66,9 @@ def test_the_time_of_drafts_on_the_device_counts():
 
 
 def test_a_draft_is_tried_again_after_some_steps_without():
-    learned = Drafting(Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0})
+    learned = Drafting(
+        Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0}
+    )
     assert paying(learned, 4, 8, 0, BUCKETS) == 0
     assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, BUCKETS) == 1
 
@@ -88,14 +102,22 @@ def test_the_time_of_a_draft_is_that_of_the_program_by_its_drafts():
 
 
 def offered(learned: Drafting, running: Running, known: dict[str, SequenceData]) -> Any:
-    return drafting.offer(learned, *drafting.wanted(learned, running, SHAPES.tokens), known, SHAPES.vocab_size)
+    return drafting.offer(
+        learned, *drafting.wanted(learned, running, SHAPES.tokens), known, SHAPES.vocab_size
+    )
 
 
 def test_only_decodes_with_a_generated_token_are_offered_drafts():
     """Others have no tokens of their own yet, tokens of the prompt to compute, or are beams."""
     options = Speculative(num_tokens=2, adaptive=False)
     always = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k), options)
-    kinds = {"decode": (7, 6), "prompt": (6, 0), "last of the prompt": (6, 5), "preempted": (9, 4), "beam": (7, 6)}
+    kinds = {
+        "decode": (7, 6),
+        "prompt": (6, 0),
+        "last of the prompt": (6, 5),
+        "preempted": (9, 4),
+        "beam": (7, 6),
+    }
     seqs = tuple(
         Seq(Request(name, 6, 10, beams=name == "beam"), i, 16, *lengths)
         for i, (name, lengths) in enumerate(kinds.items())
@@ -103,11 +125,15 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
     lengths, computed = zip(*kinds.values(), strict=True)
     known = {name: SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32)) for name in kinds}
     running = Running(seqs, lengths, computed)
-    on_device = drafting.start(Drafter("draft", None), options)  # its drafts are made when they have slots
+    on_device = drafting.start(
+        Drafter("draft", None), options
+    )  # its drafts are made when they have slots
     assert offered(on_device, running, known) == {"decode": 2}
     chex.assert_trees_all_equal(*(data.tokens for data in known.values()))
     assert offered(always, running, known) == {"decode": 2}
-    chex.assert_trees_all_equal(known["decode"].tokens, np.array([9] * 7 + [5] * 2 + [9] * 7, np.int32))
+    chex.assert_trees_all_equal(
+        known["decode"].tokens, np.array([9] * 7 + [5] * 2 + [9] * 7, np.int32)
+    )
     chex.assert_trees_all_equal(*(known[name].tokens for name in kinds if name != "decode"))
 
 
@@ -118,6 +144,8 @@ def test_the_first_step_of_a_size_is_not_timed():
     for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):
         learned = drafting.learned(learned, StepResult(plan, (), 0.0, seconds, seconds, size, 0))
     assert learned.seconds == {1: 1.0}
-    assert paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4)) == 3, "one slow step ended the drafts"
+    assert paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4)) == 3, (
+        "one slow step ended the drafts"
+    )
     learned = drafting.learned(learned, StepResult(plan, (), 0.0, 1.5, 1.5, 4, 0))
     assert learned.seconds == {1: 1.0, 4: 1.5}

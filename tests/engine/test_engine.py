@@ -24,7 +24,12 @@ SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,), 
 
 
 def make(tiny, **config):
-    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256} | config
+    config = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+        "num_blocks": 256,
+    } | config
     return LLM(tiny, progress=False, **config).engine
 
 
@@ -60,9 +65,13 @@ def count(results, kind) -> int:
 def expected(engine):
     """Each request alone, greedy and drawn."""
     alone = {}
-    for (i, prompt), (name, params) in itertools.product(enumerate(PROMPTS), (("g", GREEDY), ("d", DRAWN))):
+    for (i, prompt), (name, params) in itertools.product(
+        enumerate(PROMPTS), (("g", GREEDY), ("d", DRAWN))
+    ):
         alone |= run(engine, {f"{name}{i}": (prompt, params)})[0]
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), "the model must not say the same always"
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), (
+        "the model must not say the same always"
+    )
     return alone
 
 
@@ -135,7 +144,9 @@ def test_no_step_compiles_after_start_up(engine):
     before = compilations.compilations()
     requests = {
         f"{i}-{j}": (prompt, SamplingParams(max_tokens=6, seed=i, **feature))
-        for (i, feature), (j, prompt) in itertools.product(enumerate(features), enumerate(PROMPTS[:3]))
+        for (i, feature), (j, prompt) in itertools.product(
+            enumerate(features), enumerate(PROMPTS[:3])
+        )
     }
     _, results = run(engine, requests)
     assert compilations.compilations() == before
@@ -168,12 +179,16 @@ def test_reset_forgets_requests_and_cache(engine, expected):
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     engine = make(tiny, **SMALL)
-    run(engine, {"before": (PROMPTS[0], GREEDY)})  # an engine that has worked starts its log at step 0 all the same
+    run(
+        engine, {"before": (PROMPTS[0], GREEDY)}
+    )  # an engine that has worked starts its log at step 0 all the same
     engine.record(tmp_path / "run.jsonl")
     for request_id, (prompt, params) in everyone().items():
         engine.add(request_id, prompt, params)
     engine.step()
-    with pytest.raises(ValueError, match="12 sequences are unfinished; finish or cancel them before a recording"):
+    with pytest.raises(
+        ValueError, match="12 sequences are unfinished; finish or cancel them before a recording"
+    ):
         engine.record(tmp_path / "late.jsonl")
     engine.cancel("d1")
     while engine.has_work:
@@ -205,7 +220,9 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
 
 def test_output_is_cut_off_at_the_models_limit(engine):
     assert engine.config.max_model_len == 512
-    tokens, results = run(engine, {"a": ([5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
+    tokens, results = run(
+        engine, {"a": ([5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))}
+    )
     assert len(tokens["a"]) == 12
     (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
     assert end.reason == "length"
@@ -219,7 +236,9 @@ def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
     names = [f"{i}" for i in range(n)]
     calls = []
     copy = engine.runtime.copy
-    engine.runtime = dataclasses.replace(engine.runtime, copy=lambda *args: calls.append(args[1:]) or copy(*args))
+    engine.runtime = dataclasses.replace(
+        engine.runtime, copy=lambda *args: calls.append(args[1:]) or copy(*args)
+    )
     engine.add(names[0], prompt, DRAWN, forks=names[1:])
     tokens: dict[str, list[int]] = {}
     most = 0
@@ -239,15 +258,28 @@ def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
 
 def test_top_logprobs_of_a_vocabulary_below_twenty():
     """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
-    body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    body = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
     config = llama.from_hf({**body, **sizes, "tie_word_embeddings": False})
     model = from_params(random_params(config), config)
-    engine = make(model, max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
-    engine.add("a", [1, 2, 3], SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True))
+    engine = make(
+        model, max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16
+    )
+    engine.add(
+        "a",
+        [1, 2, 3],
+        SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True),
+    )
     while engine.has_work:
         for entry in engine.step().logprobs:
             assert sorted(entry.top_ids) == [0, 1, 2, 3]
             assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
-    with pytest.raises(ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"):
+    with pytest.raises(
+        ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"
+    ):
         engine.add("b", [1], BeamSearchParams(5), forks=list("cdef"))

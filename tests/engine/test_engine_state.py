@@ -47,14 +47,19 @@ def completed(runtime, state):
 
 def test_two_states_of_one_runtime_do_not_know_each_other(runtime, tiny):
     engine = Engine(tiny.model, EngineConfig(**SIZES))
-    first, second = submitted(runtime, states.init(runtime)), submitted(runtime, states.init(runtime))
+    first, second = (
+        submitted(runtime, states.init(runtime)),
+        submitted(runtime, states.init(runtime)),
+    )
     first, result = step(runtime, first)  # one is ahead of the other
     assert result.plan.num_tokens == sum(map(len, PROMPTS.values()))
     assert second.scheduler.running.seqs == ()
     _, expected = completed(runtime, second)
     assert completed(runtime, first)[1] == {name: tokens[1:] for name, tokens in expected.items()}
     engine.add("a", PROMPTS["a"], GREEDY)
-    found = [e.token_ids[0] for _ in range(6) for e in engine.step().events if isinstance(e, Sampled)]
+    found = [
+        e.token_ids[0] for _ in range(6) for e in engine.step().events if isinstance(e, Sampled)
+    ]
     assert found == expected["a"]
 
 
@@ -78,7 +83,14 @@ def test_the_log_of_a_state_is_what_a_recorder_writes(runtime):
     state = submitted(runtime, states.init(runtime))
     state, _ = step(runtime, state)
     state, _ = states.cancel(states.forget(state), "a")
-    assert [name for name, _ in state.log] == ["submit", "submit", "schedule", "commit", "forget", "cancel"]
+    assert [name for name, _ in state.log] == [
+        "submit",
+        "submit",
+        "schedule",
+        "commit",
+        "forget",
+        "cancel",
+    ]
 
 
 def test_a_step_keeps_the_cache_where_it_is(runtime):
@@ -95,7 +107,12 @@ def test_branches_of_a_queued_request_share_one_array(tiny):
     """64 branches of 3 tokens with a limit of 131,072 once took 32 MiB before they ran."""
     llm = LLM(tiny, progress=False, **SIZES)
     engine, names = llm.engine, [f"{i}" for i in range(8)]
-    engine.add(names[0], [5, 6, 7], SamplingParams(max_tokens=400, seed=1, ignore_eos=True), forks=names[1:])
+    engine.add(
+        names[0],
+        [5, 6, 7],
+        SamplingParams(max_tokens=400, seed=1, ignore_eos=True),
+        forks=names[1:],
+    )
     queued = engine._state.sequences
     arrays = {id(data.tokens): data.tokens for data in queued.values()}
     assert sum(array.nbytes for array in arrays.values()) <= 4 * 3
@@ -103,7 +120,9 @@ def test_branches_of_a_queued_request_share_one_array(tiny):
         engine.step()
     engine.step()
     running = engine._state.sequences
-    assert len({id(data.tokens) for data in running.values()}) == 8, "each branch writes to an array of its own"
+    assert len({id(data.tokens) for data in running.values()}) == 8, (
+        "each branch writes to an array of its own"
+    )
     assert sum(data.tokens.nbytes for data in running.values()) < 8 * 4 * 100
 
 
@@ -130,7 +149,10 @@ def test_appending_copies_each_token_a_bounded_number_of_times():
 
 
 def test_a_dtype_that_the_model_does_not_have_is_refused(tiny):
-    with pytest.raises(ValueError, match="dtype is 'bfloat16', but the model was loaded with 'float32'; load it again"):
+    with pytest.raises(
+        ValueError,
+        match="dtype is 'bfloat16', but the model was loaded with 'float32'; load it again",
+    ):
         Engine(tiny.model, EngineConfig(dtype="bfloat16", **SIZES))
     assert Engine(tiny.model, EngineConfig(dtype="float32", **SIZES)).config.dtype == "float32"
 

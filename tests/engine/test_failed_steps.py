@@ -19,7 +19,9 @@ from pagedjax.host.types import Preempted, Sampled
 from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording as viewer
 
-PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
+PROMPTS = {
+    f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)
+}
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
 MODES = {
@@ -32,7 +34,12 @@ MODES = {
 
 def make(tiny, **config):
     """If nothing is said, with the programs of `tiny_llm`."""
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "num_blocks": 256,
+    }
     return LLM(tiny, progress=False, **(sizes | config))
 
 
@@ -149,7 +156,9 @@ class Interrupting:
         return line
 
 
-def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(tiny, monkeypatch, interruptible):
+def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(
+    tiny, monkeypatch, interruptible
+):
     expected, *_ = run(make(tiny).engine, monkeypatch)
     engine = make(tiny).engine
     engine._recorder = Interrupting(range(4, 500, 4))
@@ -176,7 +185,11 @@ def test_ctrl_c_in_the_last_step_keeps_its_result_for_the_next_call(tiny, interr
         engine.step()
     assert not engine.scheduler_state.running.seqs
     assert engine.has_work, "a loop over has_work receives the result"
-    assert [type(event).__name__ for event in engine.step().events] == ["Admitted", "Sampled", "Finished"]
+    assert [type(event).__name__ for event in engine.step().events] == [
+        "Admitted",
+        "Sampled",
+        "Finished",
+    ]
     assert not engine.has_work
     assert engine.step() is None
 
@@ -219,10 +232,19 @@ def test_ctrl_c_leaves_no_request_without_an_owner(tiny, monkeypatch, interrupti
     calls = {
         "generate": lambda: llm.generate(list(PROMPTS.values()), DRAWN, use_tqdm=False),
         "stream": lambda: next(llm.stream("she sells", DRAWN)),
-        "add": lambda: llm.session.add([GenerationRequest(prompt, DRAWN) for prompt in PROMPTS.values()]),
+        "add": lambda: llm.session.add(
+            [GenerationRequest(prompt, DRAWN) for prompt in PROMPTS.values()]
+        ),
     }
     monkeypatch.setattr(llm.session, "step", lambda: 1 / 0)
-    for name, at in (("generate", 1), ("generate", 3), ("generate", 5), ("stream", 1), ("add", 1), ("add", 5)):
+    for name, at in (
+        ("generate", 1),
+        ("generate", 3),
+        ("generate", 5),
+        ("stream", 1),
+        ("add", 1),
+        ("add", 5),
+    ):
         if (name, kind) != ("add", "cancel"):
             llm.engine._recorder = Interrupting({at}, kind)
             with pytest.raises(KeyboardInterrupt):
@@ -265,8 +287,12 @@ def test_a_result_that_was_not_taken_is_named(tiny, tmp_path, interruptible, nam
     engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    arguments = {"update_params": (tiny.model.params,), "record": (tmp_path / "run.jsonl",)}.get(name, ())
-    with pytest.raises(ValueError, match=r"did not get the result; call step\(\) once, which returns it, before"):
+    arguments = {"update_params": (tiny.model.params,), "record": (tmp_path / "run.jsonl",)}.get(
+        name, ()
+    )
+    with pytest.raises(
+        ValueError, match=r"did not get the result; call step\(\) once, which returns it, before"
+    ):
         getattr(engine, name)(*arguments)
     assert engine.step() is not None
 
@@ -293,7 +319,9 @@ def test_a_full_disk_ends_only_the_recording(tiny, monkeypatch, tmp_path):
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
     monkeypatch.setattr(engine._recorder, "_file", Full(14))
-    with pytest.warns(RuntimeWarning, match="run.jsonl is not written any further: .*No space left on device"):
+    with pytest.warns(
+        RuntimeWarning, match="run.jsonl is not written any further: .*No space left on device"
+    ):
         tokens, *_ = run(engine, monkeypatch)
     assert tokens == expected
     engine.record(None)
@@ -321,7 +349,9 @@ def test_the_viewer_shows_requests_that_return_to_the_queue(tiny, monkeypatch, t
     run(engine, monkeypatch, {3: (requests, "hashes_of_filled", False)})
     engine.record(None)
     frames = viewer.read(tmp_path / "run.jsonl").frames
-    stopped = [entry for frame in frames for entry in frame.get("before", ()) if entry[0] == "preempted"]
+    stopped = [
+        entry for frame in frames for entry in frame.get("before", ()) if entry[0] == "preempted"
+    ]
     assert len(stopped) >= len(PROMPTS)
     assert not any(swapped for *_, swapped in stopped)
 

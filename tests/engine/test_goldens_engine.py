@@ -22,7 +22,9 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ign
 
 def engine(model, **config) -> LLM:
     """Few buckets, because each costs seconds to compile: single tokens, and full steps."""
-    config.setdefault("token_buckets", tuple(sorted({min(32, config["max_num_batched_tokens"]), *_full(config)})))
+    config.setdefault(
+        "token_buckets", tuple(sorted({min(32, config["max_num_batched_tokens"]), *_full(config)}))
+    )
     return LLM(model, progress=False, max_model_len=512, **config)
 
 
@@ -36,7 +38,9 @@ def differing(llm: LLM, goldens, tokens: int = 64) -> list[str]:
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     outputs = llm.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
     pairs = zip(outputs, goldens, strict=True)
-    return [g["name"] for out, g in pairs if list(out.outputs[0].token_ids) != g["token_ids"][:tokens]]
+    return [
+        g["name"] for out, g in pairs if list(out.outputs[0].token_ids) != g["token_ids"][:tokens]
+    ]
 
 
 def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
@@ -49,7 +53,9 @@ def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
         assert result is not None
         count += sum(isinstance(e, Preempted) for e in result.events)
         for event in result.events:
-            for request_id, token in zip(*event[1:3], strict=True) if type(event).__name__ == "Sampled" else ():
+            for request_id, token in (
+                zip(*event[1:3], strict=True) if type(event).__name__ == "Sampled" else ()
+            ):
                 tokens[request_id].append(token)
     return count, tokens
 
@@ -71,30 +77,43 @@ SOME = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_P
 
 @pytest.mark.parametrize(
     ("options", "goldens", "tokens"),
-    [(NARROW, SOME, 8), pytest.param(NARROW, SHORT, 12, marks=SLOW), pytest.param(WIDE, GOLDENS, 64, marks=SLOW)],
+    [
+        (NARROW, SOME, 8),
+        pytest.param(NARROW, SHORT, 12, marks=SLOW),
+        pytest.param(WIDE, GOLDENS, 64, marks=SLOW),
+    ],
     ids=["some", "short", "all"],
 )
 def test_tokens_and_log_probabilities_equal_transformers(smollm2, options, goldens, tokens):
     llm = engine(smollm2, **options)
     params = [
-        replace(GREEDY, max_tokens=tokens, prompt_logprobs=0 if golden in WITH_PROMPTS else None) for golden in goldens
+        replace(GREEDY, max_tokens=tokens, prompt_logprobs=0 if golden in WITH_PROMPTS else None)
+        for golden in goldens
     ]
-    outputs = llm.generate([golden["prompt_token_ids"] for golden in goldens], params, use_tqdm=False)
+    outputs = llm.generate(
+        [golden["prompt_token_ids"] for golden in goldens], params, use_tqdm=False
+    )
     for output, golden in zip(outputs, goldens, strict=True):
         wanted = golden["token_ids"][:tokens]
         (completion,) = output.outputs
         assert list(completion.token_ids) == wanted, golden["name"]
         assert completion.text == llm.tokenizer.decode(wanted), golden["name"]
-        values = [place[token].logprob for token, place in zip(wanted, completion.logprobs, strict=True)]
+        values = [
+            place[token].logprob for token, place in zip(wanted, completion.logprobs, strict=True)
+        ]
         assert values == pytest.approx(golden["logprobs"][:tokens], abs=1e-3), golden["name"]
         if golden in WITH_PROMPTS:
             expected = [value for value in golden["prompt_logprobs"] if value is not None]
-            assert prompt_log_probabilities(output) == pytest.approx(expected, abs=1e-3), golden["name"]
+            assert prompt_log_probabilities(output) == pytest.approx(expected, abs=1e-3), golden[
+                "name"
+            ]
 
 
 @pytest.mark.slow
 def test_preemption_changes_no_golden_token(smollm2):
-    llm = engine(smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64))
+    llm = engine(
+        smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64)
+    )
     goldens = SHORT[:8]
     params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)] * len(goldens)
     count, tokens = preemptions(llm, [g["prompt_token_ids"] for g in goldens], params)
@@ -109,13 +128,20 @@ def test_a_seeded_request_is_independent_of_its_batch(smollm2):
     wide = engine(smollm2, block_size=16, max_num_batched_tokens=64, token_buckets=(16, 64))
     alone = wide.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0].token_ids
     mates = [SamplingParams(temperature=1.0, seed=i, max_tokens=4 + i) for i in range(len(others))]
-    among = wide.generate([*others[:9], prompt, *others[9:]], [*mates[:9], SAMPLED, *mates[9:]], use_tqdm=False)
+    among = wide.generate(
+        [*others[:9], prompt, *others[9:]], [*mates[:9], SAMPLED, *mates[9:]], use_tqdm=False
+    )
     assert among[9].outputs[0].token_ids == alone
     last = wide.generate([*others[::-1], prompt], [*mates, SAMPLED], use_tqdm=False)
     assert last[-1].outputs[0].token_ids == alone
 
     narrow = engine(
-        smollm2, block_size=8, max_num_batched_tokens=16, max_num_seqs=8, num_blocks=10, token_buckets=(16,)
+        smollm2,
+        block_size=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        num_blocks=10,
+        token_buckets=(16,),
     )
     assert narrow.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0].token_ids == alone
     params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [SAMPLED]
@@ -132,7 +158,10 @@ def eventful(llm: LLM, log: Path) -> tuple[list[str], list[tuple[str, str, tuple
     given_up, kept = (llm.stream(g["prompt_token_ids"], greedy) for g in SHORT[:2])
     pieces = [next(stream) for _ in range(4) for stream in (given_up, kept)]
     given_up.close()
-    params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, stop=[" the"] * (i % 2)) for i in range(8)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, stop=[" the"] * (i % 2))
+        for i in range(8)
+    ]
     outputs = llm.generate([g["prompt_token_ids"] for g in SHORT[2:10]], params, use_tqdm=False)
     pieces.append("".join(kept))
     llm.engine.record(None)
@@ -145,7 +174,12 @@ def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
     """With preemption, a cancellation and stop strings in the mix."""
     runs = {}
     for lookahead in (0, 1, 2):
-        options = {"block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 16, "num_blocks": 20}
+        options = {
+            "block_size": 8,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 16,
+            "num_blocks": 20,
+        }
         llm = engine(smollm2, **options, lookahead=lookahead, token_buckets=(16, 64))
         log = tmp_path / f"{lookahead}.jsonl"
         runs[lookahead] = eventful(llm, log), log.read_bytes()
@@ -162,7 +196,13 @@ def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
 @pytest.mark.slow
 def test_goldens_never_read_freed_blocks(smollm2):
     """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""
-    llm = engine(smollm2, block_size=16, max_num_batched_tokens=512, num_blocks=60, enable_prefix_caching=False)
+    llm = engine(
+        smollm2,
+        block_size=16,
+        max_num_batched_tokens=512,
+        num_blocks=60,
+        enable_prefix_caching=False,
+    )
     spoilt = poisoned(llm.engine)
     assert differing(llm, GOLDENS) == []
     assert max(spoilt) == 60
@@ -177,14 +217,18 @@ SAMPLE_OF_GRID = {(1, 16), (64, 2048)}
     ("block_size", "budget"),
     [
         pytest.param(
-            size, budget, marks=pytest.mark.slow if (size, budget) in SAMPLE_OF_GRID else pytest.mark.exhaustive
+            size,
+            budget,
+            marks=pytest.mark.slow if (size, budget) in SAMPLE_OF_GRID else pytest.mark.exhaustive,
         )
         for size in (1, 8, 16, 64)
         for budget in (16, 64, 2048)
     ],
 )
 def test_block_size_and_budget_change_no_golden_token(smollm2, block_size, budget):
-    llm = engine(smollm2, block_size=block_size, max_num_batched_tokens=budget, num_blocks=2048 // block_size)
+    llm = engine(
+        smollm2, block_size=block_size, max_num_batched_tokens=budget, num_blocks=2048 // block_size
+    )
     goldens = GOLDENS if budget > 16 else SHORT
     assert differing(llm, goldens) == []
     one_by_one = [name for g in SHORT[:6] for name in differing(llm, [g], tokens=24)]

@@ -94,7 +94,9 @@ def test_a_program_is_found_in_memory_and_then_on_disk(tiny, folder, compiled, m
     assert tokens_of(third) == tokens == tokens_of(second)
 
 
-def test_a_program_written_to_disk_computes_the_same_and_a_damaged_file_is_made_again(folder, monkeypatch):
+def test_a_program_written_to_disk_computes_the_same_and_a_damaged_file_is_made_again(
+    folder, monkeypatch
+):
     made: list[str] = []
     salt = time.time_ns() % 2**20  # the program is in no cache of JAX
 
@@ -158,7 +160,9 @@ def test_code_that_was_replaced_is_compiled_and_not_kept(folder, monkeypatch, na
     assert kept_programs._as_imported()
     value = 4 if name.isupper() else lambda *arguments: getattr(sampling, name)(*arguments)
     monkeypatch.setattr(sampling, name, value)
-    made = [kept_programs.program(["fact"], (), jax.devices()[0], lambda: object()) for _ in range(2)]
+    made = [
+        kept_programs.program(["fact"], (), jax.devices()[0], lambda: object()) for _ in range(2)
+    ]
     assert made[0] is not made[1]
     assert list(folder.iterdir()) == []
     monkeypatch.undo()
@@ -173,9 +177,13 @@ def test_a_method_that_was_replaced_is_seen(monkeypatch):
 
 
 def test_options_of_ones_own_are_traced(tiny, folder, monkeypatch):
-    feature = RowFeature("nothing", "logits", {"x": np.float32(0)}, lambda p, _: None, lambda x, *_: x, ("nothing",))
+    feature = RowFeature(
+        "nothing", "logits", {"x": np.float32(0)}, lambda p, _: None, lambda x, *_: x, ("nothing",)
+    )
     seen = []
-    monkeypatch.setattr(kept_programs, "program", lambda facts, *arguments: seen.append(facts) or arguments[-1]())
+    monkeypatch.setattr(
+        kept_programs, "program", lambda facts, *arguments: seen.append(facts) or arguments[-1]()
+    )
     tokens = tokens_of(engine_of(tiny, row_features=(feature,)))
     assert seen == [None]
     assert len(tokens) == GREEDY.max_tokens
@@ -193,8 +201,15 @@ def test_layers_attention_and_products_of_ones_own_are_traced(tiny):
     assert runtime._is_built_in(attend, chain, [config])
     assert not runtime._is_built_in(attend, chain, [config, replace(config, block=Own)])
     assert not runtime._is_built_in(attend, chain, [replace(config, linear=f"{__file__}:MINE")])
-    for changed in ({"name": "mine"}, {"write": print}, {"probabilities": print}, {"attend": print}):
-        assert not runtime._is_built_in(replace(attend, impl=attend.impl._replace(**changed)), chain, [config])
+    for changed in (
+        {"name": "mine"},
+        {"write": print},
+        {"probabilities": print},
+        {"attend": print},
+    ):
+        assert not runtime._is_built_in(
+            replace(attend, impl=attend.impl._replace(**changed)), chain, [config]
+        )
 
 
 def test_old_files_are_removed_first(folder, monkeypatch):
@@ -206,7 +221,11 @@ def test_old_files_are_removed_first(folder, monkeypatch):
     other = folder / "jit_step-cache"
     other.write_bytes(bytes(1000))
     kept_programs._remove_old(folder)
-    assert sorted(file.name for file in folder.iterdir()) == ["jit_step-cache", "step-middle", "step-new"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "jit_step-cache",
+        "step-middle",
+        "step-new",
+    ]
 
 
 START = """
@@ -228,8 +247,16 @@ print(sum("step" in name for name in traced), *out[0].outputs[0].token_ids)
 def test_a_warm_start_traces_no_step(tiny_folder, tmp_path):
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
     command = [sys.executable, "-c", START, str(tiny_folder)]
-    options = {"capture_output": True, "text": True, "timeout": 600, "check": True, "cwd": Path(__file__).parents[2]}
-    cold, warm = (subprocess.run(command, env=environment, **options).stdout.split() for _ in range(2))
+    options = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 600,
+        "check": True,
+        "cwd": Path(__file__).parents[2],
+    }
+    cold, warm = (
+        subprocess.run(command, env=environment, **options).stdout.split() for _ in range(2)
+    )
     assert int(cold[0]) > 0
     assert int(warm[0]) == 0
     assert warm[1:] == cold[1:]

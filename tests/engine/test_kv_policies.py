@@ -33,7 +33,13 @@ from tests.device.test_model_families import BODY
 from tests.engine.poison import poisoned
 
 STREAMING = {"name": "streaming", "sinks": 4, "window": 9}
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 60, "block_size": 4}
+SMALL = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_blocks": 60,
+    "block_size": 4,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
 PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (70, 5, 33)]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -56,7 +62,9 @@ def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREE
     return [out.outputs[0] for out in llm.generate(list(prompts), params, use_tqdm=False)]
 
 
-def tokens_of(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+def tokens_of(
+    llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY
+) -> list[list[int]]:
     return [list(answer.token_ids) for answer in answers(llm, prompts, params)]
 
 
@@ -68,21 +76,34 @@ def dense_logits(model, tokens: Sequence[int], mask: np.ndarray) -> np.ndarray:
     padded = np.zeros(TEXT, np.int32)
     padded[: len(tokens)] = tokens
     with quick_compiler.all_quickly():
-        return np.asarray(_dense(model.graphdef, model.params, model.config, padded, mask))[: len(tokens)]
+        return np.asarray(_dense(model.graphdef, model.params, model.config, padded, mask))[
+            : len(tokens)
+        ]
 
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _dense(graphdef, params, c, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     def attend(q, k_pages, v_pages, *_, window, soft_cap):
         k, v = (pages[1].transpose(1, 0, 2)[None] for pages in (k_pages, v_pages))
-        return jax.nn.dot_product_attention(q[None], k, v, mask=mask[None, None], scale=c.attn_scale)[0]
+        return jax.nn.dot_product_attention(
+            q[None], k, v, mask=mask[None, None], scale=c.attn_scale
+        )[0]
 
     sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
-    pages, each = cache.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes), jnp.arange(TEXT, dtype=jnp.int32)
-    rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, TEXT, jnp.int32), jnp.array([0, TEXT], jnp.int32)
+    pages, each = (
+        cache.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes),
+        jnp.arange(TEXT, dtype=jnp.int32),
+    )
+    rows = (
+        jnp.ones((1, 1), jnp.int32),
+        jnp.full(1, TEXT, jnp.int32),
+        jnp.array([0, TEXT], jnp.int32),
+    )
     batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, None)  # type: ignore[arg-type]
     module = nnx.merge(graphdef, params)
-    with jax.disable_jit():  # so that `attend`, which closes over the mask, is not a static argument of a block
+    with (
+        jax.disable_jit()
+    ):  # so that `attend`, which closes over the mask, is not a static argument of a block
         _, hidden, _ = module.hidden(pages, batch, attend)
     return module.logits(hidden)
 
@@ -99,8 +120,12 @@ def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) ->
     text = [*prompt, *answer.token_ids]
     logits = dense_logits(model, text, mask)[len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == list(answer.token_ids)
-    wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), list(answer.token_ids)]
-    got = np.array([row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)])
+    wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[
+        np.arange(len(logits)), list(answer.token_ids)
+    ]
+    got = np.array(
+        [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    )
     chex.assert_shape(got, (len(answer.token_ids),))
     chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
 
@@ -117,12 +142,21 @@ def test_streaming_is_dense_attention_with_its_mask(tiny, size):
         (answer,) = out.outputs
         assert_dense(tiny.model, prompt, answer, seen_by(size, 4, 9))
         logits = dense_logits(tiny.model, prompt, seen_by(size, 4, 9))[:-1]
-        wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), prompt[1:]]
-        got = np.array([row[token].logprob for row, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)])
+        wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[
+            np.arange(len(logits)), prompt[1:]
+        ]
+        got = np.array(
+            [
+                row[token].logprob
+                for row, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)
+            ]
+        )
         chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
         text = [*prompt, *answer.token_ids]
         best = dense_logits(tiny.model, text, everything)[len(prompt) - 1 : -1].argmax(-1)
-        assert best.tolist() != list(answer.token_ids), "the policy changed nothing: the comparison is blind"
+        assert best.tolist() != list(answer.token_ids), (
+            "the policy changed nothing: the comparison is blind"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +183,17 @@ def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(tiny):
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     found = []
     for budget in (16, 7):
-        llm = make(tiny, kv_policy=STREAMING, max_num_batched_tokens=budget, token_buckets=(budget,))
+        llm = make(
+            tiny, kv_policy=STREAMING, max_num_batched_tokens=budget, token_buckets=(budget,)
+        )
         outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
         searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
-        found.append(([[one.token_ids for one in out.outputs] for out in outs], searched[0].sequences[0].tokens))
+        found.append(
+            (
+                [[one.token_ids for one in out.outputs] for out in outs],
+                searched[0].sequences[0].tokens,
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -238,7 +279,13 @@ EVERY = [(name, variant) for name in ("gemma", "mistral") for variant in (*VARIA
 @pytest.mark.default_cases("gemma-swapping")
 @pytest.mark.slow_cases(
     *("gemma-as it is", "gemma-another budget", "gemma-drafts", "gemma-mesh"),
-    *("mistral-preemption", "mistral-swapping", "mistral-lookahead", "mistral-no prefix cache", "mistral-xla"),
+    *(
+        "mistral-preemption",
+        "mistral-swapping",
+        "mistral-lookahead",
+        "mistral-no prefix cache",
+        "mistral-xla",
+    ),
 )
 @pytest.mark.parametrize(("name", "variant"), EVERY)
 def test_giving_blocks_back_changes_no_token(request, kept, name, variant):
@@ -267,7 +314,9 @@ def test_the_memory_of_a_model_with_windows_is_an_exact_number(gemma):
         while engine.has_work:
             blocks = engine.step().plan.blocks_used
         layers[name] = blocks * (1 if free else 2)
-        assert engine.memory.cache == sum(array.nbytes for array in jax.tree.leaves(engine._state.cache))
+        assert engine.memory.cache == sum(
+            array.nbytes for array in jax.tree.leaves(engine._state.cache)
+        )
     assert layers == {"kept": 56, "freed": 28 + 5}
     shorter = make(gemma, max_model_len=16)
     assert shorter.engine.runtime.shapes.layout is None, "no sequence is longer than the window"
@@ -282,9 +331,13 @@ def test_the_report_counts_the_sequences_that_fit(gemma, mistral):
 
 @pytest.mark.slow
 def test_a_penalty_in_a_model_of_windows_counts_all_tokens(gemma, mistral):
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0)
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
+    )
     for model in (gemma, mistral):
-        assert tokens_of(make(model), params=params) == tokens_of(make(model, free_window_blocks=False), params=params)
+        assert tokens_of(make(model), params=params) == tokens_of(
+            make(model, free_window_blocks=False), params=params
+        )
         assert tokens_of(make(model), params=params) != tokens_of(make(model))
 
 
@@ -296,7 +349,10 @@ def test_layers_are_dealt_to_groups_of_one_size():
     for windows in ([None] * 4 + [9] * 22, [5, None, 7, 5, 5]):
         found = layer_groups(windows)
         assert len(set(found.places)) == len(windows)
-        assert all(found.windows[group] == window for (group, _), window in zip(found.places, windows, strict=True))
+        assert all(
+            found.windows[group] == window
+            for (group, _), window in zip(found.places, windows, strict=True)
+        )
         assert all(at < found.size for _, at in found.places)
 
 
@@ -306,12 +362,18 @@ def test_layers_are_dealt_to_groups_of_one_size():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kv_policy": "streming"}, r"kv_policy is 'streming'; it must be one of .*did you mean 'streaming'"),
+        (
+            {"kv_policy": "streming"},
+            r"kv_policy is 'streming'; it must be one of .*did you mean 'streaming'",
+        ),
         (
             {"kv_policy": {"name": "streaming", "window": 0}},
             "kv_policy.window is 0; it must be an integer of at least 1",
         ),
-        ({"kv_policy": {"name": "streaming", "sink": 1}}, r"unknown key kv_policy\.'sink'; did you mean 'sinks'"),
+        (
+            {"kv_policy": {"name": "streaming", "sink": 1}},
+            r"unknown key kv_policy\.'sink'; did you mean 'sinks'",
+        ),
         (
             {"kv_policy": {"name": "full", "sinks": 4}},
             "kv_policy.sinks is 4, and kv_policy.name 'full', which does not take it",
@@ -332,9 +394,13 @@ def test_wrong_configurations_are_refused(config, message):
 
 
 def test_a_policy_for_a_model_with_windows_is_refused(gemma):
-    for free in (True, False):  # a kernel's window counts positions, and tables of a policy are compact
+    for free in (
+        True,
+        False,
+    ):  # a kernel's window counts positions, and tables of a policy are compact
         with pytest.raises(
-            ValueError, match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"
+            ValueError,
+            match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'",
         ):
             make(gemma, kv_policy=STREAMING, free_window_blocks=free)
     assert make(gemma, kv_policy=STREAMING, max_model_len=16, max_num_batched_tokens=16) is not None
@@ -375,11 +441,16 @@ def test_names_are_short_for_options():
     assert EngineConfig(kv_policy="full").kv_policy is None
     found = EngineConfig(kv_policy="streaming").kv_policy
     assert (found.sinks, found.window) == (4, 1020)
-    assert EngineConfig(kv_policy=found) == EngineConfig(kv_policy={"name": "streaming", "sinks": 4})
+    assert EngineConfig(kv_policy=found) == EngineConfig(
+        kv_policy={"name": "streaming", "sinks": 4}
+    )
 
 
 def test_taps_of_attention_need_all_positions(tiny):
     llm = make(tiny, kv_policy=STREAMING)
-    with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position, and with kv_policy 'stream"):
+    with pytest.raises(
+        ValueError,
+        match=r"taps.attention gives probabilities by position, and with kv_policy 'stream",
+    ):
         llm.generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
     assert not llm.engine.has_work

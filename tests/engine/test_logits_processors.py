@@ -38,7 +38,9 @@ def generate(llm: LLM, *each: SamplingParams) -> list[Any]:
     return [output.outputs[0] for output in llm.generate(PROMPTS, list(each), use_tqdm=False)]
 
 
-def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(one_layer, llm, file):
+def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(
+    one_layer, llm, file
+):
     z_score = runpy.run_path(str(file))["z_score"]
     others = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
     plain = generate(LLM(one_layer, progress=False, **SIZES), PLAIN, *others)
@@ -47,7 +49,9 @@ def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes
     assert mixed[1:] == plain[1:], "the same bits beside a row with a mark"
     assert mixed[0].token_ids != plain[0].token_ids
     assert z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY) > 6
-    assert abs(z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY + 1)) < 4, "another key finds nothing"
+    assert abs(z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY + 1)) < 4, (
+        "another key finds nothing"
+    )
     for prompt, one in zip(PROMPTS[:2], plain[:2], strict=True):
         assert abs(z_score(prompt, one.token_ids, GAMMA, KEY)) < 3.5
 
@@ -73,11 +77,15 @@ def test_numpy_and_jax_have_the_same_lists_of_the_wanted_size(file):
     ],
     ids=str,
 )
-def test_a_watermark_does_not_depend_on_how_steps_are_made(one_layer, one_layer_folder, llm, file, options):
+def test_a_watermark_does_not_depend_on_how_steps_are_made(
+    one_layer, one_layer_folder, llm, file, options
+):
     few = [replace(one, max_tokens=60) for one in (MARKED, PLAIN, MARKED)]
     wanted = [one.token_ids for one in generate(llm, *few)]
     model = one_layer_folder if "mesh" in options else one_layer
-    other = LLM(model, progress=False, row_features=[find(f"{file}:WATERMARK")], **{**SIZES, **options})
+    other = LLM(
+        model, progress=False, row_features=[find(f"{file}:WATERMARK")], **{**SIZES, **options}
+    )
     assert [one.token_ids for one in generate(other, *few)] == wanted
 
 
@@ -85,7 +93,10 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
     for value, message in (
         ((1.5, 2.0, 7), "watermark is .* gamma must be between 0 and 1"),
         ((0.5, 2.0, -7), r"key is -7; it must fit uint32 of shape \[\]"),
-        (3, r"row feature 'watermark' cannot read {'watermark': 3} \(TypeError: .*\); give what its `read` expects"),
+        (
+            3,
+            r"row feature 'watermark' cannot read {'watermark': 3} \(TypeError: .*\); give what its `read` expects",
+        ),
     ):
         with pytest.raises(ValueError, match=f"request '[0-9]+': {message}"):
             generate(llm, PLAIN, replace(PLAIN, extra_args={"watermark": value}), PLAIN)
@@ -98,16 +109,25 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
 def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file):
     value = find(f"{file}:WATERMARK")
     lazy: dict[str, Any] = {"progress": False, **SIZES}
-    for given in ({"row_features": value}, {"logits_processors": [value]}, {"logits_processors": f"{file}:WATERMARK"}):
+    for given in (
+        {"row_features": value},
+        {"logits_processors": [value]},
+        {"logits_processors": f"{file}:WATERMARK"},
+    ):
         llm = LLM(one_layer, **lazy, **given)
         assert [one.name for one in llm.engine.runtime.chain.features][-1] == "watermark"
     llm = LLM(one_layer, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
     assert [one.name for one in llm.engine.runtime.chain.features][-2:] == ["watermark", "other"]
     assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
     assert LLM(one_layer, **lazy, logits_processors=None).engine.config.row_features == ()
-    with pytest.raises(ValueError, match="logits_processors is vLLM's name of row_features, and both are given"):
+    with pytest.raises(
+        ValueError, match="logits_processors is vLLM's name of row_features, and both are given"
+    ):
         LLM(one_layer, **lazy, row_features=value, logits_processors=value)
-    with pytest.raises(ValueError, match=r"row_features has <class 'int'>; write a RowFeature, or give folder/file.py"):
+    with pytest.raises(
+        ValueError,
+        match=r"row_features has <class 'int'>; write a RowFeature, or give folder/file.py",
+    ):
         LLM(one_layer, **lazy, logits_processors=[int])
     with pytest.raises(ValueError, match="row_features use the name 'watermark' twice"):
         LLM(one_layer, **lazy, row_features=(value, f"{file}:WATERMARK"))
@@ -120,8 +140,14 @@ def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file
             "none.py:A",
             "row_features is 'none.py:A', but there is no file none.py; write module:NAME, or folder/file.py:N",
         ),
-        ("json:dumps", "row_features is 'json:dumps', but dumps in json is no RowFeature; those in it: none"),
-        ("watermark", r"row_features is \('watermark',\); it must be a list, and each item module:NAME or folder/file"),
+        (
+            "json:dumps",
+            "row_features is 'json:dumps', but dumps in json is no RowFeature; those in it: none",
+        ),
+        (
+            "watermark",
+            r"row_features is \('watermark',\); it must be a list, and each item module:NAME or folder/file",
+        ),
     ],
 )
 def test_a_name_that_leads_nowhere_is_an_error(one_layer, name, message):
@@ -145,11 +171,15 @@ def test_the_command_line_and_yaml_name_processors(tmp_path, file):
     first = point(code, engine=engine, sampling=sampling)
     assert first.experiment.engine.row_features == (f"{tmp_path.resolve()}/watermark.py:WATERMARK",)
     assert first.experiment.sampling.extra_args == {"watermark": (0.25, 2.0, 7)}
-    moved = point(code, name="moved.py", engine={"row_features": ["moved.py:WATERMARK"]}, sampling=sampling)
+    moved = point(
+        code, name="moved.py", engine={"row_features": ["moved.py:WATERMARK"]}, sampling=sampling
+    )
     assert moved.key == first.key, "the content counts, and not the place"
     assert point(f"{code}\n", engine=engine, sampling=sampling).key != first.key
     assert point(code, engine={"row_features": []}).key == point(code).key
-    with pytest.raises(ValueError, match=r"engine.row_features is 'none.py:A', but there is no file none.py"):
+    with pytest.raises(
+        ValueError, match=r"engine.row_features is 'none.py:A', but there is no file none.py"
+    ):
         point(code, engine={"row_features": ["none.py:A"]})
     with pytest.raises(ValueError, match=r"sampling\.taps: an experiment keeps no arrays"):
         point(code, sampling={"taps": {"hidden_states": [0]}})

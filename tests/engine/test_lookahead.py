@@ -17,7 +17,13 @@ from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq
 
 DEPTHS = (1, 3)
 # One bucket, so that each engine of these tests and of those of drafts and meshes compiles one program, not two.
-CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "block_size": 4, "num_blocks": 64}
+CONFIG = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "token_buckets": (24,),
+    "block_size": 4,
+    "num_blocks": 64,
+}
 OFTEN = tuple(range(0, 320, 8))  # stop tokens that a random model meets after some ten tokens
 
 
@@ -50,7 +56,9 @@ class Observed:
         scheduler.check(self.engine.scheduler_state)
         self.steps += 1
         self.preempted += len(result.plan.preempted)
-        self.results.append((result.plan, result.events, result.logprobs, result.beams, result.padded_tokens > 0))
+        self.results.append(
+            (result.plan, result.events, result.logprobs, result.beams, result.padded_tokens > 0)
+        )
         return result
 
 
@@ -74,7 +82,10 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
         while number < 14 and draw.random() < 0.5:
             kind, name, n = draw.choice(kinds), f"r{number}", draw.randint(1, 40)
             number += 1
-            forks, params = [], {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number}
+            forks, params = (
+                [],
+                {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number},
+            )
             params |= {"temperature": draw.choice([0.0, hottest])}
             if kind == "beams":
                 beam = BeamSearchParams(beam_width=2, max_tokens=6)
@@ -92,7 +103,9 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
             shared = tokens(12, 0) if draw.random() < 0.4 else []
             engine.add(name, shared + tokens(n, number), SamplingParams(**params), forks=forks)
         if draw.random() < 0.1:
-            run.results.append(engine.cancel(f"r{draw.randrange(14)}{draw.choice(['', '', 'b', 'c'])}"))
+            run.results.append(
+                engine.cancel(f"r{draw.randrange(14)}{draw.choice(['', '', 'b', 'c'])}")
+            )
         if draw.random() < 0.03:
             engine.reset_prefix_cache()
         if engine.has_work:
@@ -111,9 +124,13 @@ def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, see
         assert plain.sent == plain.late == plain.steps
         predicted = play(llms[depth].engine, seed, tmp_path / "predicted.jsonl")
         assert predicted.results == plain.results
-        assert (tmp_path / "predicted.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+        assert (tmp_path / "predicted.jsonl").read_bytes() == (
+            tmp_path / "plain.jsonl"
+        ).read_bytes()
         runs.append(predicted)
-    steps, sent, late = (sum(getattr(run, name) for run in runs) for name in ("steps", "sent", "late"))
+    steps, sent, late = (
+        sum(getattr(run, name) for run in runs) for name in ("steps", "sent", "late")
+    )
     assert late < 0.9 * steps, "no step was predicted"
     assert sent >= steps + 5, "no prediction was wrong"
 
@@ -124,7 +141,9 @@ def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, see
     [
         {"num_blocks": 20, "enable_prefix_caching": False},
         {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001},
-        pytest.param({"num_blocks": 10, "block_size": 8, "policy": "shortest"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_blocks": 10, "block_size": 8, "policy": "shortest"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["recomputed", "swapped", "shortest first"],
 )
@@ -132,7 +151,9 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     engines = [make(tiny, depth, max_model_len=64, **config).engine for depth in (0, 3)]
     preempted = 0
     for seed in range(3):
-        plain, *others = [play(engine, seed, tmp_path / f"{i}.jsonl") for i, engine in enumerate(engines)]
+        plain, *others = [
+            play(engine, seed, tmp_path / f"{i}.jsonl") for i, engine in enumerate(engines)
+        ]
         for i, other in enumerate(others, 1):
             assert other.results == plain.results
             assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
@@ -146,11 +167,27 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     [
         {"mixed_steps": False},
         {"token_buckets": (8, 24)},
-        {"chunked_prefill": False, "mixed_steps": False, "max_num_batched_tokens": 128, "token_buckets": (8, 128)},
+        {
+            "chunked_prefill": False,
+            "mixed_steps": False,
+            "max_num_batched_tokens": 128,
+            "token_buckets": (8, 128),
+        },
         {"reservation": "pow2", "enable_prefix_caching": False},
-        {"reservation": "oracle", "enable_prefix_caching": False, "mixed_steps": False, "policy": "static"},
+        {
+            "reservation": "oracle",
+            "enable_prefix_caching": False,
+            "mixed_steps": False,
+            "policy": "static",
+        },
     ],
-    ids=["separate steps", "two buckets", "whole prompts first", "reserved", "reserved, separate steps, static"],
+    ids=[
+        "separate steps",
+        "two buckets",
+        "whole prompts first",
+        "reserved",
+        "reserved, separate steps, static",
+    ],
 )
 def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config):
     """Without mixed steps a decode may wait; then its newest token is not on the device when a step is predicted."""
@@ -158,7 +195,9 @@ def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config)
     kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
     steps = late = 0
     for seed in range(4):
-        plain, *others = [play(engine, seed, tmp_path / f"{i}.jsonl", **kinds) for i, engine in enumerate(engines)]
+        plain, *others = [
+            play(engine, seed, tmp_path / f"{i}.jsonl", **kinds) for i, engine in enumerate(engines)
+        ]
         assert verify(tmp_path / "0.jsonl").identical
         for i, other in enumerate(others, 1):
             assert other.results == plain.results
@@ -175,7 +214,10 @@ def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(ll
     for engine in (llms[0].engine, llms[depth].engine):
         engine.reset()
         engine.add(
-            "a", tokens(57, 1), SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True), forks="bcd"
+            "a",
+            tokens(57, 1),
+            SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True),
+            forks="bcd",
         )
         run, sampled = Observed(engine), {}
         while engine.has_work:
@@ -183,7 +225,9 @@ def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(ll
                 assert engine.scheduler_state.running.seqs[0].request.forks == ("b", "c", "d")
                 engine.cancel("b")
             for event in run.step().events:
-                for name, token in zip(*event[1:], strict=True) if isinstance(event, Sampled) else ():
+                for name, token in (
+                    zip(*event[1:], strict=True) if isinstance(event, Sampled) else ()
+                ):
                     sampled.setdefault(name, []).append(token)
         found[engine] = sampled
     plain, predicted = found.values()
@@ -193,7 +237,8 @@ def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(ll
 
 def test_stop_strings_end_at_the_same_token(llms):
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True) for i in range(8)
+        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True)
+        for i in range(8)
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
     expected = llms[0].generate(prompts, params, use_tqdm=False)
@@ -207,7 +252,11 @@ def test_every_step_but_the_first_is_predicted_when_nothing_stops(llms, depth):
     engine = llms[depth].engine
     engine.reset()
     for i in range(8):  # more than run at a time: all ends are known in advance
-        engine.add(str(i), tokens(3 + i, i), SamplingParams(temperature=0, max_tokens=9 + i, ignore_eos=True))
+        engine.add(
+            str(i),
+            tokens(3 + i, i),
+            SamplingParams(temperature=0, max_tokens=9 + i, ignore_eos=True),
+        )
     run = Observed(engine)
     while engine.has_work:
         run.step()
@@ -253,7 +302,9 @@ def test_no_prediction_overwrites_cached_content(tiny):
         held = len(engine.scheduler_state.pool.contents)
         assert held == 4 * (31 // 4)
         runs[depth] = run = Observed(engine)
-        engine.add("b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        engine.add(
+            "b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        )
         while engine.has_work:
             run.step()
     assert runs[1].results == runs[0].results
@@ -291,14 +342,18 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
         engine.cancel("b")
         engine.record(tmp_path / "log.jsonl")
         for name in ("x", "y"):
-            engine.add(name, tokens(4, 3), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+            engine.add(
+                name, tokens(4, 3), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+            )
         engine.cancel("x")
         first[depth] = engine.step().events
         engine.record(None)
     assert first[1] == first[0]
 
 
-@pytest.mark.parametrize("config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}])
+@pytest.mark.parametrize(
+    "config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}]
+)
 def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
     """It names those of sequences that end; with all names, the plan and the free blocks are equal."""
     engine = make(tiny, 0, **config).engine
@@ -310,7 +365,9 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
         before, plan = scheduler.schedule(engine.scheduler_state, policy)
         sequences, unknown = engine._state.sequences, set(lookahead.sampling(plan))
         few, many = (
-            lookahead.predict(before, plan, policy, sequences, unknown, plan_is_real=True, last=last)
+            lookahead.predict(
+                before, plan, policy, sequences, unknown, plan_is_real=True, last=last
+            )
             for last in (True, False)
         )
         assert (few is None) == (many is None)
@@ -327,15 +384,28 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
 
 def test_rows_match_if_their_work_and_their_blocks_do():
     seqs = tuple([Seq(Request(f"r{i}", 3, 9), i, 20, 4, 3, (i, i + 9)) for i in range(4)])
-    plan = EMPTY_PLAN._replace(seqs=seqs, lengths=(5, 6, 7, 8), starts=(4, 5, 6, 7), counts=(1,) * 4)
+    plan = EMPTY_PLAN._replace(
+        seqs=seqs, lengths=(5, 6, 7, 8), starts=(4, 5, 6, 7), counts=(1,) * 4
+    )
     part = plan._replace(seqs=seqs[1::2], lengths=(6, 8), starts=(5, 7), counts=(1, 1))
     assert lookahead.matching_rows(plan, plan) == (0, 1, 2, 3)
     assert lookahead.matching_rows(part, plan) == (1, 3)
     assert lookahead.matching_rows(plan, part) is None, "a row is missing"
-    assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, "another order"
-    for column, other in (("lengths", (6, 9)), ("starts", (5, 6)), ("counts", (1, 2)), ("copies", ((1, 2),))):
+    assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, (
+        "another order"
+    )
+    for column, other in (
+        ("lengths", (6, 9)),
+        ("starts", (5, 6)),
+        ("counts", (1, 2)),
+        ("copies", ((1, 2),)),
+    ):
         assert lookahead.matching_rows(part._replace(**{column: other}), plan) is None, column
     branch = seqs[3]._replace(request=Request("another", 3, 9))
-    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], branch)), plan) is None, "another branch"
+    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], branch)), plan) is None, (
+        "another branch"
+    )
     moved = seqs[3]._replace(blocks=(3, 13))
-    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], moved)), plan) is None, "another block"
+    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], moved)), plan) is None, (
+        "another block"
+    )

@@ -44,14 +44,25 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def compared(folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any) -> list[Any]:
+def compared(
+    folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any
+) -> list[Any]:
     """Recordings of one device and of the mesh are equal; returns the results of both."""
     runs, logs = [], []
-    devices, hottest, atol = config.pop("devices", None), config.pop("hottest", 1.0), config.pop("atol", 1e-5)
+    devices, hottest, atol = (
+        config.pop("devices", None),
+        config.pop("hottest", 1.0),
+        config.pop("atol", 1e-5),
+    )
     for name, more in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
         engine = LLM(folder, progress=False, **{**CONFIG, **config}, **more).engine
         assert (engine.model.placement is not None) == (name == "mesh")
-        runs.append([play(engine, seed, tmp_path / f"{name}{seed}.jsonl", hottest=hottest) for seed in seeds])
+        runs.append(
+            [
+                play(engine, seed, tmp_path / f"{name}{seed}.jsonl", hottest=hottest)
+                for seed in seeds
+            ]
+        )
         logs.append([(tmp_path / f"{name}{seed}.jsonl").read_bytes() for seed in seeds])
     assert logs[0] == logs[1]
     for one, other in zip(*runs, strict=True):
@@ -61,17 +72,24 @@ def compared(folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = No
 
 def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
     """Sums are added in another order, so log-probabilities differ in their last bits."""
-    found = [[entry for result in results if len(result) == 5 for entry in result[2]] for results in (one, other)]
+    found = [
+        [entry for result in results if len(result) == 5 for entry in result[2]]
+        for results in (one, other)
+    ]
     assert found[0], "no log-probability was asked for"
     for a, b in zip(*found, strict=True):
         assert (a.request_id, a.position, a.token_id) == (b.request_id, b.position, b.token_id)
-        assert abs(a.rank - b.rank) <= a.rank // 1000  # unlikely tokens are so near that rounding orders them
+        assert (
+            abs(a.rank - b.rank) <= a.rank // 1000
+        )  # unlikely tokens are so near that rounding orders them
         if a.logprob is not None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
 @pytest.mark.slow  # with a draft model by default, below
-@pytest.mark.parametrize(("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)]
+)
 def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     compared(folders[name], tmp_path, mesh={"tensor": n})
 
@@ -80,7 +98,9 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
 @pytest.mark.parametrize(
     "config",
     [
-        slow({"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}),
+        slow(
+            {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+        ),
         slow({"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64}),
         {"lookahead": 2},
         slow({"weight_dtype": "int8"}),
@@ -95,14 +115,18 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
         assert sum(run.preempted for run in one) > 5
 
 
-def random_model(name: str, dtype: str | None = None, weight_dtype: str | None = None) -> LoadedModel:
+def random_model(
+    name: str, dtype: str | None = None, weight_dtype: str | None = None
+) -> LoadedModel:
     """A model of test_model_families with random weights, without torch."""
     kind, settings = CASES[name]
     config = normalised({"model_type": kind, **settings}, name)
     family, rng = FAMILIES[kind], np.random.default_rng(0)
     shapes = named(nnx.eval_shape(lambda: Decoder(family.from_hf(config), "float32")))
     params = {
-        name: rng.normal(0, x.shape[-1] ** -0.5 if len(x.shape) > 1 else 0.3, x.shape).astype(np.float32)
+        name: rng.normal(0, x.shape[-1] ** -0.5 if len(x.shape) > 1 else 0.3, x.shape).astype(
+            np.float32
+        )
         for name, x in shapes.items()
     }
     return from_params(nested(params), config, dtype=dtype or "float32", weight_dtype=weight_dtype)
@@ -110,7 +134,8 @@ def random_model(name: str, dtype: str | None = None, weight_dtype: str | None =
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")]
+    "name",
+    [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")],
 )
 def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
     compared(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
@@ -153,7 +178,9 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
     """A draft model has a copy on each device. With itself as its draft model, an engine accepts every draft."""
     if options["method"] == "draft":
         options = options | {"model": str(folders["8/2"])}
-    one, mesh = compared(folders["8/2"], tmp_path, seeds=(0,), mesh={"tensor": 4}, speculative=options)
+    one, mesh = compared(
+        folders["8/2"], tmp_path, seeds=(0,), mesh={"tensor": 4}, speculative=options
+    )
     assert sum(run.steps for run in mesh) == sum(run.steps for run in one)
     assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
 
@@ -163,10 +190,15 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
 def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
     other = saved(tmp_path / "other", name, seed=5)
-    prompts, params = [tokens(9, 1), tokens(30, 2)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts, params = (
+        [tokens(9, 1), tokens(30, 2)],
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    )
 
     def said(llm: LLM) -> list[tuple[int, ...]]:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
 
     mesh, wanted = (
         LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG),
@@ -178,17 +210,23 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     chex.assert_trees_all_equal_shapes_and_dtypes(old, mesh.engine.model.leaves)
     assert [x.sharding for x in old] == [x.sharding for x in mesh.engine.model.leaves]
     with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
-        mesh.update_params(named(whole(mesh.engine.model)) | {"embed": np.zeros((3, 64), np.float32)})
+        mesh.update_params(
+            named(whole(mesh.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     convert(folders["9/3"], tmp_path / "orbax", "orbax")
     mesh = MeshConfig(tensor=4)
-    one, other = (load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax"))
+    one, other = (
+        load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax")
+    )
     chex.assert_trees_all_equal(one.model.leaves, other.model.leaves)
     sixteen = {"dtype": "bfloat16", "weight_dtype": dtype}
-    alone, placed = (load_model(tmp_path / "orbax", mesh=mesh, **sixteen).model for mesh in (None, mesh))
+    alone, placed = (
+        load_model(tmp_path / "orbax", mesh=mesh, **sixteen).model for mesh in (None, mesh)
+    )
     chex.assert_trees_all_equal(whole(alone), whole(placed))
     assert [x.sharding for x in one.model.leaves] == [x.sharding for x in other.model.leaves]
 
@@ -203,7 +241,9 @@ def test_in_16_bits_log_probabilities_are_close(name):
         llm = LLM(model, progress=False, mesh=mesh, **CONFIG)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         assert output.prompt_logprobs is not None
-        found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:] if one])
+        found.append(
+            [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:] if one]
+        )
     chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
 
 
@@ -213,8 +253,13 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
     one = load_model(folders["8/4"])
     llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
     placed = llm.engine.model
-    for refused in (lambda: llm.update_params(placed.params), lambda: from_params(placed.params, placed.config)):
-        with pytest.raises(ValueError, match=r"is from a model on a mesh, in the order of its devices; give whole"):
+    for refused in (
+        lambda: llm.update_params(placed.params),
+        lambda: from_params(placed.params, placed.config),
+    ):
+        with pytest.raises(
+            ValueError, match=r"is from a model on a mesh, in the order of its devices; give whole"
+        ):
             refused()
     chex.assert_trees_all_equal(whole(placed), whole(one.model))
     for name in HEADS:  # heads of zeros, and heads that several devices have
@@ -230,9 +275,15 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
 def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_path):
     """Swapping, copies of branches, and an engine that is reset."""
     config = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
-    one, other = compared(folders["8/4"], tmp_path, mesh={"tensor": 4}, devices=[6, 3, 5, 2], **config)
+    one, other = compared(
+        folders["8/4"], tmp_path, mesh={"tensor": 4}, devices=[6, 3, 5, 2], **config
+    )
     assert sum(run.preempted for run in other) == sum(run.preempted for run in one) > 5
-    used = {device for x in jax.tree.leaves(other[0].engine._state.cache) for device in x.sharding.device_set}
+    used = {
+        device
+        for x in jax.tree.leaves(other[0].engine._state.cache)
+        for device in x.sharding.device_set
+    }
     assert used == {jax.devices()[i] for i in (6, 3, 5, 2)}
     assert other[0].engine.config.devices == (6, 3, 5, 2)
 

@@ -17,11 +17,15 @@ from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
 from pagedjax.params import SamplingParams
 
-SHAPES = Shapes(tokens=(4, 8, 16), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50)
+SHAPES = Shapes(
+    tokens=(4, 8, 16), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50
+)
 GREEDY = SamplingParams(temperature=0)
 
 
-def sequence_data(tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, **more) -> SequenceData:
+def sequence_data(
+    tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, **more
+) -> SequenceData:
     """A request whose known tokens are `tokens`, with room for 20."""
     room = np.full(20, 77, np.int32)  # what lies behind the known tokens must never be used
     room[: len(tokens)] = tokens
@@ -30,7 +34,9 @@ def sequence_data(tokens: list[int], prompt_len: int, params: SamplingParams = G
     return data
 
 
-def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Plan, dict[str, SequenceData]]:
+def plan(
+    *rows: tuple[str, SequenceData, int, int, tuple[int, ...]],
+) -> tuple[Plan, dict[str, SequenceData]]:
     """Rows of (id, sequence data, start, count, blocks)."""
     seqs = tuple(
         Seq(Request(name, s.prompt_len, 5), i, 20, s.known, start, blocks)
@@ -38,7 +44,9 @@ def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Pl
     )
     lengths, starts = tuple(s.known for _, s, *_ in rows), tuple(row[2] for row in rows)
     counts = tuple(row[3] for row in rows)
-    return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {name: s for name, s, *_ in rows}
+    return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {
+        name: s for name, s, *_ in rows
+    }
 
 
 def blanks(shapes: Shapes, options=DEFAULT):
@@ -61,7 +69,13 @@ def assert_blank(feature: str, batch: Batch) -> None:
 
 MIXED = (
     ("decode", sequence_data([10, 11, 12, 13, 14, 15], 4), 5, 1, (7, 3)),
-    ("chunk", sequence_data([20, 21, 22, 23, 24, 25, 26], 7), 2, 3, (1, 9)),  # stops before the end of its prompt
+    (
+        "chunk",
+        sequence_data([20, 21, 22, 23, 24, 25, 26], 7),
+        2,
+        3,
+        (1, 9),
+    ),  # stops before the end of its prompt
     ("whole", sequence_data([30, 31], 2), 0, 2, (5,)),
 )
 
@@ -103,7 +117,10 @@ def test_an_empty_plan_is_all_padding():
 
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
     assert [SHAPES.bucket(n) for n in (0, 1, 4, 5, 8, 9, 16)] == [4, 4, 4, 8, 8, 16, 16]
-    assert [len(packed(("a", sequence_data([1] * 16, 16), 0, n, (1, 2, 3, 4))).tokens) for n in (4, 5, 16)] == [
+    assert [
+        len(packed(("a", sequence_data([1] * 16, 16), 0, n, (1, 2, 3, 4))).tokens)
+        for n in (4, 5, 16)
+    ] == [
         4,
         8,
         16,
@@ -153,7 +170,9 @@ def test_options_of_a_row_are_in_its_row_of_the_arrays():
     equal(fields["presence"], 0, 1.5, 0)
     equal(fields["frequency"], 0, -0.5, 0)
     equal(fields["repetition"], 1, 1.25, 1)
-    chex.assert_type([fields[name] for name in ("top_p", "min_p", "presence", "repetition")], np.float32)
+    chex.assert_type(
+        [fields[name] for name in ("top_p", "min_p", "presence", "repetition")], np.float32
+    )
     chex.assert_type(fields["top_k"], np.int32)
     for name in ("top_p", "min_p", "top_k", "penalties"):
         equal(s.features[name].on, False, True, False)
@@ -161,12 +180,16 @@ def test_options_of_a_row_are_in_its_row_of_the_arrays():
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_top_k_of_0_and_of_minus_1_is_off(value):
-    assert_blank("top_k", packed(("a", sequence_data([1], 1, SamplingParams(top_k=value)), 0, 1, (1,))))
+    assert_blank(
+        "top_k", packed(("a", sequence_data([1], 1, SamplingParams(top_k=value)), 0, 1, (1,)))
+    )
 
 
 @pytest.mark.parametrize("option", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
 def test_options_of_weights_are_off_for_greedy_rows(option):
-    batch = packed(("a", sequence_data([1], 1, SamplingParams(temperature=0, **option)), 0, 1, (1,)))
+    batch = packed(
+        ("a", sequence_data([1], 1, SamplingParams(temperature=0, **option)), 0, 1, (1,))
+    )
     assert_blank(next(iter(option)), batch)
 
 
@@ -174,7 +197,14 @@ def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
     blank = blanks(SHAPES)
     step_plan, sequences = plan(*MIXED)
     s = pack(step_plan, sequences, SHAPES, blank).sampling
-    assert s.features.keys() == {"listed_tokens", "bad_words", "penalties", "min_p", "top_k", "top_p"}
+    assert s.features.keys() == {
+        "listed_tokens",
+        "bad_words",
+        "penalties",
+        "min_p",
+        "top_k",
+        "top_p",
+    }
     assert all(rows is blank[3].features[name] for name, rows in s.features.items())
     chex.assert_trees_all_equal(blank[3], blank_sampling(SHAPES.rows(8)))
 
@@ -186,13 +216,21 @@ def listed(row: int, batch: Batch) -> tuple[dict[int, float], list[int]]:
     entries = dict(zip(ids[:always].tolist(), fields["bias"][row, :always].tolist(), strict=True))
     assert len(entries) == always, "a token is listed twice: its bias would be added twice"
     stops = ids[always:][ids[always:] >= 0]
-    chex.assert_trees_all_equal(fields["bias"][row, always:][: len(stops)], np.full(len(stops), -np.inf, np.float32))
+    chex.assert_trees_all_equal(
+        fields["bias"][row, always:][: len(stops)], np.full(len(stops), -np.inf, np.float32)
+    )
     return entries, stops.tolist()
 
 
 def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
     def row(name, **params):
-        return name, sequence_data([1, 2, 3], 2, SamplingParams(max_tokens=9, **params), stop_ids=(8, 9)), 2, 1, (1,)
+        return (
+            name,
+            sequence_data([1, 2, 3], 2, SamplingParams(max_tokens=9, **params), stop_ids=(8, 9)),
+            2,
+            1,
+            (1,),
+        )
 
     batch = packed(
         row("bias", logit_bias={4: 1.5, 9: -2.0}),
@@ -232,7 +270,9 @@ def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
     params = SamplingParams(temperature=0, extra_args={"wide": 3})
     data = sequence_data([1, 2, 3], 2, params, read=options.read(params))
     other = sequence_data([1, 2, 3], 2, GREEDY, read=options.read(GREEDY))
-    features = packed(("a", other, 2, 1, (1,)), ("b", data, 2, 1, (2,)), options=options).sampling.features
+    features = packed(
+        ("a", other, 2, 1, (1,)), ("b", data, 2, 1, (2,)), options=options
+    ).sampling.features
     assert features.keys() == options.blank(1).keys()
     equal(features["wide"].on, False, True, False)
     equal(features["wide"].fields["count"], -1, 3, -1)
@@ -244,9 +284,13 @@ def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
 
 def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_known():
     params = SamplingParams(extra_args={"wude": 3})
-    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"):
+    with pytest.raises(
+        ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"
+    ):
         DEFAULT.read(params)
-    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"):
+    with pytest.raises(
+        ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"
+    ):
         chain((WIDE,)).read(params)
 
 
@@ -258,16 +302,23 @@ def test_extra_args_are_plain_values_by_name():
         SamplingParams(extra_args=["a"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"extra_args is \{3: 1\}; it must map names to values"):
         SamplingParams(extra_args={3: 1})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"extra_args\['a'\] is <object .*; it must be a number, a string"):
+    with pytest.raises(
+        ValueError, match=r"extra_args\['a'\] is <object .*; it must be a number, a string"
+    ):
         SamplingParams(extra_args={"a": object()})
 
 
 def test_more_listed_tokens_than_the_limit_are_refused():
     most = SamplingParams(allowed_token_ids=tuple(range(MAX_LISTED - 2)), min_tokens=1)
     assert DEFAULT.read(most, (5, 2000)).names == {"listed_tokens"}
-    with pytest.raises(ValueError, match=r"^1025 tokens are listed in logit_bias, .*; the limit is 1024; list fewer$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^1025 tokens are listed in logit_bias, .*; the limit is 1024; list fewer$",
+    ):
         DEFAULT.read(most, (5, 2000, 2001))
-    with pytest.raises(ValueError, match=r"^allowed_token_ids has only stop tokens, but min_tokens is 1$"):
+    with pytest.raises(
+        ValueError, match=r"^allowed_token_ids has only stop tokens, but min_tokens is 1$"
+    ):
         DEFAULT.read(SamplingParams(allowed_token_ids=(5, 6), min_tokens=1), (5, 6, 7))
 
 
@@ -276,14 +327,18 @@ def test_values_that_do_not_fit_their_fields_are_refused():
     with pytest.raises(ValueError, match=r"^count is 'many'; it must fit int32 of shape"):
         options.read(SamplingParams(extra_args={"wide": "many"}))
     with pytest.raises(ValueError, match=r"^a row feature has the fields"):
-        chain((WIDE._replace(read=lambda params, stop_ids: {"count": 1}),)).read(SamplingParams(extra_args={"wide": 1}))
+        chain((WIDE._replace(read=lambda params, stop_ids: {"count": 1}),)).read(
+            SamplingParams(extra_args={"wide": 1})
+        )
 
 
 def test_features_of_one_name_are_refused():
     for twice in ((WIDE, WIDE), (WIDE._replace(name="top_k"),)):
         with pytest.raises(ValueError, match=r"use the name '.*' twice"):
             chain(twice)
-    with pytest.raises(ValueError, match="'wide' has stage 'logit'; it must be 'logits' or 'probs'"):
+    with pytest.raises(
+        ValueError, match="'wide' has stage 'logit'; it must be 'logits' or 'probs'"
+    ):
         chain((WIDE._replace(stage="logit"),))  # type: ignore[arg-type]
 
 
@@ -352,7 +407,9 @@ def test_a_row_with_drafts_has_a_sample_after_each(drafts: list[int], chunk: int
     batch = pack(step_plan, sequences, shapes, blanks(shapes))
     t = shapes.bucket(sum(step_plan.counts))
     r = shapes.samples(t, any(counts))
-    chex.assert_shape([batch.last, batch.sampled_row, batch.sampling.position, batch.sampling.seed], (r,))
+    chex.assert_shape(
+        [batch.last, batch.sampled_row, batch.sampling.position, batch.sampling.seed], (r,)
+    )
     at = 0
     for row, k in enumerate(counts):
         start = int(batch.cu_q_lens[row])
@@ -371,7 +428,9 @@ def test_a_row_with_drafts_has_a_sample_after_each(drafts: list[int], chunk: int
 
 def test_a_feature_is_read_only_if_a_request_sets_what_it_reads():
     read = []
-    feature = WIDE._replace(read=lambda params, stop_ids: read.append(params), params=("wide", "min_p"))
+    feature = WIDE._replace(
+        read=lambda params, stop_ids: read.append(params), params=("wide", "min_p")
+    )
     options = chain((feature,))
     for params in (
         GREEDY,

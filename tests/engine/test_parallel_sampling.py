@@ -14,7 +14,12 @@ DRAWN = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 10, "ignore_eos": True
 
 
 def make(tiny, **config) -> LLM:
-    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    sizes = {
+        "block_size": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+    }
     return LLM(tiny, progress=False, **(sizes | {"num_blocks": 128} | config))
 
 
@@ -29,7 +34,9 @@ def alone(tiny):
     cold = make(tiny, enable_prefix_caching=False)
     keys = [(n, seed) for n in PROMPTS for seed in range(5, 11)]
     return {
-        (n, seed): cold.generate([PROMPTS[n]], SamplingParams(seed=seed, **DRAWN), use_tqdm=False)[0]
+        (n, seed): cold.generate([PROMPTS[n]], SamplingParams(seed=seed, **DRAWN), use_tqdm=False)[
+            0
+        ]
         .outputs[0]
         .token_ids
         for n, seed in keys
@@ -73,7 +80,9 @@ def test_branches_share_prompt_blocks_and_copy_the_last_on_write(llm):
     assert Forked(0, ("b", "c")) in first.events
     tables = {seq.request_id: seq.blocks for seq in second.plan.seqs}
     assert len({table[:2] for table in tables.values()}) == 1, "the full blocks are shared"
-    assert len({table[2] for table in tables.values()}) == 3, "each branch writes to its own last block"
+    assert len({table[2] for table in tables.values()}) == 3, (
+        "each branch writes to its own last block"
+    )
     (source,) = {old for old, _ in second.plan.copies}
     assert len(second.plan.copies) == 2, "the last branch keeps the block"
     assert source in {table[2] for table in tables.values()}
@@ -86,7 +95,9 @@ def test_branches_run_beside_other_requests(tiny, alone):
     single = make(tiny).generate([PROMPTS[9]], greedy, use_tqdm=False)[0].outputs[0].token_ids
     mixed = make(tiny)
     params = [SamplingParams(n=3, seed=5, **DRAWN), greedy, SamplingParams(seed=7, **DRAWN)]
-    three, one, other = mixed.generate([PROMPTS[40], PROMPTS[9], PROMPTS[16]], params, use_tqdm=False)
+    three, one, other = mixed.generate(
+        [PROMPTS[40], PROMPTS[9], PROMPTS[16]], params, use_tqdm=False
+    )
     assert [branch.token_ids for branch in three.outputs] == [alone[40, 5 + i] for i in range(3)]
     assert one.outputs[0].token_ids == single
     assert other.outputs[0].token_ids == alone[16, 7]
@@ -102,7 +113,9 @@ def test_branches_are_preempted_together_and_sample_the_same(tiny, alone, cachin
     assert together
     assert sum(isinstance(event, Preempted) for step in steps for event in step.events) >= 2
     for n in (21, 40):
-        assert [tokens[name] for name in (str(n), f"{n}b", f"{n}c")] == [alone[n, 5 + i] for i in range(3)]
+        assert [tokens[name] for name in (str(n), f"{n}b", f"{n}c")] == [
+            alone[n, 5 + i] for i in range(3)
+        ]
 
 
 def test_one_branch_can_be_cancelled_before_and_after_the_fork(tiny, alone):
@@ -131,21 +144,29 @@ def test_branches_end_independently(llm):
 
 def test_best_of_returns_the_most_likely_branches_in_order(llm):
     params = {"seed": 5, **DRAWN}
-    (every,) = llm.generate([PROMPTS[21]], SamplingParams(n=6, logprobs=0, **params), use_tqdm=False)
+    (every,) = llm.generate(
+        [PROMPTS[21]], SamplingParams(n=6, logprobs=0, **params), use_tqdm=False
+    )
     (best,) = llm.generate([PROMPTS[21]], SamplingParams(n=2, best_of=6, **params), use_tqdm=False)
     ranked = sorted(every.outputs, key=lambda branch: -branch.cumulative_logprob)
-    assert [branch.token_ids for branch in best.outputs] == [branch.token_ids for branch in ranked[:2]]
+    assert [branch.token_ids for branch in best.outputs] == [
+        branch.token_ids for branch in ranked[:2]
+    ]
     assert [branch.index for branch in best.outputs] == [0, 1]
     assert all(branch.logprobs is None for branch in best.outputs)
 
 
 @pytest.mark.parametrize("best_of", [1, 2.0, True])
 def test_best_of_is_at_least_n(best_of):
-    with pytest.raises(ValueError, match=r"best_of is .*; it must be None, or an integer of at least n \(2\)"):
+    with pytest.raises(
+        ValueError, match=r"best_of is .*; it must be None, or an integer of at least n \(2\)"
+    ):
         SamplingParams(n=2, best_of=best_of)
 
 
 def test_more_branches_than_can_run_are_refused(llm):
-    with pytest.raises(ValueError, match="has 9 branches, but at most 8 sequences run at a time; lower n or"):
+    with pytest.raises(
+        ValueError, match="has 9 branches, but at most 8 sequences run at a time; lower n or"
+    ):
         llm.generate([PROMPTS[9]], SamplingParams(n=9), use_tqdm=False)
     assert not llm.engine.has_work

@@ -11,9 +11,17 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Preempted, Resumed
 
 SHARED = np.random.default_rng(0).integers(3, 300, 20).tolist()
-TAILS = [np.random.default_rng(i).integers(3, 300, n).tolist() for i, n in enumerate((1, 5, 21, 3, 17, 9))]
+TAILS = [
+    np.random.default_rng(i).integers(3, 300, n).tolist()
+    for i, n in enumerate((1, 5, 21, 3, 17, 9))
+]
 PROMPTS = [SHARED + tail for tail in TAILS]
-PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "max_tokens": 24, "ignore_eos": True}
+PENALTIES = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "max_tokens": 24,
+    "ignore_eos": True,
+}
 MIXED = [
     SamplingParams(temperature=t, seed=i, repetition_penalty=1.3, **PENALTIES)
     for i, t in enumerate((0.0, 1.0, 0.0, 0.8, 1.2, 0.0))
@@ -44,7 +52,10 @@ def test_greedy_tokens_are_the_best_after_a_plain_count_of_the_outputs(roomy):
         counts: Counter[int] = Counter()
         for token, logprobs in zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True):
             raw = {other: entry.logprob for other, entry in logprobs.items()}
-            adjusted = {other: x - 0.4 * counts[other] - 0.7 * (counts[other] > 0) for other, x in raw.items()}
+            adjusted = {
+                other: x - 0.4 * counts[other] - 0.7 * (counts[other] > 0)
+                for other, x in raw.items()
+            }
             assert adjusted[token] >= max(adjusted.values()) - 1e-4
             different += token != max(raw, key=raw.__getitem__)
             counts[token] += 1
@@ -75,7 +86,9 @@ def test_swapped_blocks_bring_their_token_ids_back(tiny, roomy):
     while llm.engine.has_work:
         for event in llm.engine.step().events:
             events.append(event)
-            for name, token in zip(getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False):
+            for name, token in zip(
+                getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
+            ):
                 found[name].append(token)
     assert any(isinstance(event, Preempted) and event.swapped for event in events)
     assert any(isinstance(event, Resumed) for event in events)

@@ -18,8 +18,17 @@ from pagedjax.host.types import Finished, Sampled
 from tests.device.test_llama import plain_hidden
 from tests.weights.tiny import tiny_llama
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "block_size": 4, "num_blocks": 128}
-PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 100, 1, 33, 32, 17))]
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "block_size": 4,
+    "num_blocks": 128,
+}
+PROMPTS = [
+    np.random.default_rng(i).integers(3, 320, n).tolist()
+    for i, n in enumerate((5, 100, 1, 33, 32, 17))
+]
 KINDS = ("LAST", "MEAN", "CLS")
 LOGPROBS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
@@ -44,13 +53,20 @@ def hidden(one_layer_folder) -> list[np.ndarray]:
     return [plain_hidden(one_layer_folder, np.array(prompt)) for prompt in PROMPTS]
 
 
-def pooled(states: np.ndarray, kind: str, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
-    found = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[kind][..., :dimensions]
+def pooled(
+    states: np.ndarray, kind: str, dimensions: int | None = None, normalize: bool = True
+) -> np.ndarray:
+    found = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[kind][
+        ..., :dimensions
+    ]
     return found / np.linalg.norm(found, axis=-1, keepdims=True) if normalize else found
 
 
 def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.ndarray]:
-    return [np.array(one.outputs.embedding, np.float32) for one in llm.embed(prompts, params, use_tqdm=False)]
+    return [
+        np.array(one.outputs.embedding, np.float32)
+        for one in llm.embed(prompts, params, use_tqdm=False)
+    ]
 
 
 # --- the vectors ------------------------------------------------------------------------------------------------------
@@ -96,7 +112,10 @@ def test_dimensions_are_cut_before_vectors_are_normalised(llm, hidden, kind, nor
 
 
 def test_vllms_newer_name_of_normalize_means_the_same(llm):
-    old, new = (embedded(llm, PROMPTS[:1], PoolingParams(**{name: False})) for name in ("normalize", "use_activation"))
+    old, new = (
+        embedded(llm, PROMPTS[:1], PoolingParams(**{name: False}))
+        for name in ("normalize", "use_activation")
+    )
     chex.assert_trees_all_equal(old, new)
     assert abs(np.linalg.norm(old[0]) - 1) > 1e-3
 
@@ -104,13 +123,17 @@ def test_vllms_newer_name_of_normalize_means_the_same(llm):
 def test_a_score_is_the_cosine_of_two_embeddings(llm):
     a, b, c = embedded(llm, PROMPTS[:3])
     scores = llm.score(PROMPTS[0], [PROMPTS[1], PROMPTS[2], PROMPTS[0]], use_tqdm=False)
-    chex.assert_trees_all_close([one.outputs.score for one in scores], [float(a @ b), float(a @ c), 1.0], atol=1e-6)
+    chex.assert_trees_all_close(
+        [one.outputs.score for one in scores], [float(a @ b), float(a @ c), 1.0], atol=1e-6
+    )
     assert [one.request_id for one in scores] == ["0", "1", "2"]
     assert scores[0].prompt_token_ids == (*PROMPTS[0], *PROMPTS[1])
     pairs = llm.score(["the cat", "the rain"], ["the cat", "a house"], use_tqdm=False)
     assert pairs[0].outputs.score == pytest.approx(1.0)
     assert pairs[1].outputs.score < 1
-    with pytest.raises(ValueError, match="text_1 has 2 texts and text_2 3; give one, or one for each"):
+    with pytest.raises(
+        ValueError, match="text_1 has 2 texts and text_2 3; give one, or one for each"
+    ):
         llm.score(["a", "b"], ["a", "b", "c"], use_tqdm=False)
 
 
@@ -135,7 +158,9 @@ def test_a_model_without_a_head_of_its_own_and_with_biases_is_pooled(tmp_path):
 # --- beside requests that generate ------------------------------------------------------------------------------------
 
 
-def run(llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParams = LOGPROBS) -> dict[str, Any]:
+def run(
+    llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParams = LOGPROBS
+) -> dict[str, Any]:
     """Two requests generate, and prompts are pooled beside them -> by id, what each got."""
     engine, found = llm.engine, {}
     for i in (0, 1):
@@ -151,17 +176,30 @@ def run(llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParam
         found |= dict(result.pooled)
         for entry in result.logprobs:
             found.setdefault(entry.request_id, []).append(entry[3:])
-        sampled = [name for event in result.events if isinstance(event, Sampled) for name in event.request_ids]
+        sampled = [
+            name
+            for event in result.events
+            if isinstance(event, Sampled)
+            for name in event.request_ids
+        ]
         assert all(name.startswith("g") for name in sampled)
     assert not engine.has_work
     return found
 
 
 @pytest.mark.default_cases("{}", "{'lookahead': 0}")
-@pytest.mark.parametrize("config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str
+)
 def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(one_layer, config):
     """Beside pooled prompts that use the same programs, and beside those that use the programs with states."""
-    llm = make(one_layer, enable_prefix_caching=False, max_num_batched_tokens=32, token_buckets=(32,), **config)
+    llm = make(
+        one_layer,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=32,
+        token_buckets=(32,),
+        **config,
+    )
     alone = run(llm, ())
     for kinds in (("LAST",) * 4, ("MEAN", "ALL", "CLS", "LAST")):
         beside = run(llm, kinds)
@@ -203,7 +241,9 @@ def test_vectors_are_the_same_in_every_mode_of_the_engine(one_layer, hidden, con
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     found = run(llm, kinds, params)
     for i, kind in enumerate(kinds):
-        chex.assert_trees_all_close(found[f"p{i}"], pooled(hidden[i], kind).astype(np.float32), atol=2e-5)
+        chex.assert_trees_all_close(
+            found[f"p{i}"], pooled(hidden[i], kind).astype(np.float32), atol=2e-5
+        )
     llm.engine.record(None)
     assert verify(tmp_path / "run.jsonl").identical
 
@@ -212,7 +252,9 @@ def test_vectors_are_the_same_in_every_mode_of_the_engine(one_layer, hidden, con
 def test_a_mesh_gives_the_same_vectors(one_layer_folder, hidden):
     llm = LLM(one_layer_folder, progress=False, mesh={"tensor": 2}, **SIZES)
     for kind in KINDS:
-        for vector, states in zip(embedded(llm, PROMPTS, PoolingParams(pooling_type=kind)), hidden, strict=True):
+        for vector, states in zip(
+            embedded(llm, PROMPTS, PoolingParams(pooling_type=kind)), hidden, strict=True
+        ):
             chex.assert_trees_all_close(vector, pooled(states, kind).astype(np.float32), atol=2e-5)
 
 
@@ -220,7 +262,9 @@ def test_a_beam_search_and_an_embedding_share_steps(llm, hidden):
     outputs = llm.generate(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
     llm.engine.add("e", PROMPTS[3], PoolingParams(pooling_type="MEAN"))
     beside = llm.generate(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
-    assert [one.token_ids for one in beside[0].outputs] == [one.token_ids for one in outputs[0].outputs]
+    assert [one.token_ids for one in beside[0].outputs] == [
+        one.token_ids for one in outputs[0].outputs
+    ]
     assert not llm.engine.has_work
 
 
@@ -291,7 +335,9 @@ def test_a_prompt_may_have_as_many_tokens_as_the_model(one_layer, llm):
     short = make(one_layer, max_model_len=40)
     (vector,) = embedded(short, [PROMPTS[1][:40]])
     chex.assert_shape(vector, (64,))
-    with pytest.raises(ValueError, match="prompt of 41 tokens, but max_model_len is 40; shorten the prompt to 40"):
+    with pytest.raises(
+        ValueError, match="prompt of 41 tokens, but max_model_len is 40; shorten the prompt to 40"
+    ):
         embedded(short, [PROMPTS[1][:41]])
     kept = embedded(short, [PROMPTS[1]], PoolingParams(truncate_prompt_tokens=-1))
     chex.assert_trees_all_close(kept, embedded(short, [PROMPTS[1][-40:]]), atol=1e-6)
@@ -305,12 +351,21 @@ def test_a_prompt_may_have_as_many_tokens_as_the_model(one_layer, llm):
         ({"dimensions": 0}, "dimensions is 0; it must be None, an integer of at least 1"),
         ({"dimensions": 1.5}, "dimensions is 1.5"),
         ({"dimensions": True}, "dimensions is True"),
-        ({"truncate_prompt_tokens": -2}, r"truncate_prompt_tokens is -2; .* at least 1, or -1 for the model's"),
+        (
+            {"truncate_prompt_tokens": -2},
+            r"truncate_prompt_tokens is -2; .* at least 1, or -1 for the model's",
+        ),
         ({"normalize": "yes"}, "normalize is 'yes'; it must be None, True or False"),
         ({"normalize": True, "use_activation": False}, "mean the same, and they differ"),
         ({"pooling_type": "last"}, "pooling_type is 'last'; it must be 'LAST', 'MEAN' or 'CLS'"),
-        ({"task": "classify"}, "task is 'classify'; it must be 'embed' or 'token_embed': models here have no head"),
-        ({"softmax": True}, "softmax is True, but models here have no head for classes or rewards; leave it out"),
+        (
+            {"task": "classify"},
+            "task is 'classify'; it must be 'embed' or 'token_embed': models here have no head",
+        ),
+        (
+            {"softmax": True},
+            "softmax is True, but models here have no head for classes or rewards; leave it out",
+        ),
         ({"returned_token_ids": [1]}, r"returned_token_ids is \[1\], but models here have no head"),
         ({"cache_salt": ""}, "cache_salt is ''"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be True or False"),
@@ -323,7 +378,9 @@ def test_parameters_out_of_their_range_are_named(options, message):
 
 def test_calls_that_cannot_be_served_say_why(llm):
     embed = lambda prompts, params=None: llm.embed(prompts, params, use_tqdm=False)  # noqa: E731
-    with pytest.raises(ValueError, match="dimensions is 65, but the model's hidden states have 64 numbers"):
+    with pytest.raises(
+        ValueError, match="dimensions is 65, but the model's hidden states have 64 numbers"
+    ):
         embed("a", PoolingParams(dimensions=65))
     with pytest.raises(ValueError, match="the prompt is empty"):
         embed(["a", ""])
@@ -331,13 +388,17 @@ def test_calls_that_cannot_be_served_say_why(llm):
         embed([[]])
     with pytest.raises(ValueError, match="there are no prompts"):
         embed([])
-    with pytest.raises(ValueError, match=r"pooling_params is SamplingParams.*; it must be PoolingParams"):
+    with pytest.raises(
+        ValueError, match=r"pooling_params is SamplingParams.*; it must be PoolingParams"
+    ):
         embed("a", SamplingParams())
     with pytest.raises(ValueError, match="2 PoolingParams for 1 prompts"):
         embed("a", [PoolingParams()] * 2)
     with pytest.raises(ValueError, match="task is 'token_embed', but this method's is 'embed'"):
         embed("a", PoolingParams(task="token_embed"))
-    with pytest.raises(ValueError, match="pooling_task is 'score'; it must be 'embed' or 'token_embed'"):
+    with pytest.raises(
+        ValueError, match="pooling_task is 'score'; it must be 'embed' or 'token_embed'"
+    ):
         llm.encode("a", pooling_task="score", use_tqdm=False)
     with pytest.raises(ValueError, match="sampling_params is PoolingParams"):
         llm.generate("a", PoolingParams(), use_tqdm=False)

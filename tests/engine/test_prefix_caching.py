@@ -15,12 +15,20 @@ from tests.engine.poison import poisoned
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
 SYSTEM = np.random.default_rng(0).integers(3, 320, 40).tolist()
-TAILS = [np.random.default_rng(i + 1).integers(3, 320, n).tolist() for i, n in enumerate((1, 7, 8, 9, 20, 30))]
+TAILS = [
+    np.random.default_rng(i + 1).integers(3, 320, n).tolist()
+    for i, n in enumerate((1, 7, 8, 9, 20, 30))
+]
 PROMPTS = [SYSTEM + tail for tail in TAILS]
 
 
 def make(tiny, **config):
-    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 128} | config
+    config = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+        "num_blocks": 128,
+    } | config
     return LLM(tiny, progress=False, **({"block_size": 8} | config)).engine
 
 
@@ -64,9 +72,13 @@ def expected(cold):
     return alone
 
 
-@pytest.mark.default_cases("config0-drawn-params1", "config1-greedy-params0", "config2-drawn-params1")
+@pytest.mark.default_cases(
+    "config0-drawn-params1", "config1-greedy-params0", "config2-drawn-params1"
+)
 @pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("drawn", DRAWN)])
-@pytest.mark.parametrize("config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}])
+@pytest.mark.parametrize(
+    "config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}]
+)
 def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
     engine = make(tiny, **config)
     wanted = {request_id: expected[name, request_id] for request_id in everyone()}
@@ -77,7 +89,9 @@ def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
 
 def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
     """The second and later ones share blocks that the first computes in the very same step."""
-    together = dict(list(everyone().items())[:3])  # 40 tokens and 16 of tails, where a step has room for 64
+    together = dict(
+        list(everyone().items())[:3]
+    )  # 40 tokens and 16 of tails, where a step has room for 64
     _, cached, computed = run(make(tiny), together)
     assert cached == {"r0": 0, "r1": 40, "r2": 40}
     outputs = len(together) * (GREEDY.max_tokens - 1)
@@ -88,7 +102,9 @@ def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
     engine = make(tiny)
     one = {"a": (SYSTEM, GREEDY)}
     assert run(engine, one)[1] == {"a": 0}
-    assert run(engine, one)[1] == {"a": 32}  # 40 tokens are 5 blocks of 8, but one token must be computed
+    assert run(engine, one)[1] == {
+        "a": 32
+    }  # 40 tokens are 5 blocks of 8, but one token must be computed
     engine.reset_prefix_cache()
     assert run(engine, one)[1] == {"a": 0}
 
@@ -98,13 +114,17 @@ def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
     (answer,) = run(engine, {"a": (SYSTEM, GREEDY)})[0].values()
     turn = [*SYSTEM, *answer, *TAILS[1]]
     tokens, cached, _ = run(engine, {"b": (turn, GREEDY)})
-    assert cached == {"b": (len(SYSTEM) + len(answer) - 1) // 8 * 8}  # the last answered token was never computed
+    assert cached == {
+        "b": (len(SYSTEM) + len(answer) - 1) // 8 * 8
+    }  # the last answered token was never computed
     assert tokens == run(cold, {"b": (turn, GREEDY)})[0]
 
 
 def test_salted_and_uncached_requests_share_nothing(tiny):
     engine = make(tiny)
-    salted = {salt: SamplingParams(temperature=0, max_tokens=2, cache_salt=salt) for salt in ("x", "y")}
+    salted = {
+        salt: SamplingParams(temperature=0, max_tokens=2, cache_salt=salt) for salt in ("x", "y")
+    }
     private = SamplingParams(temperature=0, max_tokens=2, enable_prefix_caching=False)
     plain = SamplingParams(temperature=0, max_tokens=2)
     shown = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
@@ -122,7 +142,9 @@ def test_salted_and_uncached_requests_share_nothing(tiny):
 
 
 def test_the_least_recently_used_block_is_evicted_first(tiny):
-    engine = make(tiny, block_size=16, num_blocks=9)  # a request of 72 + 12 tokens takes 6 and leaves 5 full ones
+    engine = make(
+        tiny, block_size=16, num_blocks=9
+    )  # a request of 72 + 12 tokens takes 6 and leaves 5 full ones
     first, second = ({name: ([5 + i] * 72, GREEDY)} for i, name in enumerate("ab"))
     run(engine, first)
     assert len(idle_ids(engine.scheduler_state.pool)) == 5
@@ -143,14 +165,18 @@ def test_freed_blocks_are_never_read(tiny, expected):
 def test_cached_tokens_are_reported_in_the_output(tiny):
     sizes = {"block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     llm = LLM(tiny, progress=False, token_buckets=(64,), **sizes)
-    assert [out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY, use_tqdm=False)] == [0, 32]
+    assert [
+        out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY, use_tqdm=False)
+    ] == [0, 32]
     llm.reset_prefix_cache()
     assert llm.generate([SYSTEM], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("salt", ["", 7])
 def test_an_empty_salt_is_refused(salt):
-    with pytest.raises(ValueError, match=r"cache_salt is .*; it must be None or a non-empty string"):
+    with pytest.raises(
+        ValueError, match=r"cache_salt is .*; it must be None or a non-empty string"
+    ):
         SamplingParams(cache_salt=salt)
 
 

@@ -15,7 +15,12 @@ from pagedjax.engine import compilations, kept_programs, programs
 from pagedjax.engine.resolve import resolve
 from tests import mappings
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (4, 16), "num_blocks": 64}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (4, 16),
+    "num_blocks": 64,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
@@ -32,7 +37,9 @@ def test_each_bucket_is_compiled_once_largest_first(config):
             built.append((tokens, c.num_blocks))
         return f"program of {tokens}"
 
-    found, fitted = programs.compile_all(build, config.token_buckets, config, lambda largest: config)
+    found, fitted = programs.compile_all(
+        build, config.token_buckets, config, lambda largest: config
+    )
     assert found == {t: f"program of {t}" for t in (4, 8, 16)}
     assert list(found) == [4, 8, 16]
     assert fitted == config
@@ -47,7 +54,9 @@ def test_only_the_largest_program_is_compiled_twice(config):
         built.append((tokens, c.num_blocks))
         return tokens, c.num_blocks
 
-    found, fitted = programs.compile_all(build, config.token_buckets, config, lambda largest: smaller)
+    found, fitted = programs.compile_all(
+        build, config.token_buckets, config, lambda largest: smaller
+    )
     assert found == {t: (t, 7) for t in (4, 8, 16)}
     assert fitted is smaller
     assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 64)]
@@ -79,7 +88,9 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
 
 def test_an_engine_of_one_bucket_has_one_program(config):
     one = replace(config, token_buckets=(16,))
-    assert programs.compile_all(lambda tokens, c: tokens, one.token_buckets, one, lambda largest: one) == (
+    assert programs.compile_all(
+        lambda tokens, c: tokens, one.token_buckets, one, lambda largest: one
+    ) == (
         {16: 16},
         one,
     )
@@ -115,12 +126,16 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer
     lazy.engine.add("b", prompts[0], GREEDY)
     again = lazy.engine.step()
     assert again is not None
-    assert again.compilations == (1 if again.padded_tokens == 4 else 0)  # a cached block makes it shorter
+    assert again.compilations == (
+        1 if again.padded_tokens == 4 else 0
+    )  # a cached block makes it shorter
     lazy.engine.cancel("b")
 
     lazy.engine.reset()
     outputs = [llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (eager, lazy)]
-    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [
+        o.outputs[0].token_ids for o in outputs[1]
+    ]
     before = compilations.compilations()
     lazy.generate(prompts, GREEDY, use_tqdm=False)
     assert compilations.compilations() == before
@@ -145,12 +160,21 @@ def test_a_failed_compilation_leaves_the_state_unchanged(one_layer, monkeypatch)
 
 
 def test_an_unknown_compilation_is_refused():
-    with pytest.raises(ValueError, match="compilation is 'later'; it must be one of 'eager', 'lazy'"):
+    with pytest.raises(
+        ValueError, match="compilation is 'later'; it must be one of 'eager', 'lazy'"
+    ):
         EngineConfig(compilation="later")  # type: ignore[arg-type]
 
 
 def test_the_start_up_summary_names_stages_and_programs(one_layer, capsys):
-    figures = {"import": 1.0, "load": 2.04, "compile": 3.0, "warmup": 0.26, "compilations": 13, "cached": 12}
+    figures = {
+        "import": 1.0,
+        "load": 2.04,
+        "compile": 3.0,
+        "warmup": 0.26,
+        "compilations": 13,
+        "cached": 12,
+    }
     stages, counts = (
         "import 1.0 s, load 2.0 s, compile 3.0 s, warm-up 0.3 s",
         "13 programs, 12 of them from the cache on disk",
@@ -169,7 +193,11 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(one_laye
     monkeypatch.setattr(step, "sample", counted)
     llm = LLM(one_layer, progress=False, compilation="eager", **SIZES)
     prompts = [list(range(3, 3 + n)) for n in (2, 7, 14)]
-    mixed = [GREEDY, SamplingParams(top_p=0.5, seed=1, max_tokens=4), SamplingParams(frequency_penalty=1.0, logprobs=2)]
+    mixed = [
+        GREEDY,
+        SamplingParams(top_p=0.5, seed=1, max_tokens=4),
+        SamplingParams(frequency_penalty=1.0, logprobs=2),
+    ]
     assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
     with pytest.raises(AssertionError, match="traced > 2 times"):
         LLM(
@@ -191,7 +219,9 @@ def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(one_layer, mon
         gc.collect()
         return while_it_lives, mappings.used()
 
-    monkeypatch.setattr(kept_programs, "program", lambda facts, arguments, device, compile_: compile_())
+    monkeypatch.setattr(
+        kept_programs, "program", lambda facts, arguments, device, compile_: compile_()
+    )
     _, before = mapped()  # JAX keeps programs of single operations, once for each shape
     alive, after = zip(*(mapped() for _ in range(3)), strict=True)
     assert min(alive) - before > 100 * len(SIZES["token_buckets"])

@@ -60,7 +60,9 @@ def model():
 TEXT = 96  # no text of the brute-force model is longer
 
 
-def brute_logits(model, text: Sequence[int], *, selects_from: int, size: int, blocks: int, dense_layers: int):
+def brute_logits(
+    model, text: Sequence[int], *, selects_from: int, size: int, blocks: int, dense_layers: int
+):
     """[len(text), V] of a model over a text whose queries from a position on select blocks."""
     padded = np.zeros(TEXT, np.int32)
     padded[: len(text)] = text
@@ -84,7 +86,12 @@ def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable
                 if layer >= dense_layers and i >= selects_from:
                     tokens = tokens[
                         np.isin(
-                            tokens // size, list(chosen_blocks(c.attn_scale * mine, keys[head, : i + 1], size, blocks))
+                            tokens // size,
+                            list(
+                                chosen_blocks(
+                                    c.attn_scale * mine, keys[head, : i + 1], size, blocks
+                                )
+                            ),
                         )
                     ]
                 scores = c.attn_scale * mine @ keys[head, tokens].T
@@ -106,7 +113,11 @@ def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable
         sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
         pages = kv.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes)
         each = jnp.arange(TEXT, dtype=jnp.int32)
-        rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, TEXT, jnp.int32), jnp.array([0, TEXT], jnp.int32)
+        rows = (
+            jnp.ones((1, 1), jnp.int32),
+            jnp.full(1, TEXT, jnp.int32),
+            jnp.array([0, TEXT], jnp.int32),
+        )
         nothing: Any = None
         batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, nothing)
         module = nnx.merge(graphdef, params)
@@ -139,19 +150,36 @@ def test_tokens_and_logprobs_are_those_of_the_brute_force_model(model, policy, s
     dense = policy.get("dense_prompts", True)
     prompts = PROMPTS[:1] + PROMPTS[2:]
     outs = llm.generate(
-        prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0), use_tqdm=False
+        prompts,
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0),
+        use_tqdm=False,
     )
     for prompt, out in zip(prompts, outs, strict=True):
         (answer,) = out.outputs
         text = [*prompt, *answer.token_ids][:-1]
-        selects = {"size": size, "blocks": -(-policy["tokens"] // size), "dense_layers": policy["dense_layers"]}
-        logits = brute_logits(model, text, selects_from=len(prompt) if dense else 0, **selects)[len(prompt) - 1 :]
+        selects = {
+            "size": size,
+            "blocks": -(-policy["tokens"] // size),
+            "dense_layers": policy["dense_layers"],
+        }
+        logits = brute_logits(model, text, selects_from=len(prompt) if dense else 0, **selects)[
+            len(prompt) - 1 :
+        ]
         assert logits.argmax(-1).tolist() == list(answer.token_ids)
-        got = np.array([row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)])
+        got = np.array(
+            [
+                row[token].logprob
+                for row, token in zip(answer.logprobs, answer.token_ids, strict=True)
+            ]
+        )
         chex.assert_shape(got, (24,))
-        chex.assert_trees_all_close(got, logprobs_of(logits, answer.token_ids).astype(got.dtype), atol=2e-4, rtol=0)
+        chex.assert_trees_all_close(
+            got, logprobs_of(logits, answer.token_ids).astype(got.dtype), atol=2e-4, rtol=0
+        )
         full = brute_logits(model, text, selects_from=len(text), **selects)[len(prompt) - 1 :]
-        assert np.abs(logprobs_of(full, answer.token_ids) - got).max() > 1e-2, "nothing is left out: a blind comparison"
+        assert np.abs(logprobs_of(full, answer.token_ids) - got).max() > 1e-2, (
+            "nothing is left out: a blind comparison"
+        )
 
 
 @pytest.mark.slow
@@ -162,7 +190,8 @@ def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
     for got, wanted in zip(answers(llm), full, strict=True):
         assert got.token_ids == wanted.token_ids
         pairs = [
-            (a[t].logprob, b[t].logprob) for a, b, t in zip(got.logprobs, wanted.logprobs, got.token_ids, strict=True)
+            (a[t].logprob, b[t].logprob)
+            for a, b, t in zip(got.logprobs, wanted.logprobs, got.token_ids, strict=True)
         ]
         mine, theirs = (np.array(column) for column in zip(*pairs, strict=True))
         chex.assert_trees_all_close(mine, theirs, atol=1e-4, rtol=0)
@@ -170,7 +199,9 @@ def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
 
 def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
     """The same programs and the same cache."""
-    wide, plain = (make(model, kv_policy=policy).engine.runtime for policy in (QUEST | {"tokens": 256}, None))
+    wide, plain = (
+        make(model, kv_policy=policy).engine.runtime for policy in (QUEST | {"tokens": 256}, None)
+    )
     assert wide.shapes == plain.shapes
     assert wide.memory.block_bytes == plain.memory.block_bytes
 
@@ -187,11 +218,15 @@ def alone(model) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in VARIANTS]
+    "variant",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in VARIANTS],
 )
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
     llm = make(model, **{"kv_policy": QUEST, "num_blocks": FEW_BLOCKS} | VARIANTS[variant])
-    if variant not in ("lookahead", "mesh"):  # a step that is sent ahead has written blocks that are still free
+    if variant not in (
+        "lookahead",
+        "mesh",
+    ):  # a step that is sent ahead has written blocks that are still free
         poisoned(llm.engine)
     assert tokens_of(llm) == alone
     assert tokens_of(llm) == alone, "after prefix hits"
@@ -216,26 +251,34 @@ def engines(model):
 def tokens_alone(model):
     """(size of a block, prompt, tokens) -> the answer of a request in an engine without a prefix cache."""
     make_one = cache(
-        lambda size: make(model, kv_policy=QUEST, max_model_len=100, block_size=size, enable_prefix_caching=False)
+        lambda size: make(
+            model, kv_policy=QUEST, max_model_len=100, block_size=size, enable_prefix_caching=False
+        )
     )
 
     @cache
     def found(size: int, prompt: tuple[int, ...], count: int) -> list[int]:
         return tokens_of(
-            make_one(size), [list(prompt)], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            make_one(size),
+            [list(prompt)],
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
         )[0]
 
     return found
 
 
-def check_company(data: st.DataObject, names: Sequence[str], engines: Any, tokens_alone: Any) -> None:
+def check_company(
+    data: st.DataObject, names: Sequence[str], engines: Any, tokens_alone: Any
+) -> None:
     """Requests that share beginnings, also with the outputs of others, enter an engine at different times."""
     engine = engines(data.draw(st.sampled_from(names))).engine
     engine.reset()
     wanted, known, entries = {}, [tuple(PROMPTS[0][: data.draw(st.integers(1, 50))])], []
     for i in range(data.draw(st.integers(2, 5))):
         base = data.draw(st.sampled_from(known))
-        prompt = base[: data.draw(st.integers(1, len(base)))] + tuple(PROMPTS[2][: data.draw(st.integers(0, 9))])
+        prompt = base[: data.draw(st.integers(1, len(base)))] + tuple(
+            PROMPTS[2][: data.draw(st.integers(0, 9))]
+        )
         prompt, count = prompt[:60], data.draw(st.integers(1, 30))
         wanted[str(i)] = list(tokens_alone(engine.config.block_size, prompt, count))
         known.append(prompt + tuple(wanted[str(i)]))
@@ -244,7 +287,9 @@ def check_company(data: st.DataObject, names: Sequence[str], engines: Any, token
     while entries or engine.has_work:
         for entry in [entry for entry in entries if entry[0] <= step or not engine.has_work]:
             _, name, prompt, count = entry
-            engine.add(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+            engine.add(
+                name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            )
             entries.remove(entry)
         result, step = engine.step(), step + 1
         assert result is not None
@@ -255,7 +300,9 @@ def check_company(data: st.DataObject, names: Sequence[str], engines: Any, token
     assert not any(wanted.values())
 
 
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @FEW
@@ -274,7 +321,10 @@ def test_company_changes_no_token_in_any_engine(data, engines, tokens_alone):
 
 def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(model):
     """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do not."""
-    for policy, shared in ((QUEST, len(PROMPTS[0]) // 4 * 4), (EVERY, (len(PROMPTS[0]) + 39) // 4 * 4)):
+    for policy, shared in (
+        (QUEST, len(PROMPTS[0]) // 4 * 4),
+        (EVERY, (len(PROMPTS[0]) + 39) // 4 * 4),
+    ):
         llm = make(model, kv_policy=policy, num_blocks=FEW_BLOCKS)
         (first,) = tokens_of(llm, PROMPTS[:1])
         longer = [*PROMPTS[0], *first, 7]
@@ -297,7 +347,12 @@ def test_branches_and_beams_do_not_depend_on_chunks(model):
         llm = make(model, kv_policy=QUEST, max_num_batched_tokens=budget, token_buckets=(budget,))
         outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
         searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
-        found.append(([[one.token_ids for one in out.outputs] for out in outs], searched[0].sequences[0].tokens))
+        found.append(
+            (
+                [[one.token_ids for one in out.outputs] for out in outs],
+                searched[0].sequences[0].tokens,
+            )
+        )
     assert found[0] == found[1]
 
 
@@ -322,7 +377,10 @@ def test_a_selection_within_a_window(model, tmp_path):
     found = {}
     for tokens in (16, 40, 41):  # a query sees 9 blocks of 4 tokens in its window, and 2 before it
         (tmp_path / f"own{tokens}.py").write_text(text.format(tokens=tokens), encoding="utf-8")
-        for name, more in (("", {}), ("again", {"num_blocks": 26, "max_num_batched_tokens": 7, "token_buckets": (7,)})):
+        for name, more in (
+            ("", {}),
+            ("again", {"num_blocks": 26, "max_num_batched_tokens": 7, "token_buckets": (7,)}),
+        ):
             llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **more)
             assert (llm.engine.runtime.shapes.selection is None) == (tokens == 41)
             found[tokens, name] = tokens_of(llm)
@@ -341,7 +399,9 @@ def test_the_cache_has_bounds_of_the_layers_that_select(model):
     for dense_layers in (0, 1, 2):
         engine = make(model, kv_policy=QUEST | {"dense_layers": dense_layers}).engine
         assert engine.memory.block_bytes == plain.block_bytes + (3 - dense_layers) * slot
-        assert engine.memory.cache == sum(array.nbytes for array in jax.tree.leaves(engine._state.cache))
+        assert engine.memory.cache == sum(
+            array.nbytes for array in jax.tree.leaves(engine._state.cache)
+        )
 
 
 def test_names_are_short_for_options():
@@ -358,8 +418,14 @@ def test_names_are_short_for_options():
         ({"tokens": 0}, "kv_policy.tokens is 0; it must be an integer of at least 1"),
         ({"dense_layers": -1}, "kv_policy.dense_layers is -1; it must be an integer of at least 0"),
         ({"dense_prompts": 1}, "kv_policy.dense_prompts is 1; it must be True or False"),
-        ({"window": 8}, "kv_policy.window is 8, and kv_policy.name 'quest', which does not take it; .*'streaming'"),
-        ({"name": "streaming"}, "kv_policy.tokens is 16, and kv_policy.name 'streaming', which .* use 'quest'"),
+        (
+            {"window": 8},
+            "kv_policy.window is 8, and kv_policy.name 'quest', which does not take it; .*'streaming'",
+        ),
+        (
+            {"name": "streaming"},
+            "kv_policy.tokens is 16, and kv_policy.name 'streaming', which .* use 'quest'",
+        ),
     ],
     ids=str,
 )
@@ -369,26 +435,41 @@ def test_wrong_options_are_refused(config, message):
 
 
 def test_what_a_selection_cannot_be_combined_with_is_refused(model, tmp_path):
-    with pytest.raises(ValueError, match=r"dense_layers is 3, and the model has 3 layers.*at most 2, or use kv_policy"):
+    with pytest.raises(
+        ValueError,
+        match=r"dense_layers is 3, and the model has 3 layers.*at most 2, or use kv_policy",
+    ):
         make(model, kv_policy=QUEST | {"dense_layers": 3})
     with pytest.raises(
-        ValueError, match=r"'quest' selects blocks for each key head.*mesh of 4 devices.*at most 2 devices"
+        ValueError,
+        match=r"'quest' selects blocks for each key head.*mesh of 4 devices.*at most 2 devices",
     ):
         make(model, kv_policy=QUEST, mesh={"tensor": 4})
     windows = random_model(BODY | {"model_type": "mistral", "sliding_window": 16})
     for free in (True, False):
         with pytest.raises(
-            ValueError, match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"
+            ValueError,
+            match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'",
         ):
             make(windows, kv_policy=QUEST, free_window_blocks=free)
     # A window that gives no block back, and still hides tokens.
     windows = random_model(BODY | {"model_type": "mistral", "sliding_window": 50})
-    with pytest.raises(ValueError, match=r"layers of the model have windows of \[50\] tokens.*use kv_policy='full'"):
+    with pytest.raises(
+        ValueError, match=r"layers of the model have windows of \[50\] tokens.*use kv_policy='full'"
+    ):
         make(windows, kv_policy=QUEST, block_size=16, max_model_len=64)
-    with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position.*use kv_policy='full'"):
-        make(model, kv_policy=QUEST).generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
-    (tmp_path / "own.py").write_text("from pagedjax.policies import *\nBAD = KVPolicy('bad', selects=3)\n", "utf-8")
-    with pytest.raises(ValueError, match=r"has selects 3; it must be None, or a TopBlocks of at least 1 token"):
+    with pytest.raises(
+        ValueError, match=r"taps.attention gives probabilities by position.*use kv_policy='full'"
+    ):
+        make(model, kv_policy=QUEST).generate(
+            [PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False
+        )
+    (tmp_path / "own.py").write_text(
+        "from pagedjax.policies import *\nBAD = KVPolicy('bad', selects=3)\n", "utf-8"
+    )
+    with pytest.raises(
+        ValueError, match=r"has selects 3; it must be None, or a TopBlocks of at least 1 token"
+    ):
         make(model, kv_policy=f"{tmp_path}/own.py:BAD")
 
 
@@ -400,7 +481,9 @@ def test_a_kernel_that_cannot_read_one_key_head_is_refused(model, tmp_path):
         "MINE = IMPLS['xla']._replace(name='mine', obstacle=obstacle)\n",
         encoding="utf-8",
     )
-    with pytest.raises(ValueError, match=r"kv_policy 'quest': attention_impl .*needs two key heads"):
+    with pytest.raises(
+        ValueError, match=r"kv_policy 'quest': attention_impl .*needs two key heads"
+    ):
         make(model, kv_policy=QUEST, attention_impl=f"{tmp_path}/own.py:MINE")
 
 
@@ -412,7 +495,9 @@ def test_a_batch_invariant_engine_stays_so(model):
     llm.reset_prefix_cache()
     for found, wanted in zip(answers(llm), alone, strict=True):
         assert found.token_ids == wanted.token_ids
-        bits = [[p.logprob for entry in one.logprobs for p in entry.values()] for one in (found, wanted)]
+        bits = [
+            [p.logprob for entry in one.logprobs for p in entry.values()] for one in (found, wanted)
+        ]
         chex.assert_trees_all_equal(*map(np.array, bits))
 
 

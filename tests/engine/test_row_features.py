@@ -16,7 +16,9 @@ FAVOUR = RowFeature(
     name="favour",
     stage="logits",
     off={"token": np.int32(0), "bonus": np.float32(0)},
-    read=lambda params, stop_ids: dict(zip(("token", "bonus"), params.extra_args["favour"], strict=True)),
+    read=lambda params, stop_ids: dict(
+        zip(("token", "bonus"), params.extra_args["favour"], strict=True)
+    ),
     apply=lambda x, rows, context: x.at[np.arange(len(x)), rows["token"]].add(rows["bonus"]),
     params=("favour",),
 )
@@ -24,7 +26,9 @@ FAVOUR = RowFeature(
 
 @pytest.fixture(scope="module")
 def llms(tiny):
-    return LLM(tiny, progress=False, **SIZES), LLM(tiny, progress=False, row_features=(FAVOUR,), **SIZES)
+    return LLM(tiny, progress=False, **SIZES), LLM(
+        tiny, progress=False, row_features=(FAVOUR,), **SIZES
+    )
 
 
 def params(**options) -> SamplingParams:
@@ -45,7 +49,9 @@ def test_a_request_uses_an_option_and_its_batch_is_unchanged(llms):
 
 def test_an_option_goes_with_the_built_in_ones(llms):
     _, engine = llms
-    both = params(extra_args={"favour": (77, 1000.0)}, logit_bias={78: 100.0}, frequency_penalty=0.5)
+    both = params(
+        extra_args={"favour": (77, 1000.0)}, logit_bias={78: 100.0}, frequency_penalty=0.5
+    )
     assert tokens(engine, both, params(), params())[0] == (77,) * 4
     forbidden = params(extra_args={"favour": (77, 1000.0)}, allowed_token_ids=(30, 31))
     assert set(tokens(engine, forbidden, params(), params())[0]) <= {30, 31}
@@ -53,9 +59,13 @@ def test_an_option_goes_with_the_built_in_ones(llms):
 
 def test_an_option_that_the_engine_does_not_have_is_refused(llms):
     plain, engine = llms
-    with pytest.raises(ValueError, match=r"extra_args has 'favour'; the names that this engine knows are: none"):
+    with pytest.raises(
+        ValueError, match=r"extra_args has 'favour'; the names that this engine knows are: none"
+    ):
         tokens(plain, params(extra_args={"favour": (77, 1.0)}), params(), params())
-    with pytest.raises(ValueError, match=r"extra_args has 'favor'; the names that this engine knows are: 'favour'"):
+    with pytest.raises(
+        ValueError, match=r"extra_args has 'favor'; the names that this engine knows are: 'favour'"
+    ):
         tokens(engine, params(extra_args={"favor": (77, 1.0)}), params(), params())
     assert not plain.engine.has_work
     assert not engine.engine.has_work

@@ -19,7 +19,13 @@ from pagedjax.weights.trained import whole
 from tests import garbage
 from tests.weights.tiny import tiny_llama
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 40, "block_size": 8}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "num_blocks": 40,
+    "block_size": 8,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [list(range(5, 30)), [9, 10, 11], list(range(5, 25))]
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,7 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "mesh": {"mesh": {"tensor": 2}},
     "draft model": {"speculative": {"method": "draft", "num_tokens": 1}},
-    "draft model on a mesh": {"speculative": {"method": "draft", "num_tokens": 3}, "mesh": {"tensor": 2}},
+    "draft model on a mesh": {
+        "speculative": {"method": "draft", "num_tokens": 3},
+        "mesh": {"tensor": 2},
+    },
     "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
     "lazy": {"compilation": "lazy"},
 }
@@ -87,19 +96,26 @@ def test_it_frees_the_devices_and_wakes_up_as_it_was(one_layer_folder, kind):
 
 
 @pytest.mark.default_cases("wake_up-lazy", "update_params-lazy")
-@pytest.mark.parametrize("kind", ["packed for the compiled kernel", "int8", "mesh", "draft model", "lazy"])
+@pytest.mark.parametrize(
+    "kind", ["packed for the compiled kernel", "int8", "mesh", "draft model", "lazy"]
+)
 @pytest.mark.parametrize("first", ["wake_up", "update_params"])
-def test_level_2_drops_the_parameters_and_an_update_restores_them(one_layer, one_layer_folder, tmp_path, kind, first):
+def test_level_2_drops_the_parameters_and_an_update_restores_them(
+    one_layer, one_layer_folder, tmp_path, kind, first
+):
     llm = make(one_layer_folder, **KINDS[kind])
     want = tokens(llm)
-    other = load_model(tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla")
+    other = load_model(
+        tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla"
+    )
     before = compilations()
     for tree in (other.model.params, one_layer.model.params):
         llm.sleep(level=2)
         if first == "wake_up":
             llm.wake_up()
             with pytest.raises(
-                ValueError, match=r"sleep\(level=2\) dropped the model's parameters; call update_params"
+                ValueError,
+                match=r"sleep\(level=2\) dropped the model's parameters; call update_params",
             ):
                 tokens(llm)
             llm.update_params(tree)
@@ -116,7 +132,9 @@ def test_level_2_drops_the_parameters_and_an_update_restores_them(one_layer, one
 @pytest.mark.parametrize("kind", ["plain", "lazy", "background", "draft model"])
 def test_parameters_that_nobody_else_uses_are_freed(one_layer_folder, tmp_path, kind):
     """Programs that are compiled later, such as those of taps, keep no parameters."""
-    other = load_model(tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla").model.params
+    other = load_model(
+        tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla"
+    ).model.params
     options = {"background": {"compilation": "background"}, **KINDS}[kind] | {"linear_impl": "xla"}
     llm = make(
         one_layer_folder, load_model(one_layer_folder, linear_impl="xla"), **options
@@ -147,7 +165,9 @@ def test_parts_wake_up_alone(one_layer_folder):
     assert live() > between
     assert tokens(llm) == want
     llm.wake_up()  # awake already
-    with pytest.raises(ValueError, match=r"tags has 'cache'; it must be None, or some of 'weights', 'kv_cache'"):
+    with pytest.raises(
+        ValueError, match=r"tags has 'cache'; it must be None, or some of 'weights', 'kv_cache'"
+    ):
         llm.wake_up(tags=["cache"])
     with pytest.raises(ValueError, match="tags has 'all'"):
         llm.wake_up(tags="all")
@@ -188,12 +208,17 @@ def test_new_parameters_replace_those_that_wait_on_the_host(one_layer, one_layer
     assert tokens(llm) == want
 
 
-def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(one_layer_folder, tmp_path):
+def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(
+    one_layer_folder, tmp_path
+):
     llm = make(one_layer_folder)
     llm.engine.record(tmp_path / "run.jsonl")
     want = tokens(llm)
     llm.engine.add("a", PROMPTS[0], GREEDY)
-    with pytest.raises(ValueError, match="1 sequences are unfinished; finish or cancel them before the engine sleeps"):
+    with pytest.raises(
+        ValueError,
+        match="1 sequences are unfinished; finish or cancel them before the engine sleeps",
+    ):
         llm.sleep()
     llm.engine.cancel("a")
     for level in (0, 3, True, "1"):
@@ -217,5 +242,7 @@ def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(one_lay
 
 @pytest.mark.parametrize("kind", [LeaderEngine, FollowerEngine])
 def test_an_engine_of_several_processes_does_not_sleep(kind):
-    with pytest.raises(ValueError, match="an engine of several processes does not sleep; end the processes to free"):
+    with pytest.raises(
+        ValueError, match="an engine of several processes does not sleep; end the processes to free"
+    ):
         kind.sleep(object.__new__(kind))

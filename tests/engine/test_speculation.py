@@ -77,7 +77,9 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
             engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
         if draw.random() < cancel:
             events = engine.cancel(draw.choice(list(found)))
-            reasons |= {event.request_id: event.reason for event in events if isinstance(event, Finished)}
+            reasons |= {
+                event.request_id: event.reason for event in events if isinstance(event, Finished)
+            }
         result = engine.step()
         if result is None:
             continue
@@ -99,7 +101,9 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
             ranked = entry.token_id, entry.rank, entry.top_ids
             logprobs[entry.request_id, entry.prompt, entry.position] = ranked, entry.logprob
         assert steps < 2000
-    assert engine.scheduler_state.pool.num_free == engine.scheduler_state.pool.num_blocks, "blocks leaked"
+    assert engine.scheduler_state.pool.num_free == engine.scheduler_state.pool.num_blocks, (
+        "blocks leaked"
+    )
     engine.record(None)
     return Outcome(found, reasons, logprobs, steps, drafted, accepted, preempted)
 
@@ -126,7 +130,10 @@ def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right:
 @pytest.fixture(scope="module")
 def plain(tiny):
     """By seed, requests and their outcome without drafts."""
-    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(3)}
+    engine, wanted = (
+        LLM(tiny, progress=False, **CONFIG).engine,
+        {seed: asks(seed) for seed in range(3)},
+    )
     return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
 
 
@@ -146,13 +153,22 @@ CASES = {
     "two buckets": (3, {"token_buckets": (8, 24)}),
     "no prefix cache": (3, {"enable_prefix_caching": False}),
     "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
-    "few blocks, swapped": (3, {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.001}),
+    "few blocks, swapped": (
+        3,
+        {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.001},
+    ),
     "prompts and decodes in turn": (3, {"mixed_steps": False}),
     "shortest first": (3, {"policy": "shortest"}),
 }
 
 
-SLOW = ("k 1", "blocks of 16", "two buckets", "no prefix cache", "shortest first")  # each case compiles an engine
+SLOW = (
+    "k 1",
+    "blocks of 16",
+    "two buckets",
+    "no prefix cache",
+    "shortest first",
+)  # each case compiles an engine
 
 
 @pytest.mark.default_cases("k 3", "prompts and decodes in turn")
@@ -170,7 +186,10 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
         assert {at: ranked for at, (ranked, _) in found.logprobs.items()} == {
             at: ranked for at, (ranked, _) in expected.logprobs.items()
         }
-        values = [{at: np.float32(value) for at, (_, value) in one.logprobs.items()} for one in (found, expected)]
+        values = [
+            {at: np.float32(value) for at, (_, value) in one.logprobs.items()}
+            for one in (found, expected)
+        ]
         chex.assert_trees_all_close(*values, atol=1e-4)
         accepted, preempted = accepted + found.accepted, preempted + found.preempted
         assert verify(tmp_path / "log.jsonl").identical
@@ -179,7 +198,9 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
-def test_drafts_that_are_always_wrong_or_always_right_change_no_token(tiny, plain, monkeypatch, right):
+def test_drafts_that_are_always_wrong_or_always_right_change_no_token(
+    tiny, plain, monkeypatch, right
+):
     outcomes, wanted = plain
     engine = speculating(tiny, 4, rehearsed(*plain, right=right), monkeypatch)
     for seed, expected in outcomes.items():
@@ -188,10 +209,14 @@ def test_drafts_that_are_always_wrong_or_always_right_change_no_token(tiny, plai
         if right:
             assert found.steps < expected.steps
         else:
-            assert found.accepted < 10, "a wrong draft was accepted"  # some differ from what they were made from
+            assert found.accepted < 10, (
+                "a wrong draft was accepted"
+            )  # some differ from what they were made from
 
 
-def test_sequences_that_are_cancelled_between_steps_get_no_late_token(tiny, plain, monkeypatch, tmp_path):
+def test_sequences_that_are_cancelled_between_steps_get_no_late_token(
+    tiny, plain, monkeypatch, tmp_path
+):
     outcomes, wanted = plain
     engine = speculating(tiny, 5, rehearsed(*plain, right=0.9), monkeypatch)
     cancelled = 0
@@ -219,7 +244,15 @@ def test_the_built_in_drafters_change_no_token(tiny, plain, method):
 
 def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny, monkeypatch):
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True, logprobs=1, n=2)
+        SamplingParams(
+            temperature=1.0,
+            seed=i,
+            max_tokens=40,
+            stop=["e", "th"],
+            ignore_eos=True,
+            logprobs=1,
+            n=2,
+        )
         for i in range(8)
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
@@ -227,7 +260,9 @@ def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny
     free = [p.__class__(**{**vars(p), "stop": ()}) for p in params]
     long = LLM(tiny, progress=False, **CONFIG).generate(prompts, free, use_tqdm=False)
     texts = [
-        prompt + list(branch.token_ids) for prompt, out in zip(prompts, long, strict=True) for branch in out.outputs
+        prompt + list(branch.token_ids)
+        for prompt, out in zip(prompts, long, strict=True)
+        for branch in out.outputs
     ]
 
     def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
@@ -261,12 +296,18 @@ def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monke
         return [*following[:-1], 0]  # the last one is wrong
 
     for drafter in (None, Drafter("nearly", propose)):
-        engine = speculating(tiny, 5, drafter, monkeypatch) if drafter else LLM(tiny, progress=False, **CONFIG).engine
+        engine = (
+            speculating(tiny, 5, drafter, monkeypatch)
+            if drafter
+            else LLM(tiny, progress=False, **CONFIG).engine
+        )
         engine.add("first", prompt, params)
         while engine.has_work:
             for event in engine.step().events:
                 outputs += event.token_ids if isinstance(event, Sampled) and drafter is None else ()
-        engine.add("second", prompt + outputs, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        engine.add(
+            "second", prompt + outputs, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        )
         output = []
         while engine.has_work:
             for event in engine.step().events:
@@ -284,13 +325,22 @@ def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
     always = Drafter("always", lambda memory, name, known, k: [5] * k)
     for length in (61, 63, 64):
         engine = speculating(tiny, 7, always, monkeypatch, max_model_len=length)
-        engine.add("a", tokens(length - 12, 1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        engine.add(
+            "a",
+            tokens(length - 12, 1),
+            SamplingParams(temperature=0, max_tokens=200, ignore_eos=True),
+        )
         made = 0
         while engine.has_work:
             result = engine.step()
-            ends = [start + count for start, count in zip(result.plan.starts, result.plan.counts, strict=True)]
+            ends = [
+                start + count
+                for start, count in zip(result.plan.starts, result.plan.counts, strict=True)
+            ]
             assert max(ends) <= length - 1
-            made += sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled))
+            made += sum(
+                len(event.token_ids) for event in result.events if isinstance(event, Sampled)
+            )
         assert made == 12
 
 
@@ -300,12 +350,16 @@ def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
     run(engine, wanted[0], 0, tmp_path / "log.jsonl")
     transitions = list(replay(tmp_path / "log.jsonl"))
     again: dict[str, list[int]] = {}
-    for event in (event for one in transitions for event in one.events if isinstance(event, Sampled)):
+    for event in (
+        event for one in transitions for event in one.events if isinstance(event, Sampled)
+    ):
         for name, token in zip(event.request_ids, event.token_ids, strict=True):
             again.setdefault(name, []).append(token)
     assert again == {name: output for name, output in outcomes[0].tokens.items() if output}
     text = (tmp_path / "log.jsonl").read_text()
-    (tmp_path / "log.jsonl").write_text(re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', text))
+    (tmp_path / "log.jsonl").write_text(
+        re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', text)
+    )
     assert not verify(tmp_path / "log.jsonl").identical, "other offers, and the same plans"
 
 
@@ -343,7 +397,8 @@ def test_invalid_options_are_refused(options, message):
 
 def test_lookahead_and_speculation_are_refused_together():
     with pytest.raises(
-        ValueError, match=r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative="
+        ValueError,
+        match=r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative=",
     ):
         EngineConfig(lookahead=1, speculative={"method": "ngram"})
 
@@ -361,7 +416,9 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
     while llm.engine.has_work:
         drafted += sum(llm.engine.step().plan.drafts)
     assert drafted >= 5
-    with pytest.raises(ValueError, match=r"speculative\.method is '.*mine\.py:NONE', but NONE in .* is no Drafter"):
+    with pytest.raises(
+        ValueError, match=r"speculative\.method is '.*mine\.py:NONE', but NONE in .* is no Drafter"
+    ):
         LLM(tiny, progress=False, speculative={**options, "method": f"{file}:NONE"}, **CONFIG)
 
 
@@ -369,9 +426,14 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
 @pytest.mark.parametrize("wrong", [320, -1, 2**40, 0.5])
 def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, monkeypatch, wrong):
     drafts = [wrong]
-    engine = speculating(tiny, 3, Drafter("other", lambda memory, name, known, k: [5, *drafts]), monkeypatch)
+    engine = speculating(
+        tiny, 3, Drafter("other", lambda memory, name, known, k: [5, *drafts]), monkeypatch
+    )
     engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    output, message = [], r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with"
+    output, message = (
+        [],
+        r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with",
+    )
     output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
     with pytest.raises(ValueError, match=message):
         engine.step()
@@ -380,12 +442,18 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, mon
         output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
     plain = LLM(tiny, progress=False, **CONFIG)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    assert tuple(output) == plain.generate([tokens(5, 1)], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert (
+        tuple(output)
+        == plain.generate([tokens(5, 1)], params, use_tqdm=False)[0].outputs[0].token_ids
+    )
 
 
 def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch):
     """Beams have no drafts themselves. A row with drafts before them has several samples: theirs come later."""
-    beam, params = BeamSearchParams(beam_width=2, max_tokens=6), SamplingParams(temperature=0, max_tokens=30)
+    beam, params = (
+        BeamSearchParams(beam_width=2, max_tokens=6),
+        SamplingParams(temperature=0, max_tokens=30),
+    )
     drafter = Drafter("always", lambda memory, name, known, k: [5] * k)
     engines = LLM(tiny, progress=False, **CONFIG).engine, speculating(tiny, 3, drafter, monkeypatch)
     found, beside = [], 0
@@ -397,7 +465,9 @@ def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch
         while engine.has_work:
             step = engine.step()
             results += step.beams
-            drafts = dict(zip([seq.request_id for seq in step.plan.seqs], step.plan.drafts, strict=False))
+            drafts = dict(
+                zip([seq.request_id for seq in step.plan.seqs], step.plan.drafts, strict=False)
+            )
             assert not drafts.get("a")
             assert not drafts.get("b")
             beside += bool("a" in drafts and drafts.get("plain"))

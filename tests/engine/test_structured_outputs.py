@@ -15,7 +15,11 @@ from pagedjax.host.types import Preempted, Verified
 from pagedjax.structured import grammars
 from tests.structured.schemas import CASES
 
-SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}  # as of tiny_llm
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+}  # as of tiny_llm
 # A random model answers at random: a pattern or a format of many characters would end by its length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
 KINDS: dict[str, dict[str, Any]] = {
@@ -23,7 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "without prefix caching": {"num_blocks": 256, "enable_prefix_caching": False},
     "recomputed": {"num_blocks": 40, "block_size": 4},
     "swapped": {"num_blocks": 40, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
-    "speculation": {"num_blocks": 256, "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
+    "speculation": {
+        "num_blocks": 256,
+        "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1},
+    },
     "speculation, recomputed": {
         "num_blocks": 48,
         "block_size": 4,
@@ -35,7 +42,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def asked(schema: Any, **options: Any) -> SamplingParams:
     form = StructuredOutputsParams(json=schema, whitespace_pattern=" ")
-    return SamplingParams(structured_outputs=form, **{"max_tokens": 60, "temperature": 1.0, **options})
+    return SamplingParams(
+        structured_outputs=form, **{"max_tokens": 60, "temperature": 1.0, **options}
+    )
 
 
 def validates(schema: Any, text: str) -> bool:
@@ -95,7 +104,9 @@ def test_thousands_of_answers_have_their_form(tiny, kind):
 FORMS = [
     StructuredOutputsParams(regex="(the|then|there) (cat|house)[0-9]{0,3}"),
     StructuredOutputsParams(choice=["yes", "no", "perhaps"]),
-    StructuredOutputsParams(json={"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}),
+    StructuredOutputsParams(
+        json={"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
+    ),
     StructuredOutputsParams(grammar='start: "(" start ")" | "x"'),
 ]
 
@@ -103,8 +114,15 @@ FORMS = [
 def mixed(number: int = 12) -> list[SamplingParams]:
     """Requests with and without a form, greedy and drawn."""
     forms = [None, *FORMS]
-    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2}]
-    options = ({"structured_outputs": forms[i % len(forms)], **kinds[i % len(kinds)]} for i in range(number))
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
+    ]
+    options = (
+        {"structured_outputs": forms[i % len(forms)], **kinds[i % len(kinds)]}
+        for i in range(number)
+    )
     return [SamplingParams(max_tokens=24, seed=i, **each) for i, each in enumerate(options)]
 
 
@@ -113,7 +131,11 @@ PROMPTS = [[5 + i, 6, 7, 8, 9] for i in range(12)]
 
 def texts(llm: LLM) -> list[tuple[Any, ...]]:
     outputs = llm.generate(PROMPTS, mixed(), use_tqdm=False)
-    return [(one.token_ids, one.text, one.finish_reason, one.logprobs) for o in outputs for one in o.outputs]
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.logprobs)
+        for o in outputs
+        for one in o.outputs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +148,10 @@ def expected(tiny):
     "kind",
     [
         *("recomputed", "speculation", "lookahead"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("without prefix caching", "swapped")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("without prefix caching", "swapped")
+        ),
     ],
 )
 def test_tokens_are_the_same_in_every_engine(tiny, expected, kind):
@@ -154,7 +179,9 @@ def test_nothing_is_compiled_after_the_start(tiny):
 
 
 def test_a_text_that_must_come_takes_fewer_steps(tiny):
-    form = StructuredOutputsParams(regex="a long text of which every letter must come, and a digit: [0-9]")
+    form = StructuredOutputsParams(
+        regex="a long text of which every letter must come, and a digit: [0-9]"
+    )
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=80, structured_outputs=form)
     tokens, steps = {}, {}
     for kind in ("plain", "speculation"):
@@ -170,11 +197,20 @@ def test_a_text_that_must_come_takes_fewer_steps(tiny):
 
 
 def test_each_branch_has_its_own_place_in_the_grammar(tiny_llm):
-    schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 6}
+    schema = {
+        "type": "array",
+        "items": {"enum": ["red", "green", "blue"]},
+        "minItems": 3,
+        "maxItems": 6,
+    }
     for options in ({"n": 5}, {"n": 2, "best_of": 5}):
-        (output,) = tiny_llm.generate([PROMPTS[0]], asked(schema, seed=3, temperature=2.0, **options), use_tqdm=False)
+        (output,) = tiny_llm.generate(
+            [PROMPTS[0]], asked(schema, seed=3, temperature=2.0, **options), use_tqdm=False
+        )
         assert len(output.outputs) == options["n"]
-        assert all(one.finish_reason != "stop" or validates(schema, one.text) for one in output.outputs)
+        assert all(
+            one.finish_reason != "stop" or validates(schema, one.text) for one in output.outputs
+        )
         assert len({one.text for one in output.outputs}) > 1
 
 
@@ -187,8 +223,13 @@ def test_options_that_go_with_a_form(tiny_llm):
         {"top_k": 1, "temperature": 1.0, "repetition_penalty": 1.5},
         {"max_tokens": 3},
     )
-    params = [SamplingParams(**{"max_tokens": 20, **each}, structured_outputs=form, seed=1) for each in options]
-    biased, stopped, penalised, cut = [out.outputs[0] for out in tiny_llm.generate(PROMPTS[:4], params, use_tqdm=False)]
+    params = [
+        SamplingParams(**{"max_tokens": 20, **each}, structured_outputs=form, seed=1)
+        for each in options
+    ]
+    biased, stopped, penalised, cut = [
+        out.outputs[0] for out in tiny_llm.generate(PROMPTS[:4], params, use_tqdm=False)
+    ]
     assert biased.text.startswith("bbbbc")
     assert regex.fullmatch("[ab]{4}", stopped.text)
     assert stopped.stop_reason == "c"
@@ -203,10 +244,14 @@ def test_a_parser_that_gives_up_ends_its_request_and_no_other(tiny_llm, monkeypa
     hostile = StructuredOutputsParams(regex="(.*[ax].{30}){5}")
     params = [
         SamplingParams(structured_outputs=hostile, max_tokens=200, seed=0),
-        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), max_tokens=20),
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), max_tokens=20
+        ),
         SamplingParams(max_tokens=20, temperature=0.0),
     ]
-    failed, chosen, plain = [out.outputs[0] for out in tiny_llm.generate(PROMPTS[:3], params, use_tqdm=False)]
+    failed, chosen, plain = [
+        out.outputs[0] for out in tiny_llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    ]
     assert failed.finish_reason == "abort"
     assert "its structured output failed" in caplog.text
     assert chosen.text in ("yes", "no")

@@ -17,13 +17,20 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
 
-PROMPTS = {str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
+PROMPTS = {
+    str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
 
 
 def make(tiny, **config):
-    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    sizes = {
+        "block_size": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+    }
     swap = {"num_blocks": 10, "preemption": "swap", "swap_space_gib": 0.001}
     return LLM(tiny, progress=False, **(sizes | swap | config))
 
@@ -61,9 +68,14 @@ def test_swapping_changes_no_token(tiny, params, forks, caching):
     gone = [event.request_id for event in swapped[1] if isinstance(event, Preempted)]
     assert len(gone) >= 3
     assert all(event.swapped for event in swapped[1] if isinstance(event, Preempted))
-    assert sorted(gone) == sorted(event.request_id for event in swapped[1] if isinstance(event, Resumed))
+    assert sorted(gone) == sorted(
+        event.request_id for event in swapped[1] if isinstance(event, Resumed)
+    )
     assert len([event for event in swapped[1] if isinstance(event, Admitted)]) == len(PROMPTS)
-    assert swapping.engine.scheduler_state.host_pool.num_free == swapping.engine.scheduler_state.config.host_blocks
+    assert (
+        swapping.engine.scheduler_state.host_pool.num_free
+        == swapping.engine.scheduler_state.config.host_blocks
+    )
 
 
 def test_a_swapped_request_recomputes_no_token(tiny):
@@ -104,7 +116,10 @@ def test_a_swapped_request_can_be_cancelled(tiny):
     scheduler.check(llm.engine.scheduler_state)
     while llm.engine.has_work:
         llm.engine.step()
-    assert llm.engine.scheduler_state.host_pool.num_free == llm.engine.scheduler_state.config.host_blocks
+    assert (
+        llm.engine.scheduler_state.host_pool.num_free
+        == llm.engine.scheduler_state.config.host_blocks
+    )
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["", "through pinned memory"])
@@ -129,9 +144,15 @@ def test_swapped_blocks_return_bit_identical(dtype, pinned):
 
 
 def test_a_swap_space_below_one_block_is_refused(tiny):
-    with pytest.raises(ValueError, match=r"preemption is 'swap', but swap_space_gib 0 does not hold one block of \d+"):
+    with pytest.raises(
+        ValueError,
+        match=r"preemption is 'swap', but swap_space_gib 0 does not hold one block of \d+",
+    ):
         make(tiny, swap_space_gib=0)
-    with pytest.raises(ValueError, match=r"preemption is 'swop'; it must be one of 'recompute', 'swap' \(did you mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"preemption is 'swop'; it must be one of 'recompute', 'swap' \(did you mean",
+    ):
         EngineConfig(preemption="swop")  # type: ignore[arg-type]
 
 

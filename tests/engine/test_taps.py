@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, TapArrays, Taps, load_model, read_taps
+from pagedjax import (
+    LLM,
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    TapArrays,
+    Taps,
+    load_model,
+    read_taps,
+)
 from pagedjax.device.taps import Wanted, union
 from pagedjax.engine import step as step_module
 from pagedjax.engine.taps import TapPart, collect
@@ -28,11 +37,21 @@ from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
 from tests.engine.test_mesh import random_model
 
 # The cache is small, so that requests of a case are preempted with the programs of all others.
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 26}
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "block_size": 4,
+    "num_blocks": 26,
+}
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "taps.md"
-PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 60, 1, 33))]
+PROMPTS = [
+    np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 60, 1, 33))
+]
 TAPS = Taps(hidden_states=(0, 1, 2), attention={0: (3, 0), 1: 1})
-PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=2, taps=TAPS)
+PARAMS = SamplingParams(
+    temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=2, taps=TAPS
+)
 
 
 def make(model: Any, **config: Any) -> LLM:
@@ -51,7 +70,13 @@ def llm(tiny):
     assert not made.engine._state.wants
 
 
-def check(folder: Path, prompt: Sequence[int], tokens: Sequence[int], found: TapArrays | None, taps: Taps = TAPS):
+def check(
+    folder: Path,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    found: TapArrays | None,
+    taps: Taps = TAPS,
+):
     """Compare with numpy's float64 forward pass over the prompt and what was generated."""
     assert found is not None
     states, seen = plain_run(folder, np.array([*prompt, *tokens])[:-1])
@@ -66,7 +91,9 @@ def check(folder: Path, prompt: Sequence[int], tokens: Sequence[int], found: Tap
         for j, array in enumerate(found.attention[layer]):
             at = len(prompt) + j  # tokens of the context
             chex.assert_type(array, np.float32)
-            chex.assert_trees_all_close(array, seen[layer][list(heads), at - 1, :at].astype(np.float32), atol=1e-5)
+            chex.assert_trees_all_close(
+                array, seen[layer][list(heads), at - 1, :at].astype(np.float32), atol=1e-5
+            )
 
 
 def close(found: TapArrays, wanted: TapArrays, atol: float = 1e-5) -> None:
@@ -83,7 +110,9 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
     plain = llm.generate(PROMPTS, replace(PARAMS, taps=None), use_tqdm=False)
     assert not llm.engine.runtime.tapped, "a program was made for nothing"
     for _ in range(2):
-        outputs = llm.generate(PROMPTS, [PARAMS, PARAMS, replace(PARAMS, taps=None), PARAMS], use_tqdm=False)
+        outputs = llm.generate(
+            PROMPTS, [PARAMS, PARAMS, replace(PARAMS, taps=None), PARAMS], use_tqdm=False
+        )
         for i, (before, after) in enumerate(zip(plain, outputs, strict=True)):
             assert after.outputs[0].logprobs == before.outputs[0].logprobs, "the same bits"
             assert after.num_cached_tokens == 0
@@ -101,7 +130,10 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
         {},
         slow({"preemption": "swap", "swap_space_gib": 0.001}),
         slow({"lookahead": 2, "num_blocks": 128}),
-        {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False, "ngram_min": 1}, "num_blocks": 128},
+        {
+            "speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False, "ngram_min": 1},
+            "num_blocks": 128,
+        },
         slow({"attention_impl": "xla", "linear_impl": "xla", "num_blocks": 128}),
         slow(
             {
@@ -113,7 +145,14 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
             }
         ),
         slow({"num_blocks": 128, "compilation": "background", "token_buckets": (8, 16)}),
-        slow({"num_blocks": 128, "reservation": "max", "enable_prefix_caching": False, "max_model_len": 64}),
+        slow(
+            {
+                "num_blocks": 128,
+                "reservation": "max",
+                "enable_prefix_caching": False,
+                "max_model_len": 64,
+            }
+        ),
     ],
     ids=str,
 )
@@ -149,7 +188,9 @@ def test_branches_share_the_prompts_arrays_and_have_their_own_behind_it(llm, tin
 @pytest.mark.slow
 def test_requests_with_different_taps_share_a_step(llm, tiny_folder):
     several = [Taps(hidden_states=2, attention={1: (0, 2)}), Taps((1,), ((1, (1,)),))]
-    outputs = llm.generate([PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False)
+    outputs = llm.generate(
+        [PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False
+    )
     for taps, output in zip(several, outputs, strict=True):
         check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps, taps)
 
@@ -160,7 +201,9 @@ def test_requests_with_taps_share_steps_with_every_other_kind(llm, tiny_folder):
     several = [Taps(hidden_states=2), Taps(attention={1: (0, 2)}), None, Taps((1,), ((0, (1,)),))]
     llm.engine.add("e", PROMPTS[3], PoolingParams(pooling_type="MEAN"))
     llm.engine.add("b", PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), forks=["b/1"])
-    outputs = llm.generate(PROMPTS, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False)
+    outputs = llm.generate(
+        PROMPTS, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False
+    )
     while llm.engine.has_work:
         llm.engine.step()
     for prompt, taps, output in zip(PROMPTS, several, outputs, strict=True):
@@ -191,7 +234,9 @@ def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
             elif llm.engine.has_work:
                 result = llm.engine.step()
                 parts += result.taps
-                tokens += [token for event in result.events for token in getattr(event, "token_ids", ())]
+                tokens += [
+                    token for event in result.events for token in getattr(event, "token_ids", ())
+                ]
     assert [part.start for part in parts][:2] == [0, 0]
     for part in parts:
         collected.take(part)
@@ -206,7 +251,13 @@ def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_fold
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         assert output.num_cached_tokens == cached
         if params.taps:
-            check(tiny_folder, prompt, output.outputs[0].token_ids, output.outputs[0].taps, params.taps)
+            check(
+                tiny_folder,
+                prompt,
+                output.outputs[0].token_ids,
+                output.outputs[0].taps,
+                params.taps,
+            )
 
 
 @pytest.mark.slow
@@ -228,9 +279,13 @@ def test_experts_of_chunks_are_those_of_a_whole_prompt():
             chex.assert_type((ids, weights), (np.int32, np.float32))
             assert set(ids.reshape(-1).tolist()) <= set(range(6))
             assert all(len(set(row)) == 3 for row in ids.tolist())
-            chex.assert_trees_all_close(weights.sum(1), np.ones(len(weights), np.float32), atol=1e-6)
+            chex.assert_trees_all_close(
+                weights.sum(1), np.ones(len(weights), np.float32), atol=1e-6
+            )
             assert (np.diff(weights) <= 0).all()
-    with pytest.raises(ValueError, match=r"taps.experts has layer 1, which is dense; those with experts are 0, 2"):
+    with pytest.raises(
+        ValueError, match=r"taps.experts has layer 1, which is dense; those with experts are 0, 2"
+    ):
         whole.generate(PROMPTS[0], replace(params, taps=Taps(experts=1)), use_tqdm=False)
 
 
@@ -239,7 +294,10 @@ def test_experts_of_chunks_are_those_of_a_whole_prompt():
 def test_a_mesh_gives_the_same_hidden_states_and_experts(mesh):
     model = random_model("Qwen3-MoE")
     params = SamplingParams(
-        temperature=0, max_tokens=6, ignore_eos=True, taps=Taps(hidden_states=(1, 3), experts=(0, 2))
+        temperature=0,
+        max_tokens=6,
+        ignore_eos=True,
+        taps=Taps(hidden_states=(1, 3), experts=(0, 2)),
     )
     wanted = make(model).generate(PROMPTS, params, use_tqdm=False)
     llm = make(model, mesh=mesh)
@@ -253,7 +311,12 @@ def test_a_mesh_gives_the_same_hidden_states_and_experts(mesh):
 @pytest.mark.parametrize(("method", "drafter"), [("eagle", "head"), ("draft", "small")])
 def test_arrays_beside_a_drafter_on_the_device(tiny_folder, folders, method, drafter):  # noqa: F811
     """A head observes the last layer too, which is then computed for all tokens."""
-    options = {"method": method, "model": getattr(folders, drafter), "num_tokens": 2, "adaptive": False}
+    options = {
+        "method": method,
+        "model": getattr(folders, drafter),
+        "num_tokens": 2,
+        "adaptive": False,
+    }
     llm = make(tiny_folder, speculative=options)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False), strict=True):
         check(tiny_folder, prompt, output.outputs[0].token_ids, output.outputs[0].taps)
@@ -270,21 +333,35 @@ def test_an_engine_that_slept_makes_programs_of_taps(tiny_folder):
 
 @pytest.mark.slow
 def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
-    llm = make(tiny_folder, dtype="bfloat16", kv_cache_dtype="float8_e4m3fn", attention_impl="xla", linear_impl="xla")
+    llm = make(
+        tiny_folder,
+        dtype="bfloat16",
+        kv_cache_dtype="float8_e4m3fn",
+        attention_impl="xla",
+        linear_impl="xla",
+    )
     (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
-    states, seen = plain_run(tiny_folder, np.array([*PROMPTS[0], *output.outputs[0].token_ids])[:-1])
+    states, seen = plain_run(
+        tiny_folder, np.array([*PROMPTS[0], *output.outputs[0].token_ids])[:-1]
+    )
     found = output.outputs[0].taps
     assert found is not None
     chex.assert_type([*found.hidden_states.values(), *found.attention[0]], np.float32)
     chex.assert_trees_all_close(found.hidden_states[2], states[2].astype(np.float32), atol=0.3)
-    chex.assert_trees_all_close(found.attention[0][0], seen[0][[0, 3], 4, :5].astype(np.float32), atol=0.1)
+    chex.assert_trees_all_close(
+        found.attention[0][0], seen[0][[0, 3], 4, :5].astype(np.float32), atol=0.1
+    )
 
 
 def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    options = ", ".join(f"{name}={value!r}" for name, value in (SIZES | {"progress": False}).items())
+    options = ", ".join(
+        f"{name}={value!r}" for name, value in (SIZES | {"progress": False}).items()
+    )
     monkeypatch.chdir(tmp_path)
-    exec(code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {})
+    exec(
+        code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {}
+    )
     tokens = len(found["output"].prompt_token_ids) + len(found["output"].outputs[0].token_ids) - 1
     said = capsys.readouterr().out
     assert said.startswith(f"({tokens}, 64) [")
@@ -297,9 +374,13 @@ def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys
 def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
     file = tmp_path / "run.jsonl"
     llm.engine.record(file)
-    with pytest.raises(ValueError, match=r"there is no folder .*run.jsonl.taps: no request with taps ended"):
+    with pytest.raises(
+        ValueError, match=r"there is no folder .*run.jsonl.taps: no request with taps ended"
+    ):
         read_taps(file)
-    outputs = llm.generate(PROMPTS, [replace(PARAMS, taps=None), PARAMS, replace(PARAMS, n=2), PARAMS], use_tqdm=False)
+    outputs = llm.generate(
+        PROMPTS, [replace(PARAMS, taps=None), PARAMS, replace(PARAMS, n=2), PARAMS], use_tqdm=False
+    )
     llm.engine.add("a/ü", PROMPTS[0], replace(PARAMS, taps=Taps(attention={1: 0})))
     llm.engine.step()
     llm.engine.step()
@@ -328,10 +409,16 @@ def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hidden_states": (-1,)}, "taps.hidden_states holds -1; layers and heads are integers of at least 0"),
+        (
+            {"hidden_states": (-1,)},
+            "taps.hidden_states holds -1; layers and heads are integers of at least 0",
+        ),
         ({"hidden_states": "all"}, "taps.hidden_states holds 'all'"),
         ({"experts": (True,)}, "taps.experts holds True"),
-        ({"attention": (0, 1)}, r"taps.attention is \(0, 1\); it must be heads by layer, such as {3: \(0, 1\)}"),
+        (
+            {"attention": (0, 1)},
+            r"taps.attention is \(0, 1\); it must be heads by layer, such as {3: \(0, 1\)}",
+        ),
         ({"attention": {0: ()}}, "name each layer once, and at least one of its heads"),
         ({"attention": ((0, 1), (0, 2))}, "name each layer once"),
         ({"attention": {0: 1.5}}, "taps.attention holds 1.5"),
@@ -364,7 +451,9 @@ def test_taps_are_normalised():
 )
 def test_what_a_model_does_not_have_is_refused(llm, taps, message):
     with pytest.raises(ValueError, match=f"request '[0-9]+': {message}"):
-        llm.generate([[5], [6]], [SamplingParams(max_tokens=2), SamplingParams(taps=taps)], use_tqdm=False)
+        llm.generate(
+            [[5], [6]], [SamplingParams(max_tokens=2), SamplingParams(taps=taps)], use_tqdm=False
+        )
     assert not llm.engine.has_work
 
 
@@ -382,16 +471,24 @@ def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
     (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
     both = [one.taps for one in output.outputs if one.taps]
     states = sum(array.nbytes for one in both for array in one.hidden_states.values())
-    seen = sum(array.nbytes for one in both for arrays in one.attention.values() for array in arrays)
-    assert states + seen - 4 * 3 * 64 * 5 == size, "the prompt's states are shared until they are given"
+    seen = sum(
+        array.nbytes for one in both for arrays in one.attention.values() for array in arrays
+    )
+    assert states + seen - 4 * 3 * 64 * 5 == size, (
+        "the prompt's states are shared until they are given"
+    )
     assert make(tiny).engine.config.max_tap_bytes == 2**30
     for wrong in (0, 1.5, True):
-        with pytest.raises(ValueError, match=r"max_tap_bytes is .*; it must be an integer of at least 1"):
+        with pytest.raises(
+            ValueError, match=r"max_tap_bytes is .*; it must be an integer of at least 1"
+        ):
             make(tiny, max_tap_bytes=wrong)
 
 
 def test_a_stream_has_no_place_for_arrays(llm):
-    with pytest.raises(ValueError, match="taps come with an output, and a stream is text; use generate"):
+    with pytest.raises(
+        ValueError, match="taps come with an output, and a stream is text; use generate"
+    ):
         next(llm.stream("a", PARAMS))
 
 
@@ -405,7 +502,9 @@ OPAQUE = IMPLS["xla"]._replace(name="opaque", probabilities=None)
 def test_attention_of_ones_own_that_does_not_say_its_weights_is_refused(tiny_folder, tmp_path):
     (tmp_path / "own.py").write_text(OWN, "utf-8")
     llm = make(tiny_folder, attention_impl=f"{tmp_path}/own.py:OPAQUE")
-    with pytest.raises(ValueError, match=r"own.py:OPAQUE' does not say what it weighs values with; give its Impl"):
+    with pytest.raises(
+        ValueError, match=r"own.py:OPAQUE' does not say what it weighs values with; give its Impl"
+    ):
         llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
 
 
@@ -439,7 +538,9 @@ def check_parts(data: st.DataObject) -> None:
             first = max(at + 1 - prompt, 0)
             sampled = seen[first : max(at + count - prompt + 1, 0)] if at + count >= prompt else []
             some = slice(at, at + count)
-            part = TapPart(name, at, {0: own[some]}, {2: (ids[some], own[some, :2])}, first, {1: sampled})
+            part = TapPart(
+                name, at, {0: own[some]}, {2: (ids[some], own[some, :2])}, first, {1: sampled}
+            )
             collected[name].take(part)
             at += count
             if restarts and data.draw(st.booleans()):
@@ -504,7 +605,11 @@ def test_arrays_are_those_of_transformers(saved):  # noqa: F811
             for j, seen in enumerate(found.attention[layer]):
                 at = len(prompt) + j
                 chex.assert_trees_all_close(seen, weights[0, :, at - 1, :at].numpy(), atol=1e-4)
-        routed = [logits.reshape(len(tokens) - 1, -1) for logits in wanted.router_logits] if sparse else []
+        routed = (
+            [logits.reshape(len(tokens) - 1, -1) for logits in wanted.router_logits]
+            if sparse
+            else []
+        )
         for layer, logits in zip(sparse, routed, strict=True):
             shares = torch.softmax(logits.float(), -1)
             shares = shares if (shares.sum(-1) - 1).abs().max() < 1e-3 else logits

@@ -22,16 +22,26 @@ LIMIT = 300  # seconds for what takes some: machines may be slow
 def a_call(number: int) -> dict[str, Any]:
     """One of several kinds of calls. Draws have seeds: without one they depend on the order of calls."""
     draw = random.Random(number)
-    prompts = [[draw.randrange(3, 300) for _ in range(draw.randint(1, 40))] for _ in range(draw.randint(1, 3))]
+    prompts = [
+        [draw.randrange(3, 300) for _ in range(draw.randint(1, 40))]
+        for _ in range(draw.randint(1, 3))
+    ]
     options = {"max_tokens": draw.randint(1, 16), "ignore_eos": True}
     if number % 4 == 0:
-        params: Any = [SamplingParams(temperature=1.0, seed=i, n=2, **options) for i in range(len(prompts))]
+        params: Any = [
+            SamplingParams(temperature=1.0, seed=i, n=2, **options) for i in range(len(prompts))
+        ]
     elif number % 7 == 0:
         params = BeamSearchParams(2, options["max_tokens"])
     else:
         params = SamplingParams(temperature=0.0, **options)
     streams = number % 2 == 1 and isinstance(params, SamplingParams)
-    return {"prompts": prompts, "params": params, "streams": streams, "leaves": streams and number % 3 == 0}
+    return {
+        "prompts": prompts,
+        "params": params,
+        "streams": streams,
+        "leaves": streams and number % 3 == 0,
+    }
 
 
 def answer(llm: LLM, call: dict[str, Any]) -> Any:
@@ -87,7 +97,12 @@ def test_steps_are_shared_and_short_calls_do_not_wait_for_long_ones(tiny_llm):
 
 
 def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_path):
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "num_blocks": 256,
+    }
     llm = LLM(tiny, progress=False, enable_lora=True, max_loras=2, **sizes)
     folders = [tiny_adapter(tmp_path / str(i), tiny_folder, 4, seed=i) for i in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -18,7 +18,9 @@ from tests.engine.test_batch_invariance import VOCAB, model_of
 pytest.importorskip("llvmlite")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
-PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58)}
+PROMPTS = {
+    f"r{n}": np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58)
+}
 SIZES: dict[str, Any] = {
     "batch_invariant": True,
     "max_num_batched_tokens": 32,
@@ -48,7 +50,9 @@ def new(model) -> Any:
     """Weights that say other things: the old ones with noise."""
     rng = np.random.default_rng(5)
     plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
-    return jax.tree.map(lambda x: np.asarray(x) * (1 + 0.3 * rng.standard_normal(x.shape)).astype(np.float32), plain)
+    return jax.tree.map(
+        lambda x: np.asarray(x) * (1 + 0.3 * rng.standard_normal(x.shape)).astype(np.float32), plain
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,9 @@ def stepped(engine: Any, found: Tokens, steps: int | None = None) -> list[Any]:
         chances = {(e.request_id, e.position): e.logprob for e in result.logprobs if not e.prompt}
         for event in result.events:
             for name, token in (
-                zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ()
+                zip(event.request_ids, event.token_ids, strict=True)
+                if isinstance(event, Sampled)
+                else ()
             ):
                 own = found.setdefault(name, [])
                 own.append((token, chances[name, len(own)], result.params_version))
@@ -85,19 +91,28 @@ def continued(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int,
     return answer
 
 
-def answers_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[tuple[int, float]]]:
+def answers_of(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams
+) -> list[list[tuple[int, float]]]:
     """Tokens and their log-probabilities, of each prompt."""
-    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
     answers = [out.outputs[0] for out in outs]
     return [
-        [(token, entry[token].logprob) for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+        [
+            (token, entry[token].logprob)
+            for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True)
+        ]
         for answer in answers
     ]
 
 
 @pytest.mark.default_cases("swapping")
 @pytest.mark.parametrize("name", ENGINES)
-def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(model, new, updated, tmp_path, name):
+def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(
+    model, new, updated, tmp_path, name
+):
     """Bit for bit, also of requests that were swapped out, and with predicted steps on the device."""
     engine = LLM(model, **SIZES | ENGINES[name]).engine
     engine.record(tmp_path / "run.jsonl")
@@ -129,7 +144,9 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(model, n
 
 @pytest.mark.default_cases("plain")
 @pytest.mark.parametrize("name", ENGINES)
-def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(model, new, updated, tmp_path, name):
+def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
+    model, new, updated, tmp_path, name
+):
     """The oracle of old requests is a step of its own: a cache of the old weights, read by a program with the new."""
     engine = LLM(model, **SIZES | ENGINES[name]).engine
     engine.record(tmp_path / "run.jsonl")
@@ -139,7 +156,9 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(model, 
     stepped(engine, found, 9)
     before = {request: list(one) for request, one in found.items()}
     started = [
-        s.request_id for s in (*engine.scheduler_state.running.seqs, *engine.scheduler_state.waiting) if s.blocks
+        s.request_id
+        for s in (*engine.scheduler_state.running.seqs, *engine.scheduler_state.waiting)
+        if s.blocks
     ]
     engine.update_params(new, pending="keep")
     scheduler.check(engine.scheduler_state)
@@ -149,15 +168,24 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(model, 
         engine.add(f"new{i}", prompt, GREEDY)
         events += stepped(engine, found, 3)
     events += stepped(engine, found)
-    for event in events:  # the first of the new ones finds nothing; those after it may find what it computed
+    for event in (
+        events
+    ):  # the first of the new ones finds nothing; those after it may find what it computed
         assert not (isinstance(event, Admitted) and event.request_id == "new0" and event.num_cached)
-    prompts = [PROMPTS["r37"] + [token for token, *_ in found["r37"][:n]] for n in range(len(found["r37"]) + 1)]
+    prompts = [
+        PROMPTS["r37"] + [token for token, *_ in found["r37"][:n]]
+        for n in range(len(found["r37"]) + 1)
+    ]
     wanted_of_new = answers_of(updated, prompts, GREEDY)
     for i in range(6):
         say = [(token, chance) for token, chance, _ in found[f"new{i}"]]
         assert say in wanted_of_new, "no old content is in it"
         assert {version for *_, version in found[f"new{i}"]} == {1}
-    kept = [request for request in started if before.get(request) and len(before[request]) < GREEDY.max_tokens]
+    kept = [
+        request
+        for request in started
+        if before.get(request) and len(before[request]) < GREEDY.max_tokens
+    ]
     assert kept, "some request had begun to answer"
     others = 0
     for request in kept:
@@ -185,7 +213,9 @@ def test_keep_with_the_same_weights_changes_no_token(model):
         admitted: list[Any] = []
         if pending:
             llm.update_params(plain, pending=pending)
-            admitted = [event for event in stepped(llm.engine, found, 1) if isinstance(event, Admitted)]
+            admitted = [
+                event for event in stepped(llm.engine, found, 1) if isinstance(event, Admitted)
+            ]
         assert bool(admitted) == (pending == "restart")
         stepped(llm.engine, found)
         answers.append({name: [one[:2] for one in own] for name, own in found.items()})
@@ -207,7 +237,9 @@ def test_nothing_that_old_content_went_into_is_found_later(model, new, updated):
     (again,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
     assert again.num_cached_tokens == 0
     chances: Any = again.outputs[0].logprobs
-    found = [(t, entry[t].logprob) for t, entry in zip(again.outputs[0].token_ids, chances, strict=True)]
+    found = [
+        (t, entry[t].logprob) for t, entry in zip(again.outputs[0].token_ids, chances, strict=True)
+    ]
     chex.assert_trees_all_equal(found, continued(updated, prompt, []))
     (third,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
     assert third.num_cached_tokens == 56, "what has new content alone is found"
@@ -216,7 +248,9 @@ def test_nothing_that_old_content_went_into_is_found_later(model, new, updated):
 @pytest.mark.parametrize("pending", ["restart", "keep"])
 def test_beam_searches_and_pooled_prompts_go_on(model, new, pending):
     llm = LLM(model, **SIZES)
-    llm.engine.add("beams", PROMPTS["r20"], BeamSearchParams(beam_width=3, max_tokens=8), forks=["b1", "b2"])
+    llm.engine.add(
+        "beams", PROMPTS["r20"], BeamSearchParams(beam_width=3, max_tokens=8), forks=["b1", "b2"]
+    )
     for _ in range(4):
         llm.engine.step()
     llm.update_params(new, pending=pending)
@@ -239,7 +273,9 @@ def test_outputs_say_which_weights_made_each_token(model, new):
     assert llm.params_version == 2
     (later,) = llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], GREEDY, use_tqdm=False)
     assert later.outputs[0].versions == (2,) * GREEDY.max_tokens
-    (search,) = llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], BeamSearchParams(2, max_tokens=3), use_tqdm=False)
+    (search,) = llm.generate(
+        [{"prompt_token_ids": PROMPTS["r3"]}], BeamSearchParams(2, max_tokens=3), use_tqdm=False
+    )
     assert [one.versions for one in search.outputs] == [(), ()]
     llm.engine.reset()
     assert llm.params_version == 2
@@ -247,7 +283,9 @@ def test_outputs_say_which_weights_made_each_token(model, new):
 
 def test_an_unknown_value_changes_nothing(model, new):
     llm = LLM(model, **SIZES)
-    with pytest.raises(ValueError, match="pending is 'kept'; it must be one of None, 'restart', 'keep'"):
+    with pytest.raises(
+        ValueError, match="pending is 'kept'; it must be one of None, 'restart', 'keep'"
+    ):
         llm.update_params(new, pending="kept")  # type: ignore[arg-type]
     assert llm.params_version == 0
 
@@ -258,6 +296,9 @@ def test_an_update_of_an_idle_engine_is_recorded_too(model, new, tmp_path):
     llm.update_params(new)
     llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], GREEDY, use_tqdm=False)
     llm.engine.record(None)
-    kinds = [next(iter(json.loads(line))) for line in (tmp_path / "run.jsonl").read_text().splitlines()[1:4]]
+    kinds = [
+        next(iter(json.loads(line)))
+        for line in (tmp_path / "run.jsonl").read_text().splitlines()[1:4]
+    ]
     assert kinds == ["update", "submit", "schedule"]
     assert replay.verify(tmp_path / "run.jsonl").identical

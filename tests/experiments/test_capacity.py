@@ -71,16 +71,30 @@ def test_non_monotone_rates_are_reported() -> None:
     assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
     upside_down = searched(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
     assert met_above_limit(upside_down) == [8.0]
-    assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith("No capacity found: not met even at 2 requests/s")
+    assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith(
+        "No capacity found: not met even at 2 requests/s"
+    )
 
 
 @pytest.mark.parametrize(
     ("met", "bounds", "alone", "probes", "message"),
     [
-        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no two requests overlap."),
+        (
+            False,
+            Bounds(1.0),
+            0.3,
+            3,
+            "No capacity: not met at 0.25 requests/s, where no two requests overlap.",
+        ),
         (False, Bounds(1.0), 0.0, 13, "No capacity found: not met even at 0.0002441 requests/s."),
         (False, Bounds(1.0, 0.5), 0.0, 1, "not met even at 0.5 requests/s. Give a lower --low"),
-        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The number of requests is too small for a limit"),
+        (
+            True,
+            Bounds(1.0),
+            0.0,
+            13,
+            "met even at 4096 requests/s. The number of requests is too small for a limit",
+        ),
         (True, Bounds(1.0, high=4.0), 0.0, 1, "met even at 4 requests/s. Give a higher --high."),
     ],
 )
@@ -110,7 +124,9 @@ def share_in_time(arrivals: np.ndarray, step: float, target: float) -> float:
 def waits_less(rate: float, step: float, time: float) -> float:
     """The share of an M/D/1 queue's requests that wait less than `time` (Erlang 1909)."""
     ages = [rate * (time - k * step) for k in range(int(time / step) + 1)]
-    return (1 - rate * step) * sum((-age) ** k / math.factorial(k) * math.exp(age) for k, age in enumerate(ages))
+    return (1 - rate * step) * sum(
+        (-age) ** k / math.factorial(k) * math.exp(age) for k, age in enumerate(ages)
+    )
 
 
 def test_capacity_of_md1_queue_matches_theory(
@@ -132,39 +148,71 @@ def test_capacity_of_md1_queue_matches_theory(
     folder = tmp_path / "runs" / "md1-capacity"
     found = json.loads((folder / "capacity.json").read_text())
     probes = [probe["rate"] for probe in found["probes"]]
-    assert measured == [*probes[:4], *probes[3:]]  # the one that was stopped is the only one to come twice
-    assert [row["swept"]["workload.arrivals.rate"] for row in store.read_runs(folder)] == sorted(probes)
+    assert measured == [
+        *probes[:4],
+        *probes[3:],
+    ]  # the one that was stopped is the only one to come twice
+    assert [row["swept"]["workload.arrivals.rate"] for row in store.read_runs(folder)] == sorted(
+        probes
+    )
     capsys.readouterr()
     assert capacity.main(command) == 0
     assert len(measured) == len(probes) + 1  # and not one again
     printed = capsys.readouterr().out
-    assert f"Capacity: {found['met']:g} requests/s ({found['unmet']:g} is too much), by 90% of requests" in printed
+    assert (
+        f"Capacity: {found['met']:g} requests/s ({found['unmet']:g} is too much), by 90% of requests"
+        in printed
+    )
     assert len(printed.splitlines()) == len(probes) + 3
 
     slowest = Path(store.read_runs(folder)[0]["run"])
     step = json.loads((slowest / "steps.jsonl").read_text().splitlines()[0])["seconds"]
     draws = min(probes) * np.array([request.arrival for request in store.read_requests(slowest)])
-    for probe in found["probes"]:  # the same draws at every rate: the queue is known request by request
+    for probe in found[
+        "probes"
+    ]:  # the same draws at every rate: the queue is known request by request
         exact = share_in_time(draws / probe["rate"], step, 0.02)
         assert probe["values"]["goodput.share"] == pytest.approx(exact, abs=2e-3)
     assert found["met"] < found["unmet"] <= found["met"] * 1.05
     # and so is its law, from which 800 requests stray
-    assert waits_less(found["met"] * 0.9, step, 0.02 - step) > 0.9 > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
+    assert (
+        waits_less(found["met"] * 0.9, step, 0.02 - step)
+        > 0.9
+        > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
+    )
 
 
 @pytest.mark.slow
-def test_trace_capacity_by_time_scale_and_percentile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_capacity_by_time_scale_and_percentile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,4" for i in range(80)]
-    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
+    (tmp_path / "trace.csv").write_text(
+        "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps])
+    )
     workload = {"kind": "trace", "file": "trace.csv", "time_scale": 0.0}
     path = write(tmp_path, workload=workload, slo={"ttft": 0.05, "itl": 0.05})
-    command = [str(path), "--out", str(tmp_path), "--quiet", "--percentile", "90", "--tolerance", "0.2"]
+    command = [
+        str(path),
+        "--out",
+        str(tmp_path),
+        "--quiet",
+        "--percentile",
+        "90",
+        "--tolerance",
+        "0.2",
+    ]
     assert capacity.main(command) == 0
     found = json.loads((tmp_path / "md1-capacity" / "capacity.json").read_text())
-    assert (found["unit"], found["criterion"]) == ("times as recorded", "p90: TTFT within 0.05 s and ITL within 0.05 s")
+    assert (found["unit"], found["criterion"]) == (
+        "times as recorded",
+        "p90: TTFT within 0.05 s and ITL within 0.05 s",
+    )
     assert found["probes"][0]["rate"] == 1.0
     assert {len(probe["values"]) for probe in found["probes"]} == {2}
-    steps = json.loads(next(tmp_path.glob("md1-capacity/*/0/summary.json")).read_text())["metrics"]["step_s"]
+    steps = json.loads(next(tmp_path.glob("md1-capacity/*/0/summary.json")).read_text())["metrics"][
+        "step_s"
+    ]
     # ten requests a second of four steps each keep the engine busy at a speed of 1 / 40 steps
     assert found["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
     assert "times as recorded" in capsys.readouterr().out
@@ -174,9 +222,18 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         (["--set", "slo={}"], "slo has no target to meet; give one in seconds"),
-        (["--set", "workload.arrivals={process: at_once}"], "at_once, which has no rate; set one that has"),
-        (["--set", "workload.arrivals={process: closed_loop, clients: 2}"], "closed_loop, which has no rate; set one"),
-        (["--set", "sweep={grid: {seed: [1, 2]}}"], "the config has 2 points and a capacity is one point's; fix seed"),
+        (
+            ["--set", "workload.arrivals={process: at_once}"],
+            "at_once, which has no rate; set one that has",
+        ),
+        (
+            ["--set", "workload.arrivals={process: closed_loop, clients: 2}"],
+            "closed_loop, which has no rate; set one",
+        ),
+        (
+            ["--set", "sweep={grid: {seed: [1, 2]}}"],
+            "the config has 2 points and a capacity is one point's; fix seed",
+        ),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
         (["--low", "0"], "--low is 0.0; it must be a rate above 0"),
         (["--low", "3", "--high", "2"], "--low is 3 and --high 2; the lower bound must be below"),
@@ -195,7 +252,10 @@ def test_bad_arguments_fail_before_anything_runs(
 def test_failed_probe_ends_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, workload={**MD1["workload"], "prompt": {"dist": "fixed", "value": 99}})
     assert capacity.main([str(path), "--out", str(tmp_path)]) == 1
-    assert "error: the run at rate 100, repeat 0, failed: ValueError: the engine refused" in capsys.readouterr().err
+    assert (
+        "error: the run at rate 100, repeat 0, failed: ValueError: the engine refused"
+        in capsys.readouterr().err
+    )
 
 
 def test_criterion_uses_median_of_repeats() -> None:
@@ -212,6 +272,8 @@ def test_criterion_uses_median_of_repeats() -> None:
 
 
 def test_alone_means_no_overlapping_requests() -> None:
-    first = RequestRecord("r0", 0.0, 5, 2, 0.0, (BranchRecord("r0", (0.5, 2.0), (1, 2), 0, "length"),))
+    first = RequestRecord(
+        "r0", 0.0, 5, 2, 0.0, (BranchRecord("r0", (0.5, 2.0), (1, 2), 0, "length"),)
+    )
     assert not capacity.alone([first, first._replace(arrival=1.9)])
     assert capacity.alone([first, first._replace(arrival=2.0)])

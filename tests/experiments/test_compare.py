@@ -21,7 +21,10 @@ WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
 
 def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
     """A request of three tokens for each time to first token."""
-    branches = [BranchRecord(f"r{i}", (t, t + gap, t + 2 * gap), (1, 2, 3), 0, "length") for i, t in enumerate(first)]
+    branches = [
+        BranchRecord(f"r{i}", (t, t + gap, t + 2 * gap), (1, 2, 3), 0, "length")
+        for i, t in enumerate(first)
+    ]
     return [RequestRecord(branch.branch_id, 0.0, 5, 3, 0.0, (branch,)) for branch in branches]
 
 
@@ -32,7 +35,9 @@ def waited(queue: Any, tokens: int) -> list[RequestRecord]:
     return [RequestRecord("r", 0.0, 5, tokens, wait, (branch,)) for wait in queue]
 
 
-def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any) -> None:
+def put(
+    sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any
+) -> None:
     """A run with throughput `rate`; with requests if `more` has the times of their first tokens."""
     swept, lived = swept or {}, more.pop("lived", None) or requests(more.pop("first", ()))
     env = more.pop("env", {})
@@ -44,9 +49,26 @@ def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = No
         "ttft_s": spread(request.ttft for request in lived),
         "tokens_sha256": "same",
     }
-    head = {"schema": store.SCHEMA, "label": label, "swept": swept, "point": point, "repeat": repeat, "order": 0}
-    summary = {**head, "run": f"{point}/{repeat}", "failed": None, "workload": WORKLOAD, "metrics": metrics, **more}
-    rows = [{**request._asdict(), "branches": [b._asdict() for b in request.branches]} for request in lived]
+    head = {
+        "schema": store.SCHEMA,
+        "label": label,
+        "swept": swept,
+        "point": point,
+        "repeat": repeat,
+        "order": 0,
+    }
+    summary = {
+        **head,
+        "run": f"{point}/{repeat}",
+        "failed": None,
+        "workload": WORKLOAD,
+        "metrics": metrics,
+        **more,
+    }
+    rows = [
+        {**request._asdict(), "branches": [b._asdict() for b in request.branches]}
+        for request in lived
+    ]
     files = {"summary.json": store.json_text(summary), "requests.jsonl": store.json_lines(rows)}
     files["env.json"] = store.json_text(env)
     store.write_run(store.run_folder(sweep, point, repeat), files)
@@ -58,24 +80,41 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int =
     return printed.out if status == 0 else printed.err
 
 
-def test_sweeps_are_compared_point_by_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_are_compared_point_by_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = np.random.default_rng(0)
     for size, ratio in ((8, 1.12), (16, 1.0)):
-        for repeat, minute in enumerate(draw.lognormal(0, 0.3, 5)):  # slow minutes that both sides share
+        for repeat, minute in enumerate(
+            draw.lognormal(0, 0.3, 5)
+        ):  # slow minutes that both sides share
             for name, factor in (("a", 1.0), ("b", ratio)):
                 rate = 100 * minute * factor * draw.lognormal(0, 0.01)
                 put(tmp_path / name, repeat, rate, {"engine.block_size": size})
     put(tmp_path / "a", 0, 5.0, {"engine.block_size": 32})
     file = tmp_path / "found.json"
-    command = (tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "preemptions", "--json", file)
+    command = (
+        tmp_path / "a",
+        tmp_path / "b",
+        "--metric",
+        "output_tokens_per_s",
+        "preemptions",
+        "--json",
+        file,
+    )
     text = output_of(capsys, *command)
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
     assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
-    found = {(row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]}
+    found = {
+        (row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]
+    }
     real = found["engine.block_size=8", "output_tokens_per_s"]
     assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
-    assert real["verdict"] == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
+    assert (
+        real["verdict"]
+        == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
+    )
     same = found["engine.block_size=16", "output_tokens_per_s"]
     assert same["low"] < 1.0 < same["high"]
     assert same["verdict"].startswith("no difference can be shown: B is ")
@@ -90,13 +129,17 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
     called = 0
     for _ in range(400):
         a, b = draw.lognormal(4, 0.05, (2, repeats))
-        called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith("real")
+        called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith(
+            "real"
+        )
     assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
 @pytest.mark.default_cases("100-90")
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
-def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_false_positive_rate_of_request_bootstrap(
+    count: int, percentile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ratios, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
@@ -115,16 +158,22 @@ def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
     assert ": real, of these 50 requests; one run each" in found.verdict
 
 
-def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_runs_give_intervals_over_requests_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
-    put(tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist())  # no repeat is its pair
+    put(
+        tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist()
+    )  # no repeat is its pair
     metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
     text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
     assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
-    assert "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
+    assert (
+        "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
+    )
     assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
     text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics)
@@ -144,39 +193,67 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, capsys: p
     ids=str,
 )
 def test_different_requests_with_equal_totals_are_not_paired(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str, repeats: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    said: str,
+    repeats: int,
 ) -> None:
     for repeat in range(repeats):
         lived = requests([0.1] * 20)
         put(tmp_path / "a", repeat, 100.0, lived=lived)
-        put(tmp_path / "b", repeat, 100.0, lived=[lived[0], lived[1]._replace(**change), *lived[2:]])
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+        put(
+            tmp_path / "b", repeat, 100.0, lived=[lived[0], lived[1]._replace(**change), *lived[2:]]
+        )
+    text = output_of(
+        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50"
+    )
     assert f"the workloads of repeat 0 differ in {said})" in text
     assert "of these" not in text
 
 
-def test_runs_without_requests_file_are_not_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_requests_file_are_not_paired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
         put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+    text = output_of(
+        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50"
+    )
     assert "whether repeat 0 had the same requests is not known: there is no" in text
     assert "of these" not in text
 
 
-def test_differences_of_device_and_code_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_of_device_and_code_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
-    lines = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s").splitlines()
+    lines = output_of(
+        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s"
+    ).splitlines()
     assert lines[-2:] == ["commit differs: A abc, B def", "jax differs: A 0.7.0, B 0.7.1"]
-    assert "differs" not in output_of(capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s")
+    assert "differs" not in output_of(
+        capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "percentile", "a", "b"),
     [
-        ("itl_s", 50, waited([0.0] * 11, 1) + waited([0.0], 3), waited([0.0] * 11, 1) + waited([0.0], 4)),
-        ("queue_s", 90, waited(([0.0] * 8 + [1.0] * 2) * 4, 2), waited(([0.0] * 8 + [1.3] * 2) * 4, 2)),
+        (
+            "itl_s",
+            50,
+            waited([0.0] * 11, 1) + waited([0.0], 3),
+            waited([0.0] * 11, 1) + waited([0.0], 4),
+        ),
+        (
+            "queue_s",
+            90,
+            waited(([0.0] * 8 + [1.0] * 2) * 4, 2),
+            waited(([0.0] * 8 + [1.3] * 2) * 4, 2),
+        ),
     ],
     ids=["no gap", "zeros"],
 )
@@ -189,22 +266,31 @@ def test_resamples_without_ratio_give_no_interval(
     assert "resamples have no value, or a zero (B is 1." in found.verdict
 
 
-def test_metric_without_interval_does_not_affect_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metric_without_interval_does_not_affect_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
-        lived = [r._replace(first_scheduled=float(i % 10 > 7)) for i, r in enumerate(requests([2.0] * 40))]
+        lived = [
+            r._replace(first_scheduled=float(i % 10 > 7))
+            for i, r in enumerate(requests([2.0] * 40))
+        ]
         put(tmp_path / name, 0, 100.0, lived=lived)
         file = next((tmp_path / name).glob("*/0/summary.json"))
         summary = json.loads(file.read_text())
         summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
         file.write_text(json.dumps(summary))
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
+    text = output_of(
+        capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50"
+    )
     assert "no interval can be computed" in text
     assert "of these 40 requests" in text
 
 
 def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> str:
-        return output_of(capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s").splitlines()[0]
+        return output_of(
+            capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s"
+        ).splitlines()[0]
 
     for repeat in range(3):
         put(tmp_path / "a", repeat, 100.0 + repeat)
@@ -214,7 +300,9 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         put(tmp_path / "d/2", repeat, 120.0, point="other")
     put(tmp_path / "b", 4, 1.0, failed="it broke", metrics=None)
     assert said("b").endswith("(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)")
-    assert said("c").endswith("(repeats are not paired: the workloads of repeat 1 differ in requests)")
+    assert said("c").endswith(
+        "(repeats are not paired: the workloads of repeat 1 differ in requests)"
+    )
     assert said("d").endswith("(repeats are not paired: B has a repeat twice)")
     text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
@@ -223,11 +311,15 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "A has one run: the noise between runs is not known" in output_of(
         capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
     )
-    several = output_of(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
+    several = output_of(
+        capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s"
+    )
     assert "A has repeats 0, 1, B 0, 1, 2" in several
 
 
-def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_of_drafts_are_compared_if_a_side_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ("drafts", "accepted", "acceptance", "tokens_per_decode")
     for name, drafts in (
         ("none", None),
@@ -247,13 +339,17 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, capsy
 
     def rows(a: str, b: str) -> dict[str, str]:
         text = output_of(capsys, tmp_path / a, tmp_path / b)
-        found = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("speculation.")]
+        found = [
+            line.split(maxsplit=1) for line in text.splitlines() if line.startswith("speculation.")
+        ]
         return {name.removeprefix("speculation."): " ".join(rest.split()) for name, rest in found}
 
     assert rows("none", "none") == {}
     both = rows("a", "b")
     assert list(both) == list(names)
-    assert both["acceptance"] == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
+    assert (
+        both["acceptance"] == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
+    )
     assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
     assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
     assert rows("idle", "none")["acceptance"] == "- - only A has numbers of drafts"
@@ -284,15 +380,34 @@ def test_compare_reads_measured_sweeps(
     }
     (tmp_path / "unit.yaml").write_text(json.dumps(raw))
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
-    for name, share in (("a", 1.0), ("b", 0.8)):  # of the bandwidth: steps take some 1.2 times as long
-        more = ("--out", str(tmp_path / name), "--set", f"simulate.bandwidth_share={share}", "--quiet")
+    for name, share in (
+        ("a", 1.0),
+        ("b", 0.8),
+    ):  # of the bandwidth: steps take some 1.2 times as long
+        more = (
+            "--out",
+            str(tmp_path / name),
+            "--set",
+            f"simulate.bandwidth_share={share}",
+            "--quiet",
+        )
         assert run.main([str(tmp_path / "unit.yaml"), *more]) == 0
     capsys.readouterr()
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "itl_s.p50", "steps")
+    text = output_of(
+        capsys,
+        tmp_path / "a",
+        tmp_path / "b",
+        "--metric",
+        "output_tokens_per_s",
+        "itl_s.p50",
+        "steps",
+    )
     assert text.count("(3 pairs of repeats)") == 2
     assert text.count(": real") == 4
     assert text.count("the same in every run") == 2  # steps
-    once = output_of(capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50")
+    once = output_of(
+        capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50"
+    )
     assert once.count("real, of these 10 requests") == 2
 
 
@@ -301,14 +416,19 @@ def test_difference_without_noise_is_real() -> None:
         pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
         "B is 1.10 times A in every repeat: real, without noise",
     )  # fmt: skip
-    assert of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict == "the same in every run"
+    assert (
+        of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict
+        == "the same in every run"
+    )
     assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
     wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
     assert wild.verdict.startswith("no difference can be shown")
     json.dumps(wild, allow_nan=False)
 
 
-def test_incomparable_folders_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_folders_are_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for size in (8, 16):
         put(tmp_path / "sizes", 0, 10.0, {"engine.block_size": size})
         put(tmp_path / "seeds", 0, 10.0, {"seed": size})
@@ -318,21 +438,37 @@ def test_incomparable_folders_are_errors(tmp_path: Path, capsys: pytest.CaptureF
     sizes = tmp_path / "sizes"
     for arguments, message in (
         ((sizes, tmp_path / "no"), "there is no folder"),
-        ((sizes, tmp_path / "seeds"), "A has 2 points over engine.block_size, and B 2 points over seed"),
+        (
+            (sizes, tmp_path / "seeds"),
+            "A has 2 points over engine.block_size, and B 2 points over seed",
+        ),
         ((sizes, tmp_path / "others"), "share no point"),
-        ((sizes, tmp_path / "two"), "B has two points with engine.block_size=8 that differ in what is not swept"),
+        (
+            (sizes, tmp_path / "two"),
+            "B has two points with engine.block_size=8 that differ in what is not swept",
+        ),
         ((sizes, tmp_path / "failed"), "all 1 runs of"),
         ((sizes, sizes, "--metric", "output_token_per_s"), "did you mean 'output_tokens_per_s'?"),
-        ((sizes, sizes, "--metric", "tokens_sha256"), "--metric is 'tokens_sha256'; it must be one of"),
-        ((sizes, sizes, "--confidence", "95"), "--confidence is 95.0; it must be above 0 and below 1"),
+        (
+            (sizes, sizes, "--metric", "tokens_sha256"),
+            "--metric is 'tokens_sha256'; it must be one of",
+        ),
+        (
+            (sizes, sizes, "--confidence", "95"),
+            "--confidence is 95.0; it must be above 0 and below 1",
+        ),
     ):
         assert message in output_of(capsys, *arguments, status=2)
 
 
-def test_two_points_of_one_sweep_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_points_of_one_sweep_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
-    text = output_of(capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s")
+    text = output_of(
+        capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s"
+    )
     assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
     assert "B is 2.00 times A in every repeat" in text

@@ -18,8 +18,13 @@ from experiments.core import store
 from experiments.core.config import short_names
 
 
-def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **more: Any) -> dict[str, Any]:
-    label = ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items()) or "one point"
+def run(
+    order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **more: Any
+) -> dict[str, Any]:
+    label = (
+        ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items())
+        or "one point"
+    )
     spread = {"count": 9, "mean": gap, "p50": gap, "p90": gap, "p99": gap, "max": gap}
     metrics = {
         "output_tokens_per_s": rate,
@@ -38,17 +43,43 @@ def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float 
         "goodput": None,
         "tokens_sha256": "same",
     }
-    head = {"schema": 1, "name": "unit", "label": label, "swept": swept, "point": f"p{order}", "repeat": repeat}
-    return {**head, "order": order, "run": f"p{order}/{repeat}", "failed": None, "metrics": metrics, **more}
+    head = {
+        "schema": 1,
+        "name": "unit",
+        "label": label,
+        "swept": swept,
+        "point": f"p{order}",
+        "repeat": repeat,
+    }
+    return {
+        **head,
+        "order": order,
+        "run": f"p{order}/{repeat}",
+        "failed": None,
+        "metrics": metrics,
+        **more,
+    }
 
 
 GRID = [
-    run(2 * i + j, repeat, {"engine.block_size": size, "engine.max_num_batched_tokens": budget}, rate + repeat, gap)
+    run(
+        2 * i + j,
+        repeat,
+        {"engine.block_size": size, "engine.max_num_batched_tokens": budget},
+        rate + repeat,
+        gap,
+    )
     for i, size in enumerate((8, 16, 128))
-    for j, (budget, rate, gap) in enumerate(((64, 100.0 + i, 0.05), (256, 200.0 + 40 * i, 0.04 + 0.02 * i)))
+    for j, (budget, rate, gap) in enumerate(
+        ((64, 100.0 + i, 0.05), (256, 200.0 + 40 * i, 0.04 + 0.02 * i))
+    )
     for repeat in range(3)
 ]
-ABOUT = {"name": "unit <test>", "question": "How much?", "command": "python -m experiments.run configs/unit.yaml"}
+ABOUT = {
+    "name": "unit <test>",
+    "question": "How much?",
+    "command": "python -m experiments.run configs/unit.yaml",
+}
 
 
 def test_repeats_fold_into_points() -> None:
@@ -59,7 +90,11 @@ def test_repeats_fold_into_points() -> None:
     assert rows[0].swept == {"block_size": 8, "max_num_batched_tokens": 64}
     assert "goodput.requests_per_s" not in rows[0].values
     noisy = [run(0, repeat, {}, rate) for repeat, rate in enumerate((100.0, 98.0, 40.0))]
-    assert sweep_points.points(noisy)[0].values["output_tokens_per_s"] == (98.0, 40.0, 100.0)  # the median
+    assert sweep_points.points(noisy)[0].values["output_tokens_per_s"] == (
+        98.0,
+        40.0,
+        100.0,
+    )  # the median
     partly = [run(0, 0, {}, 100.0), run(0, 1, {}, 1.0, failed="it broke")]
     assert sweep_points.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
 
@@ -90,12 +125,26 @@ def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes) -> None
 def test_sentences_match_numbers() -> None:
     rows = sweep_points.points(GRID)
     text = " ".join(sweep_points.reading(GRID, rows, sweep_points.choose_axes(rows)))
-    best, worst = "block_size=128, max_num_batched_tokens=256", "block_size=8, max_num_batched_tokens=64"
-    assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest" in text
+    best, worst = (
+        "block_size=128, max_num_batched_tokens=256",
+        "block_size=8, max_num_batched_tokens=64",
+    )
+    assert (
+        f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest"
+        in text
+    )
     assert f"the slowest, {worst} (101)" in text
-    assert "Repeats of one point differ by up to 2.0%; no other point reaches into the range of the fastest." in text
-    assert "block_size alone changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
-    assert "the median gap between tokens at block_size=8, max_num_batched_tokens=256 (40 ms)" in text
+    assert (
+        "Repeats of one point differ by up to 2.0%; no other point reaches into the range of the fastest."
+        in text
+    )
+    assert (
+        "block_size alone changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256"
+        in text
+    )
+    assert (
+        "the median gap between tokens at block_size=8, max_num_batched_tokens=256 (40 ms)" in text
+    )
     assert "All 18 runs generated exactly the same tokens." in text
 
 
@@ -106,13 +155,19 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
     text = " ".join(sweep_points.reading(once, rows, sweep_points.choose_axes(rows)))
     assert "Each point ran once, so how much of a difference is noise is not known." in text
     assert "The 2 runs generated 2 different sets of tokens." in text
-    near = [run(0, 0, {"seed": 1}, 100.0), run(0, 1, {"seed": 1}, 110.0), run(1, 0, {"seed": 2}, 101.0)]
+    near = [
+        run(0, 0, {"seed": 1}, 100.0),
+        run(0, 1, {"seed": 1}, 110.0),
+        run(1, 0, {"seed": 2}, 101.0),
+    ]
     rows = sweep_points.points(near)
     assert "one other point reaches into the range" in " ".join(
         sweep_points.reading(near, rows, sweep_points.choose_axes(rows))
     )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
-    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is no result."]
+    assert sweep_points.reading(broken, [], Axes(None, ())) == [
+        "All 1 runs failed; there is no result."
+    ]
     mixed = [*once, *broken]
     assert "1 of 3 runs failed and are left out." in sweep_points.reading(
         mixed, sweep_points.points(mixed), Axes(None, ())
@@ -136,9 +191,15 @@ def test_pareto_plots_need_three_points() -> None:
     assert svg is not None
     assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
     assert svg.count("<title>") == 6
-    best = rows[-1]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
-    assert svg.count(best.label) == 2  # in its tooltip, and as a label because no point dominates it
-    assert svg.count("block_size=8, max_num_batched_tokens=64") == 1  # another is faster and no slower: no name
+    best = rows[
+        -1
+    ]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
+    assert (
+        svg.count(best.label) == 2
+    )  # in its tooltip, and as a label because no point dominates it
+    assert (
+        svg.count("block_size=8, max_num_batched_tokens=64") == 1
+    )  # another is faster and no slower: no name
     assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
     rows = sweep_points.points(wide)
@@ -149,7 +210,14 @@ def test_pareto_plots_need_three_points() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (71.0, "71"), (0.01234, "0.0123"), (5.25, "5.25"), (123.4, "123"), (12345.6, "12\u2009346")],
+    [
+        (0.0, "0"),
+        (71.0, "71"),
+        (0.01234, "0.0123"),
+        (5.25, "5.25"),
+        (123.4, "123"),
+        (12345.6, "12\u2009346"),
+    ],
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert sweep_points.number(value) == text
@@ -167,7 +235,9 @@ class Tags(html.parser.HTMLParser):
         self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -176,7 +246,14 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_page_is_well_formed_and_self_contained() -> None:
-    failed = run(9, 0, {"engine.block_size": 4, "engine.max_num_batched_tokens": 64}, 1.0, failed="a < b", metrics=None)
+    failed = run(
+        9,
+        0,
+        {"engine.block_size": 4, "engine.max_num_batched_tokens": 64},
+        1.0,
+        failed="a < b",
+        metrics=None,
+    )
     page = report.page(ABOUT, [*GRID, failed], [{}] * 19)
     tags = Tags()
     tags.feed(page)
@@ -189,22 +266,36 @@ def test_page_is_well_formed_and_self_contained() -> None:
     assert "a &lt; b" in page
     assert ABOUT["command"] in page
     assert page.count("<svg") == 3 + 2 + 3 + 1
-    assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []  # every placeholder became a variable
+    assert (
+        re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []
+    )  # every placeholder became a variable
     assert page.count("var(--s1)") > page.count("var(--s7)")
 
 
 def test_pages_without_axes_or_results(tmp_path: Path) -> None:
-    by_name = [run(i, r, {"engine.dtype": d}, 90.0 + r) for i, d in enumerate(("float32", "bfloat16")) for r in (0, 1)]
-    assert "No numeric key is swept, so the points are side by side." in report.page(ABOUT, by_name, [{}] * 4)
+    by_name = [
+        run(i, r, {"engine.dtype": d}, 90.0 + r)
+        for i, d in enumerate(("float32", "bfloat16"))
+        for r in (0, 1)
+    ]
+    assert "No numeric key is swept, so the points are side by side." in report.page(
+        ABOUT, by_name, [{}] * 4
+    )
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
-    assert "there is no result" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
+    assert "there is no result" in report.page(
+        ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}]
+    )
     with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
 
 
 def test_plots_with_many_lines_and_values() -> None:
-    runs = [run(10 * i + j, 0, {"seed": i, "workload.count": j}, 5.0 + i) for i in range(14) for j in range(10)]
+    runs = [
+        run(10 * i + j, 0, {"seed": i, "workload.count": j}, 5.0 + i)
+        for i in range(14)
+        for j in range(10)
+    ]
     rows = sweep_points.points(runs)
     svg = plots.metric_plot(rows, sweep_points.choose_axes(rows), sweep_points.THROUGHPUT)
     assert svg is not None
@@ -224,7 +315,10 @@ def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
         "startup": {"load": 1.0, "compile": 20.0, "compilations": 7},
     }
     store.write_run(tmp_path / "p0" / "0", {"env.json": store.json_text(env)})
-    env["engine"], env["startup"] = {"block_size": 16}, {"load": 1.0, "compile": 30.0, "compilations": 7}
+    env["engine"], env["startup"] = (
+        {"block_size": 16},
+        {"load": 1.0, "compile": 30.0, "compilations": 7},
+    )
     store.write_run(tmp_path / "p1" / "0", {"env.json": store.json_text(env)})
     page = report.write(tmp_path).read_text()
     assert re.search(r"saved by sharing<small>%</small>.*>8\.53<", page, re.DOTALL)
@@ -237,16 +331,30 @@ def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
 
 def test_timeline_shows_fastest_run(tmp_path: Path) -> None:
     store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID[-3:]))
-    step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
+    step = {
+        "sequences": 2,
+        "waiting": 1,
+        "tokens": 5,
+        "padded_tokens": 8,
+        "blocks_used": 3,
+        "num_blocks": 12,
+    }
     steps = [{**step, "started": 0.5 * i, "seconds": 0.5} for i in range(300)]
     store.write_run(tmp_path / "p5" / "0", {"steps.jsonl": store.json_lines(steps)})
     page = report.write(tmp_path).read_text()
-    assert "The first repeat of the fastest point, block_size=128, max_num_batched_tokens=256." in page
+    assert (
+        "The first repeat of the fastest point, block_size=128, max_num_batched_tokens=256." in page
+    )
     assert "0.250 s: 25 % of blocks with an owner" in page
 
 
 def speculating(order: int, repeat: int, rate: float, acceptance: float | None) -> dict[str, Any]:
-    drafts = {"drafts": 40, "accepted": 30, "acceptance": acceptance, "tokens_per_decode": 2.5 + repeat}
+    drafts = {
+        "drafts": 40,
+        "accepted": 30,
+        "acceptance": acceptance,
+        "tokens_per_decode": 2.5 + repeat,
+    }
     found = run(order, repeat, {"engine.max_num_seqs": 2**order}, rate)
     return {**found, "metrics": {**found["metrics"], "speculation": drafts}}
 
@@ -255,10 +363,14 @@ def test_numbers_of_drafts_are_shown_if_a_point_has_them(tmp_path: Path) -> None
     words = ("Speculation", "acceptance", "decode row", "guesses of next tokens")
     plain = report.page(ABOUT, GRID, [{}] * len(GRID))
     assert not any(word in plain for word in words)
-    runs = [speculating(order, repeat, 100.0 + order, 0.75) for order in (0, 1) for repeat in (0, 1)]
+    runs = [
+        speculating(order, repeat, 100.0 + order, 0.75) for order in (0, 1) for repeat in (0, 1)
+    ]
     page = report.page(ABOUT, runs, [{}] * len(runs))
     assert all(word in page for word in words)
-    assert re.search(r"acceptance<small>%</small>.*decode row<small>tokens</small>.*>75<.*>3<", page, re.DOTALL)
+    assert re.search(
+        r"acceptance<small>%</small>.*decode row<small>tokens</small>.*>75<.*>3<", page, re.DOTALL
+    )
     assert "Accepted share of drafts" in page
     head, *lines = sweep_points.text_table(sweep_points.points(runs)).splitlines()
     assert head.endswith("acceptance %  decode row tokens")
@@ -269,16 +381,30 @@ def test_numbers_of_drafts_are_shown_if_a_point_has_them(tmp_path: Path) -> None
 
 def test_timeline_shows_drafts(tmp_path: Path) -> None:
     runs = [speculating(order, 0, 100.0 + order, 0.75) for order in (0, 1)]
-    step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
-    steps = [{**step, "started": 0.5 * i, "seconds": 0.5, "drafts": 3, "accepted": 2} for i in range(3)]
+    step = {
+        "sequences": 2,
+        "waiting": 1,
+        "tokens": 5,
+        "padded_tokens": 8,
+        "blocks_used": 3,
+        "num_blocks": 12,
+    }
+    steps = [
+        {**step, "started": 0.5 * i, "seconds": 0.5, "drafts": 3, "accepted": 2} for i in range(3)
+    ]
     assert "3 drafts, 2 accepted" in report.page(ABOUT, runs, [{}] * 2, steps)
-    assert "accepted" not in report.page(ABOUT, GRID[-3:], [{}] * 3, [{**step, "started": 0.0, "seconds": 1.0}] * 3)
+    assert "accepted" not in report.page(
+        ABOUT, GRID[-3:], [{}] * 3, [{**step, "started": 0.0, "seconds": 1.0}] * 3
+    )
 
 
 def test_clipped_lengths_are_shown() -> None:
     swept = {"engine.block_size": 8}
     workload = {"clipped_prompts": 3, "clipped_outputs": 4}
-    for runs, shown in (([run(0, 0, swept, 1.0)], []), ([run(0, 0, swept, 1.0, workload=workload)], ["7"])):
+    for runs, shown in (
+        ([run(0, 0, swept, 1.0)], []),
+        ([run(0, 0, swept, 1.0, workload=workload)], ["7"]),
+    ):
         tiles = report.tiles(runs, sweep_points.points(runs))
         assert [tile["value"] for tile in tiles if tile["title"] == "clipped lengths"] == shown
 
@@ -286,11 +412,21 @@ def test_clipped_lengths_are_shown() -> None:
 def test_terminal_table() -> None:
     text = sweep_points.text_table(sweep_points.points(GRID)).splitlines()
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]
-    assert text[1].split()[:7] == ["block_size=8,", "max_num_batched_tokens=64", "101", "(100", "to", "102)", "500"]
+    assert text[1].split()[:7] == [
+        "block_size=8,",
+        "max_num_batched_tokens=64",
+        "101",
+        "(100",
+        "to",
+        "102)",
+        "500",
+    ]
     assert sweep_points.text_table([]) == "no good run"
 
 
-def test_report_command_help_and_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_help_and_missing_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
         report.main(["--help"])
     assert "usage: python -m experiments.report" in capsys.readouterr().out

@@ -35,7 +35,8 @@ def test_a_number_agrees_within_a_published_range():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")]
+    ("value", "text"),
+    [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")],
 )
 def test_numbers_have_three_digits(value, text):
     assert rounded(value) == text
@@ -51,7 +52,9 @@ def test_figures_are_reproducible_svg():
     first, second = (figures.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
     assert first == second
     assert ET.fromstring(first).tag.endswith("svg")
-    assert ET.fromstring(figures.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith("svg")
+    assert ET.fromstring(figures.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith(
+        "svg"
+    )
 
 
 @pytest.fixture
@@ -63,7 +66,11 @@ def answers(tmp_path, monkeypatch):
     (tmp_path / "studies/042_answers/study.py").touch()
     claims = [claim(10.0, 10.5), claim((2.0, 8.0), 20.0, why="another planet")]
     findings = Findings(claims, ["It is 42."], {"a.svg": "<svg/>"}, ["| t |"])
-    study = type("Study", (), {"QUESTION": "What is it?", "run": staticmethod(lambda folder, quick: findings)})
+    study = type(
+        "Study",
+        (),
+        {"QUESTION": "What is it?", "run": staticmethod(lambda folder, quick: findings)},
+    )
     monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: study)
     return findings
 
@@ -74,7 +81,13 @@ def test_findings_are_written_and_read_back(tmp_path, answers, monkeypatch):
     kept = json.loads((folder / "findings.json").read_text())
     assert reproduce.claims_of(kept) == answers.claims
     text = (folder / "README.md").read_text()
-    for part in ("What is it?", "It is 42.", "![a.svg](a.svg)", "no: another planet", "reproduce 042\n"):
+    for part in (
+        "What is it?",
+        "It is 42.",
+        "![a.svg](a.svg)",
+        "no: another planet",
+        "reproduce 042\n",
+    ):
         assert part in text
     table = (tmp_path / "REPRODUCTION.md").read_text()
     assert "1 of 2 published numbers agree" in table
@@ -118,13 +131,24 @@ def test_claim_row_has_factor_and_kind_of_range():
     def cells(published, ours: Interval, factor=1.25):
         return reproduce.row(Claim("a paper", "a thing", published, ours, factor, "x"))[2:]
 
-    assert cells(2.0, Interval(1.9, 2.1, 2.3, n=3)) == ["2 x", "2.1 (1.9 to 2.3, n = 3) x", "1.05", "1.25 x", "yes"]
+    assert cells(2.0, Interval(1.9, 2.1, 2.3, n=3)) == [
+        "2 x",
+        "2.1 (1.9 to 2.3, n = 3) x",
+        "1.05",
+        "1.25 x",
+        "yes",
+    ]
     assert cells(2.0, Interval(1.0, 2.0, 3.0, "range", 4))[1] == "2 (range 1 to 3, n = 4) x"
     one = Interval(2.0, 2.0, 2.0)
-    published = [cells(found, one)[0] for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))]
+    published = [
+        cells(found, one)[0] for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))
+    ]
     assert published == ["at least 1 x", "at most 9 x", "1 to 28.3 x (wide)", "1 to 3 x"]
     assert cells((0.0, 9.0), exactly(0.0))[2:] == ["none", "1.25 x", "yes"]
-    weak = [reproduce.weak(claim(found, 2.0)) for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)]
+    weak = [
+        reproduce.weak(claim(found, 2.0))
+        for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)
+    ]
     assert weak == [True, True, True, False, False]
 
 
@@ -134,7 +158,8 @@ def test_unknown_study_is_an_error(capsys):
 
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
-    f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{100 + 37 * i % 900},{1 + i % 7}\n" for i in range(900)
+    f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{100 + 37 * i % 900},{1 + i % 7}\n"
+    for i in range(900)
 )
 
 
@@ -143,15 +168,22 @@ def test_trace_study_reads_given_folder(tmp_path):
     for kind in ("conv", "code"):
         (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
     study = reproduce.module(name)
-    runs = study.windows(reproduce.STUDIES / name, study.trace_file(tmp_path, "chat"), True, "workload.offset=0")
-    assert {(policy, rate) for policy, rate in runs} == {(p, r) for p in ("fcfs", "shortest") for r in (1.0, 2.0)}
+    runs = study.windows(
+        reproduce.STUDIES / name, study.trace_file(tmp_path, "chat"), True, "workload.offset=0"
+    )
+    assert {(policy, rate) for policy, rate in runs} == {
+        (p, r) for p in ("fcfs", "shortest") for r in (1.0, 2.0)
+    }
     assert all(one["requests"] == 200 for several in runs.values() for one in several)
 
 
 def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
     kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
     assert reproduce.main(["012", "--out", str(tmp_path / "out")]) == 0
-    assert "012_recorded_load: keeps its last findings; it needs --traces FOLDER" in capsys.readouterr().err
+    assert (
+        "012_recorded_load: keeps its last findings; it needs --traces FOLDER"
+        in capsys.readouterr().err
+    )
     assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == kept
     assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
@@ -159,9 +191,14 @@ def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
 
 def test_kept_findings_are_full_runs_and_in_reproduction_table():
     """Committed findings are of full runs, and REPRODUCTION.md agrees with the studies' files."""
-    found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
+    found = [
+        json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text())
+        for name in reproduce.names()
+    ]
     assert not [one["name"] for one in found if one["quick"]]
-    assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(found)
+    assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(
+        found
+    )
     for one in found:
         assert (reproduce.STUDIES / one["name"] / "README.md").read_text() == reproduce.readme(one)
 
@@ -175,7 +212,9 @@ def test_memory_shares_match_paper():
     tokens = {}
     for point, [(limits, results)] in points:
         tokens[point.experiment.engine.reservation] = study.shares(results, limits)["tokens"]
-    assert tokens == pytest.approx({kind: shares[0] for kind, shares in study.SHARES.items()}, rel=0.15)
+    assert tokens == pytest.approx(
+        {kind: shares[0] for kind, shares in study.SHARES.items()}, rel=0.15
+    )
 
 
 @pytest.mark.slow
@@ -185,4 +224,6 @@ def test_simulated_study_runs_quick(number):
     found = reproduce.run(name, quick=True)
     assert found["answer"]
     assert found["svg"]
-    assert all(claim["ours"].low <= claim["ours"].middle <= claim["ours"].high for claim in found["claims"])
+    assert all(
+        claim["ours"].low <= claim["ours"].middle <= claim["ours"].high for claim in found["claims"]
+    )

@@ -37,14 +37,21 @@ def _objects_of_earlier_tests_set_aside() -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     # untied: a random model with tied embeddings repeats its last token
-    return str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64, tied=False))
+    return str(
+        tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64, tied=False)
+    )
 
 
 def write_config(folder: Path, model: str, **sections: Any) -> Path:
     base = {
         "name": "unit",
         "model": model,
-        "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+        "engine": {
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+            "max_model_len": 32,
+            "token_buckets": [16],
+        },
         "cache_tokens": 256,
         "workload": WORKLOAD,
         "sampling": {"temperature": 0.0, "ignore_eos": True},
@@ -58,7 +65,9 @@ def write_config(folder: Path, model: str, **sections: Any) -> Path:
 
 def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
-    path = write_config(tmp_path, model, repeats=2, sweep=sweep, question="Does it run?", slo={"ttft": 60.0})
+    path = write_config(
+        tmp_path, model, repeats=2, sweep=sweep, question="Does it run?", slo={"ttft": 60.0}
+    )
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
     assert run.main(command) == 0
     printed = capsys.readouterr()
@@ -137,7 +146,9 @@ def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
     for name in ("drafts", "accepted"):
         assert sum(step[name] for step in steps[1]) == found[name]
     prompts = plain["metrics"]["requests"]  # the first token of each comes from its prompt
-    assert drafted["metrics"]["output_tokens"] - prompts == sum(step["decodes"] + step["accepted"] for step in steps[1])
+    assert drafted["metrics"]["output_tokens"] - prompts == sum(
+        step["decodes"] + step["accepted"] for step in steps[1]
+    )
 
 
 @pytest.mark.slow
@@ -146,7 +157,10 @@ def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) ->
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     found = {}
     for folder in (tmp_path / "runs/unit").rglob("env.json"):
-        facts, resolved = json.loads(folder.read_text()), yaml.safe_load((folder.parent / "config.yaml").read_text())
+        facts, resolved = (
+            json.loads(folder.read_text()),
+            yaml.safe_load((folder.parent / "config.yaml").read_text()),
+        )
         assert facts["engine"]["mesh"] == resolved["engine"]["mesh"]
         found[facts.get("placement")] = facts["engine"]["mesh"]
         assert json.loads((folder.parent / "summary.json").read_text())["failed"] is None
@@ -177,7 +191,9 @@ def test_branch_i_uses_seed_plus_i(tmp_path: Path, model: str) -> None:
 def test_impossible_request_fails_its_point_only(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}}
+    sweep = {
+        "grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}
+    }
     path = write_config(tmp_path, model, sweep=sweep)
     assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
     assert "refused r00000 (99 prompt tokens" in capsys.readouterr().err
@@ -223,7 +239,9 @@ def test_compilation_in_measured_run_fails_it(
     assert frame["compilations"][0] > 0
 
 
-def test_bad_arguments_fail_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_fail_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_config(tmp_path, "no-model", engine={"block_sise": 3})
     good = write_config(tmp_path / "good", "no-model")
     for arguments, message in (
@@ -246,10 +264,15 @@ def test_bad_arguments_fail_before_anything_runs(tmp_path: Path, capsys: pytest.
     assert not list(tmp_path.rglob("summary.json"))
 
 
-def test_out_folder_that_cannot_be_created_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_folder_that_cannot_be_created_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
     assert run.main([str(path), "--out", str(path)]) == 2
-    assert f"error: cannot write to --out {path}: {path} is a file; name a folder\n" in capsys.readouterr().err
+    assert (
+        f"error: cannot write to --out {path}: {path} is a file; name a folder\n"
+        in capsys.readouterr().err
+    )
 
 
 SIMULATED = {
@@ -259,7 +282,9 @@ SIMULATED = {
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
     "repeats": 2,
     "reseed": True,
-    "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}},  # the last is refused
+    "sweep": {
+        "grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}
+    },  # the last is refused
 }
 
 
@@ -287,13 +312,18 @@ run.main(sys.argv[1:])
 """
 
 
-def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_sweep_resumes_without_lost_or_double_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sections = {**SIMULATED, "reseed": False, "repeats": 3, "sweep": {"grid": {"seed": [1, 2, 3]}}}
     path = write_config(tmp_path, "nothing is loaded", **sections)
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
 
     def summaries() -> dict[Path, int]:
-        return {entry: entry.stat().st_mtime_ns for entry in (tmp_path / "runs").rglob("[0-9]/summary.json")}
+        return {
+            entry: entry.stat().st_mtime_ns
+            for entry in (tmp_path / "runs").rglob("[0-9]/summary.json")
+        }
 
     killed(CHILD, *command)
     survived = summaries()
@@ -323,7 +353,11 @@ def test_parallel_runs_equal_single_process_runs(
     def files(folder: str) -> dict[str, str]:
         found = [entry for entry in (tmp_path / folder).rglob("*") if entry.is_file()]
         apart = ("env.json", "sweep.json")  # when it started, and by which command
-        return {str(e.relative_to(tmp_path / folder)): e.read_text() for e in found if e.name not in apart}
+        return {
+            str(e.relative_to(tmp_path / folder)): e.read_text()
+            for e in found
+            if e.name not in apart
+        }
 
     def measured(folder: str, *arguments: str) -> int:
         return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *arguments])
@@ -343,7 +377,9 @@ def test_parallel_runs_equal_single_process_runs(
         assert measured("two", "--jobs", "2") == 130
     alone, together = files("one"), files("two")
     assert len([name for name in together if name.endswith("summary.json")]) == 6
-    assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
+    assert [name for name, text in together.items() if alone[name] != text] == [
+        "side-by-side/runs.jsonl"
+    ]
     assert len(experiments.load_runs(tmp_path / "two")) == 6
     assert "stopped; the same command resumes the sweep" in capsys.readouterr().err
     assert measured("two") == 1  # in this process: failed and missing runs
@@ -371,9 +407,15 @@ def made(tmp_path: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
+@pytest.mark.parametrize(
+    "what", ["experiments.core.environment.source", "experiments.core.environment._version"]
+)
 def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
-    what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str,
+    simulated: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulated() == 0
     first = made(tmp_path)
@@ -405,7 +447,10 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
 
 @pytest.mark.slow
 def test_stopped_no_resume_leaves_unreached_runs_missing(
-    simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    simulated: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulated() == 0
     write_run, written = store.write_run, []
@@ -419,7 +464,9 @@ def test_stopped_no_resume_leaves_unreached_runs_missing(
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_run", write)
         assert simulated("--no-resume") == 130
-    assert "stopped; the same command without --no-resume resumes the sweep" in capsys.readouterr().err
+    assert (
+        "stopped; the same command without --no-resume resumes the sweep" in capsys.readouterr().err
+    )
     assert simulated("--dry-run") == 0
     assert "4 runs, 1 of them done" in capsys.readouterr().out
     aside = list(tmp_path.rglob("stale.json"))
@@ -427,26 +474,39 @@ def test_stopped_no_resume_leaves_unreached_runs_missing(
     assert all((path.parent / "steps.jsonl").is_file() for path in aside)
 
 
-def test_points_of_another_sweep_are_reported(simulated: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_of_another_sweep_are_reported(
+    simulated: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert simulated() == 0
     assert "note" not in capsys.readouterr().err
     assert simulated("--set", "engine.block_size=32") == 0
-    assert "do not belong to this sweep and are not in its report; --set name=..." in capsys.readouterr().err
+    assert (
+        "do not belong to this sweep and are not in its report; --set name=..."
+        in capsys.readouterr().err
+    )
 
 
-def test_request_beyond_max_model_len_fails(simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_beyond_max_model_len_fails(
+    simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert simulated("--set", "workload.output={dist: fixed, value: 2000}") == 1
     said = capsys.readouterr().err
-    assert "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has" in said
+    assert (
+        "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has" in said
+    )
     assert "asks for 2000. Raise the limit, or bound the workload's lengths" in said
     assert simulated("--set", "workload.output={dist: fixed, value: 2000, max: 50}") == 0
-    summaries = [store.read_summary(Path(row)) for row in experiments.load_runs(tmp_path / "runs")["run"]]
+    summaries = [
+        store.read_summary(Path(row)) for row in experiments.load_runs(tmp_path / "runs")["run"]
+    ]
     assert {one["workload"]["clipped_outputs"] for one in summaries if one} == {20}
 
 
 def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
     (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
-    (tmp_path / "mine.py").write_text("from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n")
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n"
+    )
     tokens = {"kind": "tokens", "file": "w1.json"}
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
     path = write_config(tmp_path, "nothing", **{**plain, "engine": {"policy": "mine.py:MINE"}})
@@ -460,7 +520,9 @@ def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
     assert again.content == point.content
     assert again.experiment.workload.file == "workload.json"
     assert run.main([str(kept), "--out", str(tmp_path / "again"), "--quiet"]) == 0
-    first, second = (experiments.load_runs(tmp_path / name)["tokens_sha256"][0] for name in ("runs", "again"))
+    first, second = (
+        experiments.load_runs(tmp_path / name)["tokens_sha256"][0] for name in ("runs", "again")
+    )
     assert first == second
 
 
@@ -472,9 +534,17 @@ def test_parallel_jobs_need_simulated_runs(
     whole = write_config(tmp_path / "whole", "nothing is loaded", **{**SIMULATED, "sweep": None})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for file, arguments, message in (
-        (path, ["--jobs", "2"], "--jobs is 2, but 1 of 2 points are measured (such as simulate=None)"),
+        (
+            path,
+            ["--jobs", "2"],
+            "--jobs is 2, but 1 of 2 points are measured (such as simulate=None)",
+        ),
         (path, ["--jobs", "0"], "--jobs is 0; it must be at least 1"),
-        (whole, ["--jobs", "2", "--backend", "ray"], "--backend is ray, which is not installed: pip install 'pagedjax"),
+        (
+            whole,
+            ["--jobs", "2", "--backend", "ray"],
+            "--backend is ray, which is not installed: pip install 'pagedjax",
+        ),
     ):
         assert run.main([str(file), "--out", str(tmp_path), *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -502,7 +572,9 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
     assert sorted(runs["block_size"]) == [8, 16]
     assert runs["failed"].isna().all()
     assert (tmp_path / "runs" / "small" / "report.html").is_file()
-    assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(runs)  # nothing is measured again
+    assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(
+        runs
+    )  # nothing is measured again
     one = experiments.measure(path, {"sweep": None, "engine.block_size": 32}, out=tmp_path / "runs")
     assert one["tokens_sha256"].tolist() == runs["tokens_sha256"].tolist()[:1]
     assert experiments.load_runs(tmp_path / "runs" / "small").equals(one)
@@ -511,17 +583,37 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
     again = json.loads((tmp_path / "runs" / "small" / "sweep.json").read_text())["command"]
     assert again.startswith("python -m experiments.run ")
     assert "engine.block_size=32" in again
-    with pytest.raises(ValueError, match=r"engine.block_size is 0; it must be an integer of at least 1"):
+    with pytest.raises(
+        ValueError, match=r"engine.block_size is 0; it must be an integer of at least 1"
+    ):
         experiments.measure(path, {"sweep": None, "engine.block_size": 0}, out=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"jobs is 0; it must be at least 1"):
         experiments.measure(path, out=tmp_path / "runs", jobs=0)
 
 
 def test_values_of_python_are_settings():
-    values = {"a": 1e-5, "b": np.int64(4), "c": Path("x"), "d": None, "e": [8, (1, 2)], "f": {"g": "1e-5"}, "h": True}
+    values = {
+        "a": 1e-5,
+        "b": np.int64(4),
+        "c": Path("x"),
+        "d": None,
+        "e": [8, (1, 2)],
+        "f": {"g": "1e-5"},
+        "h": True,
+    }
     words = [run._setting(key, value) for key, value in values.items()]
     raw: dict[str, Any] = {}
     overrides.override_all(raw, words)
-    assert raw == {"a": 1e-5, "b": 4, "c": "x", "d": None, "e": [8, [1, 2]], "f": {"g": "1e-5"}, "h": True}
-    with pytest.raises(ValueError, match=r"settings has a: .*, which is no value of YAML; give a number"):
+    assert raw == {
+        "a": 1e-5,
+        "b": 4,
+        "c": "x",
+        "d": None,
+        "e": [8, [1, 2]],
+        "f": {"g": "1e-5"},
+        "h": True,
+    }
+    with pytest.raises(
+        ValueError, match=r"settings has a: .*, which is no value of YAML; give a number"
+    ):
         run._setting("a", object())

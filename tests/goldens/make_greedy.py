@@ -109,7 +109,11 @@ CHATS: dict[str, list[dict[str, str]]] = {
     ],
 }
 TOP5 = ("name", "python", "chat")  # entries that also record the five best tokens of every step
-PROMPT_LOGPROBS = ("summer", "class", "chinese")  # entries that also record the prompt tokens' log-probabilities
+PROMPT_LOGPROBS = (
+    "summer",
+    "class",
+    "chinese",
+)  # entries that also record the prompt tokens' log-probabilities
 
 
 def load_model(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
@@ -136,7 +140,9 @@ def compare_with_transformers(checkpoint: Checkpoint) -> int:
 
 
 @torch.no_grad()
-def greedy(model: transformers.LlamaForCausalLM, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+def greedy(
+    model: transformers.LlamaForCausalLM, prompt: list[int], num_tokens: int
+) -> dict[str, Any]:
     """`num_tokens` tokens by argmax with transformers' KV cache, never stopping; log-probabilities from float64."""
     out: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "top5": []}
     ids, cache = torch.tensor([prompt]), None
@@ -164,7 +170,9 @@ def entries(checkpoint: Checkpoint) -> dict[str, list[int]]:
     """Name -> prompt token ids."""
     tokenizer = load_tokenizer(checkpoint)
     texts = {name: tokenizer.encode(text) for name, text in PROMPTS.items()}
-    return texts | {name: tokenizer.apply_chat_template(messages) for name, messages in CHATS.items()}
+    return texts | {
+        name: tokenizer.apply_chat_template(messages) for name, messages in CHATS.items()
+    }
 
 
 def main() -> None:
@@ -181,8 +189,12 @@ def main() -> None:
             del record["prompt_logprobs"]
         least = min(record["margins"])
         source = {"text": PROMPTS[name]} if name in PROMPTS else {"messages": CHATS[name]}
-        records.append({"name": name, **source, "prompt_token_ids": prompt, "min_margin": least, **record})
-        print(f"{name}: {len(prompt)} tokens, least margin {least}{' TOO SMALL' if least < SMALL_MARGIN else ''}")
+        records.append(
+            {"name": name, **source, "prompt_token_ids": prompt, "min_margin": least, **record}
+        )
+        print(
+            f"{name}: {len(prompt)} tokens, least margin {least}{' TOO SMALL' if least < SMALL_MARGIN else ''}"
+        )
     header = {
         "note": NOTE,
         "command": "python tests/goldens/make_greedy.py",
@@ -198,8 +210,15 @@ def main() -> None:
         "dtype": "float32",
         "tensors_equal_to_transformers": compared,
     }
-    lines = ",\n".join(json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records)
-    text = json.dumps(header, ensure_ascii=False, indent=1)[:-2] + ',\n "prompts": [\n' + lines + "\n]}\n"
+    lines = ",\n".join(
+        json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records
+    )
+    text = (
+        json.dumps(header, ensure_ascii=False, indent=1)[:-2]
+        + ',\n "prompts": [\n'
+        + lines
+        + "\n]}\n"
+    )
     (HERE / "greedy.json").write_text(text, encoding="utf-8")
 
 

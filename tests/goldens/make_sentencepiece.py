@@ -44,7 +44,11 @@ def corpus() -> list[str]:
     rng = random.Random(0)
     words = WORDS.split()
     lines = [" ".join(rng.choices(words, k=rng.randint(3, 12))) for _ in range(2000)]
-    return lines + [line.replace(" ", "  ") for line in lines[:200]] + [f"    {line}" for line in lines[:300]]
+    return (
+        lines
+        + [line.replace(" ", "  ") for line in lines[:200]]
+        + [f"    {line}" for line in lines[:300]]
+    )
 
 
 def main() -> None:
@@ -65,7 +69,9 @@ def main() -> None:
     )
     sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     ids = range(sp.get_piece_size())
-    kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids]  # as GGUF's
+    kinds = [
+        2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids
+    ]  # as GGUF's
     rng = random.Random(1)
     alphabet = "  \n" + "thecandogr" + "é中7"
     texts = TEXTS + ["".join(rng.choices(alphabet, k=rng.randint(1, 40))) for _ in range(150)]

@@ -24,7 +24,11 @@ def greedy() -> dict:
 def test_prompts_are_what_the_tokenizer_makes_of_their_texts():
     tokenizer = load_tokenizer(open_checkpoint("smollm2-135m"))
     for entry in greedy()["prompts"]:
-        ids = tokenizer.encode(entry["text"]) if "text" in entry else tokenizer.apply_chat_template(entry["messages"])
+        ids = (
+            tokenizer.encode(entry["text"])
+            if "text" in entry
+            else tokenizer.apply_chat_template(entry["messages"])
+        )
         assert ids == entry["prompt_token_ids"], entry["name"]
 
 
@@ -36,7 +40,9 @@ def test_entries_are_complete_and_free_of_near_ties():
     for entry in prompts:
         assert len(entry["token_ids"]) == len(entry["logprobs"]) == len(entry["margins"]) == 64
         assert entry["min_margin"] == min(entry["margins"]) > 1e-3
-        for token, logprob, best in zip(entry["token_ids"], entry["logprobs"], entry.get("top5", []), strict=False):
+        for token, logprob, best in zip(
+            entry["token_ids"], entry["logprobs"], entry.get("top5", []), strict=False
+        ):
             assert best[0] == [token, logprob]
     assert sum("top5" in entry for entry in prompts) == 3
     assert sum("prompt_logprobs" in entry for entry in prompts) == 3
@@ -47,7 +53,10 @@ def test_entries_are_complete_and_free_of_near_ties():
 def test_our_tensors_equal_transformers():
     from tests.goldens.make_greedy import compare_with_transformers
 
-    assert compare_with_transformers(open_checkpoint("smollm2-135m")) == greedy()["tensors_equal_to_transformers"]
+    assert (
+        compare_with_transformers(open_checkpoint("smollm2-135m"))
+        == greedy()["tensors_equal_to_transformers"]
+    )
 
 
 @pytest.mark.oracle
@@ -69,7 +78,9 @@ def test_goldens_regenerate():
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("options", [{}, {"tied": False, "qkv_bias": True, "o_bias": True}, {"llama3": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": False, "qkv_bias": True, "o_bias": True}, {"llama3": True}]
+)
 def test_tiny_models_are_what_transformers_loads(tmp_path, options):
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM

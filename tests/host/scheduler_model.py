@@ -47,7 +47,9 @@ class ModelSequence:
     arrival: int
     outputs: list[int] = field(default_factory=list)
     computed: int = 0
-    table: list[int] = field(default_factory=list)  # its blocks; negative until the real scheduler has chosen the id
+    table: list[int] = field(
+        default_factory=list
+    )  # its blocks; negative until the real scheduler has chosen the id
     hashed: int = 0  # blocks whose hash the scheduler has
     group: int | None = None  # arrival of the first branch, if there are several
     away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
@@ -101,7 +103,9 @@ class Step:
     rows: list[tuple[ModelSequence, int, int]]  # sequence, first token to compute, how many
     admitted: list[ModelSequence]
     preempted: list[str]
-    cached: list[int] = field(default_factory=list)  # tokens of each admitted one that need not be computed
+    cached: list[int] = field(
+        default_factory=list
+    )  # tokens of each admitted one that need not be computed
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
     copies: list[tuple[int, int]] = field(default_factory=list)
     swapped: list[str] = field(default_factory=list)
@@ -121,10 +125,14 @@ class Model:
         self.published: dict[str, int] = {}  # content -> the block
         self.idle: list[int] = []  # published blocks without an owner; the first is evicted next
         self.flight: Step | None = None
-        self.cached: dict[int, int] = {}  # arrival -> cached tokens of a waiting sequence when admission began
+        self.cached: dict[
+            int, int
+        ] = {}  # arrival -> cached tokens of a waiting sequence when admission began
         self.arrivals = self.steps = self.unseen = 0
         self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
-        self.uncut = self.fragmented = 0  # how often a whole prompt did not fit, or free blocks made no piece
+        self.uncut = self.fragmented = (
+            0  # how often a whole prompt did not fit, or free blocks made no piece
+        )
 
     def alive(self) -> list[ModelSequence]:
         return self.waiting + self.running
@@ -134,41 +142,68 @@ class Model:
 
     def accepts(self, request: Request) -> bool:
         beams = 1 + len(request.forks) if request.beams else 1
-        fits = beams * math.ceil(self.limit(request) / self.config.block_size) <= self.config.num_blocks
+        fits = (
+            beams * math.ceil(self.limit(request) / self.config.block_size)
+            <= self.config.num_blocks
+        )
         silent = request.max_tokens == 0 and not request.forks
         sane = request.prompt_len > 0 and (request.max_tokens > 0 or silent)
         sane = sane and request.prompt_len + (not silent) <= self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
-        few = 1 + len(request.forks) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        whole = self.config.chunked_prefill or beams * self.limit(request) <= self.config.max_num_batched_tokens
-        return fits and sane and few and whole and self.reservable(request) and len(set(names)) == len(names)
+        few = 1 + len(request.forks) <= min(
+            self.config.max_num_seqs, self.config.max_num_batched_tokens
+        )
+        whole = (
+            self.config.chunked_prefill
+            or beams * self.limit(request) <= self.config.max_num_batched_tokens
+        )
+        return (
+            fits
+            and sane
+            and few
+            and whole
+            and self.reservable(request)
+            and len(set(names)) == len(names)
+        )
 
     def reservable(self, request: Request) -> bool:
         if self.config.reservation == "none":
             return True
         alone = not (request.forks or request.beams or request.hashes)
-        return alone and self.reserved(request) <= max(free_pieces(self.ids(), 1, power(self.config.num_blocks)))
+        return alone and self.reserved(request) <= max(
+            free_pieces(self.ids(), 1, power(self.config.num_blocks))
+        )
 
     def reserved(self, request: Request) -> int:
         """Blocks of the piece that a request owns for its whole sequence."""
         c, prompt, limit = self.config, request.prompt_len, self.limit(request)
-        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[c.reservation]
+        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[
+            c.reservation
+        ]
         return power(math.ceil(min(slots, c.max_model_len) / c.block_size))
 
     def ids(self) -> set[int]:
         return set(range(1, self.config.num_blocks + 1))
 
     def names(self) -> list[str]:
-        return [name for sequence in self.alive() for name in (sequence.name, *sequence.request.forks)]
+        return [
+            name for sequence in self.alive() for name in (sequence.name, *sequence.request.forks)
+        ]
 
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
         """The hashes of the full blocks of a prompt."""
         sequence, size = ModelSequence(Request(name, prompt_len, 1), 0), self.config.block_size
-        return tuple(sequence.key(j * size) for j in range(1, prompt_len // size + 1)) if sequence.shares() else ()
+        return (
+            tuple(sequence.key(j * size) for j in range(1, prompt_len // size + 1))
+            if sequence.shares()
+            else ()
+        )
 
     def submit(self, request: Request) -> None:
         group = self.arrivals if request.forks or request.beams else None
-        self.waiting.append(ModelSequence(request, self.arrivals, hashed=len(request.hashes), group=group))
+        self.waiting.append(
+            ModelSequence(request, self.arrivals, hashed=len(request.hashes), group=group)
+        )
         self.arrivals += 1 + len(request.forks)
 
     def owned(self) -> set[int]:
@@ -186,7 +221,9 @@ class Model:
         for _ in range(number):
             if self.free() == len(self.idle):
                 lost = self.idle.pop(0)
-                self.published = {key: block for key, block in self.published.items() if block != lost}
+                self.published = {
+                    key: block for key, block in self.published.items() if block != lost
+                }
             self.unseen -= 1
             sequence.table.append(self.unseen)
 
@@ -201,7 +238,10 @@ class Model:
         step.preempted += [sequence.name for sequence in sequences]
         for sequence in sequences:
             sequence.computed = min(sequence.computed, sequence.known - 1)
-        tables = [sequence.table[: math.ceil(sequence.computed / self.config.block_size)] for sequence in sequences]
+        tables = [
+            sequence.table[: math.ceil(sequence.computed / self.config.block_size)]
+            for sequence in sequences
+        ]
         distinct = list(dict.fromkeys(block for table in tables for block in table))
         taken = {block for sequence in self.waiting for block in sequence.away}
         fits = all(tables) and len(distinct) <= self.config.host_blocks - len(taken)
@@ -221,16 +261,24 @@ class Model:
         c, step = self.config, Step([], [], [])
 
         def starving() -> list[ModelSequence]:  # the next token lies past the last block
-            edge = [sequence for sequence in self.running if sequence.computed >= len(sequence.table) * c.block_size]
+            edge = [
+                sequence
+                for sequence in self.running
+                if sequence.computed >= len(sequence.table) * c.block_size
+            ]
             return [sequence for sequence in edge if not sequence.awaits_siblings()]
 
         while len(starving()) + len(self.copying()) > self.free():
             victim = max(self.running, key=lambda sequence: sequence.arrival)
             group = [
-                sequence for sequence in self.running if sequence.group is not None and sequence.group == victim.group
+                sequence
+                for sequence in self.running
+                if sequence.group is not None and sequence.group == victim.group
             ]
             together = 0 < len(group) < len(self.running)
-            self.stop(step, sorted(group, key=lambda sequence: sequence.arrival) if together else [victim])
+            self.stop(
+                step, sorted(group, key=lambda sequence: sequence.arrival) if together else [victim]
+            )
         full, copying = starving(), self.copying()
         for sequence in full + copying:
             self.take(sequence, 1)
@@ -240,12 +288,18 @@ class Model:
             sequence.table[at] = new
         for old, _ in step.copies:
             if old not in self.owned() and old not in self.idle:
-                assert old in self.published.values(), "a block was copied although no other sequence needs it"
+                assert old in self.published.values(), (
+                    "a block was copied although no other sequence needs it"
+                )
                 self.idle.append(old)
 
         ready = [sequence for sequence in self.running if sequence.awaits_siblings()]
         decodes = [sequence for sequence in self.running if sequence.known - sequence.computed == 1]
-        prompts = [sequence for sequence in self.running if sequence not in decodes and sequence not in ready]
+        prompts = [
+            sequence
+            for sequence in self.running
+            if sequence not in decodes and sequence not in ready
+        ]
         if c.mixed_steps:
             self.compose(step, decodes + prompts, ready, decodes, admits=not step.preempted)
         elif c.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
@@ -266,7 +320,10 @@ class Model:
         while alone and given < len(drafts):
             grown = sequence.known + given + 1
             tokens = sum(count for *_, count in step.rows)
-            if grown + 1 > self.limit(sequence.request) or tokens + given + 1 > c.max_num_batched_tokens:
+            if (
+                grown + 1 > self.limit(sequence.request)
+                or tokens + given + 1 > c.max_num_batched_tokens
+            ):
                 break
             if grown > len(sequence.table) * c.block_size:
                 if self.free() == 0:
@@ -274,7 +331,9 @@ class Model:
                 self.take(sequence, 1)
             given += 1
         if given:
-            step.rows = [(s, start, count + given * (s is sequence)) for s, start, count in step.rows]
+            step.rows = [
+                (s, start, count + given * (s is sequence)) for s, start, count in step.rows
+            ]
             step.drafts[sequence.name] = drafts[:given]
 
     def compose(
@@ -288,7 +347,9 @@ class Model:
     ) -> None:
         """Gives tokens to the sequences of this kind of step, then admits. The others keep their blocks and rows."""
         c = self.config
-        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(sequence.width for sequence in self.running)
+        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(
+            sequence.width for sequence in self.running
+        )
         self.budget = c.max_num_batched_tokens
         for sequence in turn:
             count = min(sequence.known - sequence.computed, self.budget)
@@ -311,16 +372,32 @@ class Model:
                     (sequence for sequence in self.waiting if sequence.group == first.group),
                     key=lambda sequence: sequence.arrival,
                 )
-            if sum(sequence.width for sequence in unit) > places or not self.all_enter(step, unit, decodes):
+            if sum(sequence.width for sequence in unit) > places or not self.all_enter(
+                step, unit, decodes
+            ):
                 break
             places -= sum(sequence.width for sequence in unit)
         self.running = [sequence for sequence in self.running if sequence not in others] + others
 
-    def all_enter(self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]) -> bool:
+    def all_enter(
+        self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]
+    ) -> bool:
         """Admits all sequences of a group, or none if one of them does not fit."""
-        before = [(sequence, list(sequence.table), list(sequence.away), sequence.computed) for sequence in unit]
-        mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
-        numbers, lists = (self.budget, self.unseen), {name: copy(value) for name, value in vars(step).items()}
+        before = [
+            (sequence, list(sequence.table), list(sequence.away), sequence.computed)
+            for sequence in unit
+        ]
+        mine = [
+            list(self.waiting),
+            list(self.running),
+            list(self.idle),
+            dict(self.published),
+            dict(self.moved),
+        ]
+        numbers, lists = (
+            (self.budget, self.unseen),
+            {name: copy(value) for name, value in vars(step).items()},
+        )
         if all([self.enters(step, sequence, decodes) for sequence in unit]):
             return True
         for sequence, table, away, computed in before:
@@ -334,9 +411,17 @@ class Model:
         size = self.config.block_size
         whole = sequence.computed // size
         known = [self.moved[block] for block in sequence.away[:whole] if block in self.moved]
-        found = known if sequence.away else self.found(sequence, [row for row in step.rows if row[0] not in decodes])
+        found = (
+            known
+            if sequence.away
+            else self.found(sequence, [row for row in step.rows if row[0] not in decodes])
+        )
         reserves = self.config.reservation != "none"
-        need = self.reserved(sequence.request) if reserves else math.ceil(sequence.known / size) - len(found)
+        need = (
+            self.reserved(sequence.request)
+            if reserves
+            else math.ceil(sequence.known / size) - len(found)
+        )
         if need > self.free() - len(set(found) & set(self.idle)):
             return False
         done = sequence.computed if sequence.away else len(found) * size
@@ -354,9 +439,12 @@ class Model:
         if away:
             fresh = iter(sequence.table[len(found) :])
             sequence.table = [
-                self.moved[b] if i < whole and b in self.moved else next(fresh) for i, b in enumerate(away)
+                self.moved[b] if i < whole and b in self.moved else next(fresh)
+                for i, b in enumerate(away)
             ]
-            step.back += [(b, t) for b, t in zip(away, sequence.table, strict=True) if t not in found]
+            step.back += [
+                (b, t) for b, t in zip(away, sequence.table, strict=True) if t not in found
+            ]
             self.moved |= dict(zip(away[:whole], sequence.table, strict=False))
             sequence.table += fresh
             sequence.away = []
@@ -389,7 +477,11 @@ class Model:
         size, found = self.config.block_size, []
         owners = Counter(block for sequence in self.running for block in sequence.table)
         for sequence in self.running:
-            if sequence.group is None or sequence.computed // size >= len(sequence.table) or sequence.awaits_siblings():
+            if (
+                sequence.group is None
+                or sequence.computed // size >= len(sequence.table)
+                or sequence.awaits_siblings()
+            ):
                 continue
             block = sequence.table[sequence.computed // size]
             if owners[block] > 1 or block in self.published.values():
@@ -407,7 +499,9 @@ class Model:
             number += 1
         return number * size
 
-    def found(self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]) -> list[int]:
+    def found(
+        self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]
+    ) -> list[int]:
         """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""
         size, found = self.config.block_size, []
         for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
@@ -439,16 +533,23 @@ class Model:
         size, hashes = self.config.block_size, {}
         for (sequence, start, count), sample in zip(self.flight.rows, sampled, strict=True):
             drafts = self.flight.drafts.get(sequence.name, [])
-            kept = self.until_the_end(sequence, sample)[:-1] if drafts else []  # drafts that were right
+            kept = (
+                self.until_the_end(sequence, sample)[:-1] if drafts else []
+            )  # drafts that were right
             full = (start + count - len(drafts) + len(kept)) // size
             if self.publishes(sequence) and full > start // size and full > sequence.hashed:
-                keys = tuple(sequence.key((j + 1) * size, kept) for j in range(sequence.hashed, full))
+                keys = tuple(
+                    sequence.key((j + 1) * size, kept) for j in range(sequence.hashed, full)
+                )
                 hashes[sequence.name] = keys
         return hashes
 
     def until_the_end(self, sequence: ModelSequence, sample: Any) -> list[int]:
         """The tokens of a sample up to the one that ends the sequence."""
-        tokens, before = list(sample) if isinstance(sample, tuple) else [sample], list(sequence.outputs)
+        tokens, before = (
+            list(sample) if isinstance(sample, tuple) else [sample],
+            list(sequence.outputs),
+        )
         for number, token in enumerate(tokens, 1):
             sequence.outputs.append(token)
             if self.why_ended(sequence) is not None:
@@ -474,7 +575,9 @@ class Model:
                     f"{sequence.name}: blocks that it owned or shares were lost or changed"
                 )
         for (sequence, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
-            assert start + count <= len(sequence.table) * size, f"{sequence.name}: writes past its blocks"
+            assert start + count <= len(sequence.table) * size, (
+                f"{sequence.name}: writes past its blocks"
+            )
             assert [seen[block] for block in sequence.table] == list(seq.blocks), (
                 f"{sequence.name}: the plan has other blocks"
             )
@@ -482,7 +585,9 @@ class Model:
             sequence.table = [seen.get(block, block) for block in sequence.table]
         for sequence in self.flight.admitted if self.config.reservation != "none" else ():
             first, number = sequence.table[0], len(sequence.table)
-            assert sequence.table == list(range(first, first + number)), f"{sequence.name}: its blocks are not in a row"
+            assert sequence.table == list(range(first, first + number)), (
+                f"{sequence.name}: its blocks are not in a row"
+            )
             assert (first - 1) % number == 0, f"{sequence.name}: its piece is not aligned"
         self.move(plan, seen)
         copies = [(old, seen[new]) for old, new in self.flight.copies]
@@ -492,7 +597,9 @@ class Model:
                 self.slots[new, offset] = self.slots.get((old, offset), "nothing")
         ids = set(seen.values()) | self.owned()
         assert len(set(seen.values())) == len(seen), "a block was handed out twice"
-        assert all(1 <= block <= self.config.num_blocks for block in ids), "a block id is out of range"
+        assert all(1 <= block <= self.config.num_blocks for block in ids), (
+            "a block id is out of range"
+        )
         assert not ids & set(self.idle), "an idle block has an owner"
 
         written: set[tuple[int, int]] = set()
@@ -502,7 +609,11 @@ class Model:
                 assert slot not in written, "two sequences write to one slot"
                 written.add(slot)
                 for other in self.running:
-                    read = other.computed > at and other.table[at // size] == slot[0] and other is not sequence
+                    read = (
+                        other.computed > at
+                        and other.table[at // size] == slot[0]
+                        and other is not sequence
+                    )
                     assert not read or other in self.flight.admitted, (
                         f"{sequence.name} writes to a block that {other.name} reads"
                     )
@@ -517,10 +628,16 @@ class Model:
         """Moves blocks to host memory, then other blocks back."""
         assert self.flight is not None
         flight, size = self.flight, self.config.block_size
-        assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], "other blocks move out"
-        place = dict(zip([mine for _, mine in flight.out], [real for _, real in plan.swap_out], strict=True))
+        assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], (
+            "other blocks move out"
+        )
+        place = dict(
+            zip([mine for _, mine in flight.out], [real for _, real in plan.swap_out], strict=True)
+        )
         assert len(set(place.values())) == len(place), "two blocks move to one place"
-        assert all(1 <= block <= self.config.host_blocks for block in place.values()), "a host block is out of range"
+        assert all(1 <= block <= self.config.host_blocks for block in place.values()), (
+            "a host block is out of range"
+        )
         taken = {block for sequence in self.waiting for block in sequence.away if block > 0}
         assert not taken & set(place.values()), "a host block is overwritten"
         for sequence in self.waiting:
@@ -528,7 +645,9 @@ class Model:
         for device, host in plan.swap_out:
             for offset in range(size):
                 self.host_slots[host, offset] = self.slots.get((device, offset), "nothing")
-        assert list(plan.swap_in) == [(host, seen[device]) for host, device in flight.back], "other blocks come back"
+        assert list(plan.swap_in) == [(host, seen[device]) for host, device in flight.back], (
+            "other blocks come back"
+        )
         for host, device in plan.swap_in:
             for offset in range(size):
                 self.slots[device, offset] = self.host_slots[host, offset]
@@ -539,12 +658,20 @@ class Model:
         assert self.flight is not None
         ends = {id(sequence): start + count for sequence, start, count in self.flight.rows}
         done = [sequence for sequence in self.running if sequence.request.beams]
-        done = [sequence for sequence in done if ends.get(id(sequence), sequence.computed) == sequence.known]
+        done = [
+            sequence
+            for sequence in done
+            if ends.get(id(sequence), sequence.computed) == sequence.known
+        ]
         groups = [
             [sequence for sequence in done if sequence.group == group]
             for group in sorted({sequence.group for sequence in done})
         ]
-        whole = [g for g in groups if len(g) == sum(sequence.group == g[0].group for sequence in self.alive())]
+        whole = [
+            g
+            for g in groups
+            if len(g) == sum(sequence.group == g[0].group for sequence in self.alive())
+        ]
         whole = [sorted(group, key=lambda sequence: sequence.arrival) for group in whole]
         full = [group for group in whole if group[0].known + 1 >= self.limit(group[0].request)]
         return [group for group in whole if group not in full], [group[0] for group in full]
@@ -564,23 +691,38 @@ class Model:
             new = []
             for k, (mine, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
                 source = by_name[parent]
-                sequence = ModelSequence(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
-                sequence.computed, sequence.hashed, sequence.group = source.computed, source.hashed, first.group
+                sequence = ModelSequence(
+                    request._replace(request_id=mine), first.arrival + k, [*source.outputs, token]
+                )
+                sequence.computed, sequence.hashed, sequence.group = (
+                    source.computed,
+                    source.hashed,
+                    first.group,
+                )
                 sequence.table = list(source.table)
                 new.append(sequence)
             self.running += new
             for sequence in old:
                 if sequence.name not in parents:
                     cached = set(self.published.values()) - self.owned()
-                    others = {b for o in old[old.index(sequence) + 1 :] if o.name not in parents for b in o.table}
-                    self.idle += [block for block in reversed(sequence.table) if block in cached - others]
+                    others = {
+                        b
+                        for o in old[old.index(sequence) + 1 :]
+                        if o.name not in parents
+                        for b in o.table
+                    }
+                    self.idle += [
+                        block for block in reversed(sequence.table) if block in cached - others
+                    ]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
 
     def commit(self, sampled: Sequence[Any], choices: Mapping[str, Choice]) -> list[Event]:
         assert self.flight is not None
         flight = self.flight
-        events: list[Event] = [Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted]
+        events: list[Event] = [
+            Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted
+        ]
         events += [Resumed(self.steps, name) for name in flight.resumed]
         entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
         events += [
@@ -599,7 +741,9 @@ class Model:
             drafts = flight.drafts.get(sequence.name, [])
             if drafts:
                 tokens = self.until_the_end(sequence, token)
-                assert tokens[:-1] == drafts[: len(tokens) - 1], "the test samples other tokens than it drafted"
+                assert tokens[:-1] == drafts[: len(tokens) - 1], (
+                    "the test samples other tokens than it drafted"
+                )
                 sequence.outputs += tokens[:-1]
                 new += [(sequence.name, each) for each in tokens[:-1]]
                 count, token = len(tokens), tokens[-1]
@@ -625,8 +769,12 @@ class Model:
             self.release(sequence)
         for sequence, *_ in verified:
             if self.config.reservation == "none":
-                sequence.table = sequence.table[: math.ceil(sequence.computed / self.config.block_size)]
-        left = tuple(len(sequence.table) if sequence in self.running else 0 for sequence, *_ in verified)
+                sequence.table = sequence.table[
+                    : math.ceil(sequence.computed / self.config.block_size)
+                ]
+        left = tuple(
+            len(sequence.table) if sequence in self.running else 0 for sequence, *_ in verified
+        )
         beamed = self.advance(choices)
         events += forked
         if new:
@@ -634,7 +782,9 @@ class Model:
             events.append(Sampled(self.steps, names, tokens))
         events += beamed
         if verified:
-            names, drafted, right = zip(*((sequence.name, k, n) for sequence, k, n in verified), strict=True)
+            names, drafted, right = zip(
+                *((sequence.name, k, n) for sequence, k, n in verified), strict=True
+            )
             events.append(Verified(self.steps, names, drafted, right, left))
         self.steps += 1
         self.flight = None
@@ -645,7 +795,9 @@ class Model:
         forks, request = sequence.request.forks, sequence.request._replace(forks=())
         sequence.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
-            fork = ModelSequence(request._replace(request_id=name), sequence.arrival + number, group=sequence.group)
+            fork = ModelSequence(
+                request._replace(request_id=name), sequence.arrival + number, group=sequence.group
+            )
             fork.computed, fork.hashed, fork.mixed = computed, sequence.hashed, sequence.mixed
             fork.table = sequence.table[: math.ceil(computed / self.config.block_size)]
             self.running.append(fork)
@@ -685,9 +837,15 @@ class Model:
 
     def why_ended(self, sequence: ModelSequence) -> FinishReason | None:
         request = sequence.request
-        if sequence.outputs[-1] in request.stop_token_ids and len(sequence.outputs) >= request.min_tokens:
+        if (
+            sequence.outputs[-1] in request.stop_token_ids
+            and len(sequence.outputs) >= request.min_tokens
+        ):
             return "stop"
-        if len(sequence.outputs) == request.max_tokens or sequence.known == self.config.max_model_len:
+        if (
+            len(sequence.outputs) == request.max_tokens
+            or sequence.known == self.config.max_model_len
+        ):
             return "length"
         return None
 
@@ -717,7 +875,12 @@ class Model:
     def leave(self, name: str) -> ModelSequence | None:
         """Takes a sequence out, with its table; None if it cannot leave alone."""
         sequence = next((each for each in self.alive() if each.name == name), None)
-        if sequence is None or sequence.request.forks or sequence.request.beams or not sequence.request.max_tokens:
+        if (
+            sequence is None
+            or sequence.request.forks
+            or sequence.request.beams
+            or not sequence.request.max_tokens
+        ):
             return None
         gone = copy(sequence)
         gone.table, gone.away = gone.table[: math.ceil(gone.computed / self.config.block_size)], []
@@ -727,17 +890,27 @@ class Model:
         return gone
 
     def enter(
-        self, gone: ModelSequence, found: Released, slots: Mapping[tuple[int, int], str], adopted: Adopted
+        self,
+        gone: ModelSequence,
+        found: Released,
+        slots: Mapping[tuple[int, int], str],
+        adopted: Adopted,
     ) -> None:
         """Takes over a sequence that left another model, whose cache has `slots`."""
         size, c = self.config.block_size, self.config
-        sequence = ModelSequence(found.request, self.arrivals, list(gone.outputs), 0, [], len(found.hashes))
+        sequence = ModelSequence(
+            found.request, self.arrivals, list(gone.outputs), 0, [], len(found.hashes)
+        )
         sequence.mixed = gone.mixed
         self.arrivals += 1
-        whole = [sequence.key((j + 1) * size) for j in range(min(gone.computed // size, sequence.hashed))]
+        whole = [
+            sequence.key((j + 1) * size) for j in range(min(gone.computed // size, sequence.hashed))
+        ]
         shared = [self.published[key] for key in whole if key in self.published]
         new = math.ceil(sequence.known / size) - len(shared)
-        rows = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(each.width for each in self.running)
+        rows = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(
+            each.width for each in self.running
+        )
         free = self.free() - sum(block in self.idle for block in shared)
         if self.waiting or not rows or not gone.computed or new > free or c.reservation != "none":
             assert adopted == Adopted(0, (), ()), "a sequence runs without room"
@@ -753,32 +926,43 @@ class Model:
         fresh = set(sequence.table) - set(shared)
         assert len(fresh) == new, "a block was handed out twice"
         assert not fresh & (others | set(self.idle)), "a block was taken that others have"
-        assert len(adopted.copies) == len(gone.table) - len(shared), "a block is copied whose content is here"
+        assert len(adopted.copies) == len(gone.table) - len(shared), (
+            "a block is copied whose content is here"
+        )
         for source, target in adopted.copies:
             assert target in fresh, "a copy overwrites what others read"
             for offset in range(size):
                 self.slots[target, offset] = slots.get((source, offset), "nothing")
         for at in range(sequence.computed):
-            assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), "wrong content"
+            assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), (
+                "wrong content"
+            )
         for j, key in enumerate(whole):
             self.published.setdefault(key, sequence.table[j])
 
     def compare(self, state: SchedulerState) -> None:
         """Compares the real state with the model, block by block."""
         by_arrival = sorted(self.waiting, key=lambda sequence: sequence.arrival)
-        assert [seq.arrival for seq in state.waiting] == [sequence.arrival for sequence in by_arrival], (
-            "queue out of order"
-        )
+        assert [seq.arrival for seq in state.waiting] == [
+            sequence.arrival for sequence in by_arrival
+        ], "queue out of order"
         away = [(seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting]
-        assert away == [(sequence.known, sequence.computed, sequence.away) for sequence in by_arrival]
+        assert away == [
+            (sequence.known, sequence.computed, sequence.away) for sequence in by_arrival
+        ]
         real = [(seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in running(state)]
         assert real == [
-            (sequence.arrival, sequence.known, sequence.computed, sequence.table) for sequence in self.running
+            (sequence.arrival, sequence.known, sequence.computed, sequence.table)
+            for sequence in self.running
         ]
-        assert [seq.limit for seq in running(state)] == [self.limit(sequence.request) for sequence in self.running]
+        assert [seq.limit for seq in running(state)] == [
+            self.limit(sequence.request) for sequence in self.running
+        ]
         owners = Counter(block for sequence in self.running for block in sequence.table)
         assert dict(state.pool.owners) == dict(owners), "owner counts differ from the tables"
         assert dict(state.pool.contents) == self.published, "something else is published"
         assert list(blocks.idle_ids(state.pool)) == self.idle, "idle blocks in another order"
-        assert sorted(blocks.free_ids(state.pool)) == sorted(set(range(1, self.config.num_blocks + 1)) - set(owners))
+        assert sorted(blocks.free_ids(state.pool)) == sorted(
+            set(range(1, self.config.num_blocks + 1)) - set(owners)
+        )
         assert (state.step, state.arrivals) == (self.steps, self.arrivals)

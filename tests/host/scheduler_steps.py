@@ -12,7 +12,9 @@ from pagedjax.host.types import Event, Plan, Request
 WORD, EOS = 7, 2
 
 
-def start(*requests: Request, block_size=4, num_blocks=64, budget=64, seqs=8, model_len=64, **ways) -> SchedulerState:
+def start(
+    *requests: Request, block_size=4, num_blocks=64, budget=64, seqs=8, model_len=64, **ways
+) -> SchedulerState:
     state = scheduler.init(SchedulerConfig(block_size, num_blocks, budget, seqs, model_len, **ways))
     for request in requests:
         state = scheduler.submit(state, request)
@@ -23,7 +25,9 @@ def request(name: str, prompt_len: int, max_tokens: int = 8, min_tokens: int = 0
     return Request(name, prompt_len, max_tokens, min_tokens, frozenset({EOS}))
 
 
-def step(state: SchedulerState, *tokens: int, policy: Policy = FCFS) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
+def step(
+    state: SchedulerState, *tokens: int, policy: Policy = FCFS
+) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
     """One whole step; every row gets WORD unless tokens are given."""
     state, plan = scheduler.schedule(state, policy)
     state, events = scheduler.commit(state, plan, tokens or [WORD] * len(plan.seqs))

@@ -78,7 +78,9 @@ def test_the_block_released_last_is_allocated_first():
 @pytest.mark.parametrize("ids", [[3], [-1], [0, 3], [1, 1]])
 def test_releasing_a_block_without_an_owner_is_an_error(ids):
     pool, _ = take(blocks.init(3), 2)
-    with pytest.raises(ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"):
+    with pytest.raises(
+        ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"
+    ):
         blocks.release(pool, ids)
     blocks.check(pool, [(1, 2)])
 
@@ -134,7 +136,13 @@ def test_pools_with_equal_history_are_equal():
     pool, ids = take(blocks.init(9), 4)
     assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
     assert hash(blocks.release(pool, ids)) == hash(blocks.release(take(blocks.init(9), 4)[0], ids))
-    others = [blocks.release(pool, ids[::-1]), pool, blocks.init(9), blocks.init(8), tuple(blocks.release(pool, ids))]
+    others = [
+        blocks.release(pool, ids[::-1]),
+        pool,
+        blocks.init(9),
+        blocks.init(8),
+        tuple(blocks.release(pool, ids)),
+    ]
     assert not any(blocks.release(pool, ids) == other for other in others)
     assert all(blocks.release(pool, ids) != other for other in others)
 
@@ -170,7 +178,11 @@ def test_the_longest_idle_block_is_evicted_when_no_block_is_empty():
     pool = blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (2, 1, 3))
     pool, taken = take(pool, 3)
     assert taken == (4, 2, 1)
-    assert (blocks.find(pool, "c"), blocks.find(pool, "b"), blocks.find(pool, "a")) == ((3,), (), ())
+    assert (blocks.find(pool, "c"), blocks.find(pool, "b"), blocks.find(pool, "a")) == (
+        (3,),
+        (),
+        (),
+    )
     blocks.check(pool, [taken])
 
 
@@ -237,7 +249,10 @@ def test_a_run_must_be_a_power_of_two(n):
 def test_runs_are_refused_while_blocks_are_published():
     pool, ids = take(blocks.init(4), 1)
     pool = blocks.release(blocks.publish(pool, [(1, "x")]), ids)
-    with pytest.raises(ValueError, match="runs come from pools that share nothing, and this one has published blocks"):
+    with pytest.raises(
+        ValueError,
+        match="runs come from pools that share nothing, and this one has published blocks",
+    ):
         blocks.allocate_run(pool, 2)
     assert take_run(blocks.forget(pool), 4)[1] == (1, 2, 3, 4)
 
@@ -271,7 +286,9 @@ def test_free_buddies_merge_and_other_neighbours_do_not():
     pool, b = take_run(pool, 2)
     pool, c = take_run(pool, 2)
     assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
-    beside = blocks.release(pool, (*b, *c))  # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
+    beside = blocks.release(
+        pool, (*b, *c)
+    )  # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
     assert take_run(beside, 4)[1] == (5, 6, 7, 8)
     assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
 
@@ -308,7 +325,10 @@ class Buddies:
 
 
 @settings(max_examples=200, deadline=None)
-@given(size=st.integers(1, 31), script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+@given(
+    size=st.integers(1, 31),
+    script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60),
+)
 def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
     pool, buddies = blocks.init(size), Buddies(size)
     runs: list[tuple[int, ...]] = []
@@ -318,13 +338,19 @@ def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool,
         n = 1 << number % 5
         if takes:
             taken, start = blocks.allocate_run(pool, n), buddies.take(n)
-            assert (taken is None) == (start is None), "refused although a piece is free, or the reverse"
+            assert (taken is None) == (start is None), (
+                "refused although a piece is free, or the reverse"
+            )
             if taken is not None and start is not None:
                 pool, ids = taken
-                assert ids == tuple(range(start + 1, start + n + 1)), "another piece than the smallest that suffices"
+                assert ids == tuple(range(start + 1, start + n + 1)), (
+                    "another piece than the smallest that suffices"
+                )
                 assert start % n == 0
                 left = [block for block in blocks.free_ids(past[-1][0]) if block not in ids]
-                assert list(blocks.free_ids(pool)) == left, "the others are handed out in another order"
+                assert list(blocks.free_ids(pool)) == left, (
+                    "the others are handed out in another order"
+                )
                 runs.append(ids)
         elif runs:
             ids = runs.pop(number % len(runs))
@@ -343,7 +369,10 @@ def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool,
 # --- any history ----------------------------------------------------------------------------------------------------
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]), st.integers(0, 7)),
+    st.tuples(
+        st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]),
+        st.integers(0, 7),
+    ),
     max_size=60,
 )
 
@@ -362,7 +391,9 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         if action == "allocate":
             counts = Counter(block for table in tables for block in table)
             taken = blocks.allocate(pool, number)
-            assert (taken is None) == (number > size - len(counts)), "refused although blocks were free, or the reverse"
+            assert (taken is None) == (number > size - len(counts)), (
+                "refused although blocks were free, or the reverse"
+            )
             if taken is not None:
                 pool, ids = taken
                 assert len(set(ids)) == len(ids) == number
@@ -393,7 +424,9 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         )
         content = {key: block for key, block in content.items() if block not in gone}
         left = [block for block in idle if block not in now and block in content.values()]
-        idle = left + [b for b in blocks.idle_ids(pool) if b in before - now and b in content.values()]
+        idle = left + [
+            b for b in blocks.idle_ids(pool) if b in before - now and b in content.values()
+        ]
         assert list(blocks.idle_ids(pool)) == idle
         assert dict(pool.contents) == content
         counts = Counter(block for table in tables for block in table)

@@ -31,7 +31,9 @@ configs = st.builds(
     views=st.just(()),
 )
 drawn_requests = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6
+    st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -46,11 +48,15 @@ def of_filled(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Has
     for seq, computed in zip(state.running.seqs, lengths, strict=True):
         known, full = len(seq.hashes), computed // size
         if seq.request.hashes != ("none",) and full > known:
-            found[seq.request_id] = tuple([content(seq.request_id, block) for block in range(known, full)])
+            found[seq.request_id] = tuple(
+                [content(seq.request_id, block) for block in range(known, full)]
+            )
     return found
 
 
-def one_step(state: SchedulerState, policy: Policy, shares: bool) -> tuple[SchedulerState, tuple[Event, ...], Plan]:
+def one_step(
+    state: SchedulerState, policy: Policy, shares: bool
+) -> tuple[SchedulerState, tuple[Event, ...], Plan]:
     state, plan = scheduler.schedule(state, policy)
     ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
     rows = state._replace(running=state.running._replace(seqs=plan.seqs))
@@ -58,16 +64,22 @@ def one_step(state: SchedulerState, policy: Policy, shares: bool) -> tuple[Sched
     return *_committed(state, plan, hashes), plan
 
 
-def _committed(state: SchedulerState, plan: Plan, hashes: Hashes) -> tuple[SchedulerState, tuple[Event, ...]]:
+def _committed(
+    state: SchedulerState, plan: Plan, hashes: Hashes
+) -> tuple[SchedulerState, tuple[Event, ...]]:
     return scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes)
 
 
-def submitted(state: SchedulerState, name: str, drawn: tuple[int, int, int, int], shares: bool) -> SchedulerState:
+def submitted(
+    state: SchedulerState, name: str, drawn: tuple[int, int, int, int], shares: bool
+) -> SchedulerState:
     prompt, output, letter, forks = drawn
     name = f"{'abc'[letter]}{name}"
     size = state.config.block_size
     hashes = tuple([content(name, block) for block in range(prompt // size)]) if shares else ()
-    branches = tuple(f"{name}.{i}" for i in range(forks)) if state.config.reservation == "none" else ()
+    branches = (
+        tuple(f"{name}.{i}" for i in range(forks)) if state.config.reservation == "none" else ()
+    )
     try:
         return scheduler.submit(state, Request(name, prompt, output, forks=branches, hashes=hashes))
     except Rejected:
@@ -80,7 +92,9 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state, asked = scheduler.init(config), 0
     for _ in range(40):
-        for drawn in data.draw(drawn_requests) if data.draw(st.integers(0, 5)) == 0 or not asked else ():
+        for drawn in (
+            data.draw(drawn_requests) if data.draw(st.integers(0, 5)) == 0 or not asked else ()
+        ):
             state, asked = submitted(state, str(asked), drawn, shares), asked + 1
         ahead = decode_spans.steps_ahead(state)
         if not ahead:
@@ -90,10 +104,18 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
             continue
         steps = data.draw(st.integers(1, ahead))
         size, active = config.block_size, state.running
-        hashes = of_filled(state, tuple([done + steps for done in active.computed]), size) if shares else {}
+        hashes = (
+            of_filled(state, tuple([done + steps for done in active.computed]), size)
+            if shares
+            else {}
+        )
         # an engine gives a hash when its block is full: a sequence that fills none in these steps gets none
-        fills = [i for i, done in enumerate(active.computed) if (done + steps) // size > done // size]
-        hashes = {active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes}
+        fills = [
+            i for i, done in enumerate(active.computed) if (done + steps) // size > done // size
+        ]
+        hashes = {
+            active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes
+        }
         at_once, allocated = decode_spans.after_decodes(state, steps, hashes)
         used, counted = [state.pool.num_blocks - state.pool.num_free], []
         for _ in range(steps):
@@ -119,7 +141,10 @@ def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
         state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)
     for _ in range(200):
         ahead = decode_spans.steps_ahead(state)
-        decodes = [length - done for length, done in zip(state.running.lengths, state.running.computed, strict=True)]
+        decodes = [
+            length - done
+            for length, done in zip(state.running.lengths, state.running.computed, strict=True)
+        ]
         outputs = [seq.num_output for seq in scheduler.running(state)]
         state = decode_spans.after_decodes(state, ahead)[0] if ahead else state
         waits = bool(state.waiting)
@@ -141,7 +166,9 @@ def decoding(*requests: Request, **sizes) -> SchedulerState:
 
 def test_the_first_end_limits_the_steps():
     state = decoding(request("a", 3, 10), request("b", 3, 5))
-    assert decode_spans.steps_ahead(state) == 3  # of b's five tokens, one is there and the last one ends it
+    assert (
+        decode_spans.steps_ahead(state) == 3
+    )  # of b's five tokens, one is there and the last one ends it
 
 
 def test_free_blocks_limit_the_steps():
@@ -173,7 +200,9 @@ def test_a_waiting_request_counts_only_if_it_may_enter():
 
 def test_too_many_steps_are_refused():
     state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
-    with pytest.raises(ValueError, match=r"the steps need 6 blocks and 4 are free; see `steps_ahead`"):
+    with pytest.raises(
+        ValueError, match=r"the steps need 6 blocks and 4 are free; see `steps_ahead`"
+    ):
         decode_spans.after_decodes(state, 9)
 
 
@@ -188,7 +217,11 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
         state = scheduler.submit(state, request(name, 4, 17, hashes=("b0",)))
     state, *_ = one_step(state, FCFS, shares=True)
     ahead = decode_spans.steps_ahead(state)
-    one_by_one = list(itertools.accumulate(range(ahead), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state))
+    one_by_one = list(
+        itertools.accumulate(
+            range(ahead), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state
+        )
+    )
     for steps, expected in enumerate(one_by_one):
         hashes = of_filled(state, tuple([done + steps for done in state.running.computed]), 4)
         assert decode_spans.after_decodes(state, steps, hashes)[0] == expected

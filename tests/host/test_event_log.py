@@ -28,12 +28,19 @@ from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
 from tests import drawn
 from tests.host import drawn_views
 
-SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
+SMALL = SchedulerConfig(
+    block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12
+)
 WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
 
 
 def record(
-    path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r", policy: Policy = FCFS
+    path: Path,
+    config: SchedulerConfig,
+    seed: int,
+    length: int,
+    names: str = "r",
+    policy: Policy = FCFS,
 ) -> list[Transition]:
     """Records a random run with all kinds of transitions -> these transitions."""
     draw = random.Random(seed)
@@ -41,7 +48,9 @@ def record(
     made.append(Transition("init", state, None, ()))
     with closing(Recorder(path, config, policy.name)) as recorder:
 
-        def arrive(kind: str, new: SchedulerState, plan: Plan | None = None, events=()) -> SchedulerState:
+        def arrive(
+            kind: str, new: SchedulerState, plan: Plan | None = None, events=()
+        ) -> SchedulerState:
             made.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
             return new
 
@@ -51,17 +60,27 @@ def record(
             if draw.random() < 0.4 and name not in alive:
                 stops = frozenset(draw.sample(range(4), draw.randrange(3)))
                 prompt = draw.randint(1, 6)
-                hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
-                request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3), hashes=hashes)
-                branches = [f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))]
+                hashes = tuple(
+                    f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size)
+                )
+                request = Request(
+                    name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3), hashes=hashes
+                )
+                branches = [
+                    f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))
+                ]
                 free = not any(other.startswith(f"{name}/") for other in state.ids)
-                request = request._replace(forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ()))
+                request = request._replace(
+                    forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ())
+                )
                 request = request._replace(beams=draw.random() < 0.3)
                 if config.reservation != "none":  # which shares nothing
                     request = request._replace(forks=(), hashes=(), beams=False)
                 try:
                     state = arrive("submit", scheduler.submit(state, request))
-                except scheduler.Rejected:  # more beams than the pool has blocks for, or a budget below a whole prompt
+                except (
+                    scheduler.Rejected
+                ):  # more beams than the pool has blocks for, or a budget below a whole prompt
                     continue
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
@@ -98,9 +117,14 @@ def record(
     return made
 
 
-def chosen(state: SchedulerState, plan: Plan, draw: random.Random) -> tuple[dict[str, Choice], list[str]]:
+def chosen(
+    state: SchedulerState, plan: Plan, draw: random.Random
+) -> tuple[dict[str, Choice], list[str]]:
     """Choices for beams that are complete after this step, and the first beams of requests that reach their limit."""
-    ends = {seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    ends = {
+        seq.arrival: start + count
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    }
     groups: dict[int | None, list[Seq]] = {}
     for seq in scheduler.running(state):
         if seq.request.beams:
@@ -114,15 +138,24 @@ def chosen(state: SchedulerState, plan: Plan, draw: random.Random) -> tuple[dict
         if group[0].length + 1 >= group[0].limit:
             ended.append(names[0])
         else:
-            choices[names[0]] = Choice(tuple(draw.choices(names, k=width)), tuple(draw.choices(range(20), k=width)))
+            choices[names[0]] = Choice(
+                tuple(draw.choices(names, k=width)), tuple(draw.choices(range(20), k=width))
+            )
     return choices, ended
 
 
 def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
     """Made-up hashes of the blocks of generated tokens that a step fills."""
-    ends = {seq: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
-    full = {seq: range(len(seq.hashes), end // size) for seq, end in ends.items() if end % size == 0}
-    return {seq.request_id: tuple(f"{seq.arrival}-{i}" for i in new) for seq, new in full.items() if new}
+    ends = {
+        seq: start + count
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    }
+    full = {
+        seq: range(len(seq.hashes), end // size) for seq, end in ends.items() if end % size == 0
+    }
+    return {
+        seq.request_id: tuple(f"{seq.arrival}-{i}" for i in new) for seq, new in full.items() if new
+    }
 
 
 @pytest.fixture
@@ -148,7 +181,10 @@ sizes = (
     st.integers(7, 14),
     st.sampled_from([0, 2, 20]),
 )
-usual = [*(st.just(SchedulerConfig._field_defaults[name]) for name in WAYS[:3]), drawn_views.one_group]
+usual = [
+    *(st.just(SchedulerConfig._field_defaults[name]) for name in WAYS[:3]),
+    drawn_views.one_group,
+]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 
 
@@ -163,13 +199,22 @@ def test_random_recordings_replay_byte_for_byte(tmp_path: Path, number: int):
         assert report.identical
         assert not report.truncated
         kinds = [transition.kind for transition in made]
-        ends = [event.reason for transition in made for event in transition.events if isinstance(event, Finished)]
+        ends = [
+            event.reason
+            for transition in made
+            for event in transition.events
+            if isinstance(event, Finished)
+        ]
         assert report.lines == len(made)
         assert (report.steps, report.requests) == (kinds.count("commit"), kinds.count("submit"))
         assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
 
-    modes = st.one_of(st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways))
-    drawn.check(number, holds, config=modes, seed=st.integers(0, 2**32 - 1), names=st.text(max_size=3))
+    modes = st.one_of(
+        st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)
+    )
+    drawn.check(
+        number, holds, config=modes, seed=st.integers(0, 2**32 - 1), names=st.text(max_size=3)
+    )
 
 
 def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
@@ -177,14 +222,21 @@ def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
     report, lines = verify(log), log.read_text().splitlines()
     assert report.preemptions >= 3
     assert set(report.finished) == {"abort", "length", "stop"}
-    assert any(b.startswith('{"cancel"') for a, b in itertools.pairwise(lines) if a.startswith('{"schedule"'))
+    assert any(
+        b.startswith('{"cancel"')
+        for a, b in itertools.pairwise(lines)
+        if a.startswith('{"schedule"')
+    )
 
 
 def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
     """Byte for byte: a change here needs a new format number."""
     path = tmp_path / "run.jsonl"
     recorder, state = Recorder(path, SMALL), scheduler.init(SMALL)
-    for request in (Request("a", 3, 2, 1, frozenset({9, 2}), 5, "u", hashes=("x",)), Request("é\n", 4, 2)):
+    for request in (
+        Request("a", 3, 2, 1, frozenset({9, 2}), 5, "u", hashes=("x",)),
+        Request("é\n", 4, 2),
+    ):
         state = scheduler.submit(state, request)
         recorder.submit(request)
     state, plan = scheduler.schedule(state, FCFS)
@@ -232,7 +284,12 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
         {"chunked_prefill": False, "max_num_batched_tokens": 36},
         {"mixed_steps": False},
         {"reservation": "pow2", "num_blocks": 16},
-        {"chunked_prefill": False, "max_num_batched_tokens": 12, "mixed_steps": False, "reservation": "max"},
+        {
+            "chunked_prefill": False,
+            "max_num_batched_tokens": 12,
+            "mixed_steps": False,
+            "reservation": "max",
+        },
     ],
     ids=str,
 )
@@ -241,7 +298,9 @@ def test_a_header_contains_baseline_options_only_if_they_are_not_default(tmp_pat
     path, config = tmp_path / "run.jsonl", SMALL._replace(num_blocks=20)._replace(**way)
     made = record(path, config, seed=3, length=120)
     header = json.loads(path.read_text().splitlines()[0])["config"]
-    assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {k: way[k] for k in WAYS if k in way}
+    assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {
+        k: way[k] for k in WAYS if k in way
+    }
     assert list(replay.replay(path)) == made
     report = verify(path)
     assert report.identical
@@ -253,7 +312,9 @@ def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
     plans = (transition.plan for transition in replay.replay(log) if transition.plan)
     for line in log.read_text().splitlines()[1:]:
         ((kind, body),) = json.loads(line).items()
-        gone = [event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"]
+        gone = [
+            event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"
+        ]
         for name in (*gone, *body.get("preempted", ())):
             tables.pop(name, None)
         if kind == "restart" or body.get("pending") == "restart":
@@ -300,7 +361,9 @@ def test_a_difference_shows_the_recorded_and_the_recomputed_line(log: Path, caps
 @pytest.mark.parametrize("change", ["drop", "repeat", "swap", "spaces"])
 def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, change: str):
     lines = log.read_text().splitlines()
-    last = max(at for at, line in enumerate(lines) if line.startswith('{"schedule"'))  # later submits show nowhere
+    last = max(
+        at for at, line in enumerate(lines) if line.startswith('{"schedule"')
+    )  # later submits show nowhere
     for at in range(1, last):
         copies = {
             "drop": lines[:at] + lines[at + 1 :],
@@ -316,7 +379,8 @@ def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, ch
             continue  # forgotten content may never be needed again, and no sequence may run
         if (
             change == "repeat"
-            and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]' in lines[at]
+            and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]'
+            in lines[at]
         ):
             continue  # planning the same step again is no transition
         log.write_text("\n".join([*copies[change], ""]))
@@ -327,7 +391,9 @@ def test_a_truncated_recording_is_replayed_up_to_its_last_whole_line(log: Path, 
     whole = log.read_bytes()
     header = whole.index(b"\n") + 1
     ends = [match.end() for match in re.finditer(b"\n", whole)]
-    for cut in sorted({*range(header, len(whole), 397), *ends[::3], *(end - 1 for end in ends[1::3])}):
+    for cut in sorted(
+        {*range(header, len(whole), 397), *ends[::3], *(end - 1 for end in ends[1::3])}
+    ):
         log.write_bytes(whole[:cut])
         report = verify(log)
         assert report.identical
@@ -354,12 +420,32 @@ def header(**changes: object) -> str:
     ("number", "text", "message"),
     [
         (1, '{"pagedjax_replay":1}', "line 1 has 1; this version reads format 2"),
-        (1, '{"a":1}', "line 1 has no format number; this version reads format 2; name one that was recorded, by"),
-        (1, "# Hello", "line 1 is not JSON in ASCII: .*run.jsonl is no recording; name one that was recorded, by "),
-        (1, '{"pagedjax_replay":2,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fair, fcfs"),
+        (
+            1,
+            '{"a":1}',
+            "line 1 has no format number; this version reads format 2; name one that was recorded, by",
+        ),
+        (
+            1,
+            "# Hello",
+            "line 1 is not JSON in ASCII: .*run.jsonl is no recording; name one that was recorded, by ",
+        ),
+        (
+            1,
+            '{"pagedjax_replay":2,"policy":"lifo"}',
+            "line 1 names the policy 'lifo'; known are fair, fcfs",
+        ),
         (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
-        (1, header(reservation="pow3"), "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of"),
-        (1, header(mixed_steps=0), "line 1 is a malformed header: .*mixed_steps is 0; it must be True or False"),
+        (
+            1,
+            header(reservation="pow3"),
+            "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of",
+        ),
+        (
+            1,
+            header(mixed_steps=0),
+            "line 1 is a malformed header: .*mixed_steps is 0; it must be True or False",
+        ),
         (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
         (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
         (5, "[]", "line 5 is not a JSON object"),
@@ -380,7 +466,9 @@ def header(**changes: object) -> str:
         (5, '{"update":{"version":1}}', "line 5 is a malformed update: KeyError"),
     ],
 )
-def test_a_malformed_line_is_an_error_with_its_number(log: Path, capsys, number: int, text: str, message: str):
+def test_a_malformed_line_is_an_error_with_its_number(
+    log: Path, capsys, number: int, text: str, message: str
+):
     edit(log, replace_line(number, text))
     with pytest.raises(ReplayError, match=message):
         verify(log)
@@ -398,7 +486,10 @@ def test_a_malformed_line_is_an_error_with_its_number(log: Path, capsys, number:
             '{"update":{"version":1,"pending":"drop"}}',
             "refused: pending is 'drop'; it must be one of 'restart', 'keep'",
         ),
-        ('{"update":{"version":"a","pending":"keep"}}', "refused: version is 'a'; it must be an integer"),
+        (
+            '{"update":{"version":"a","pending":"keep"}}',
+            "refused: version is 'a'; it must be an integer",
+        ),
         (
             '{"submit":{"request_id":"x","prompt_len":99,"max_tokens":1,"stop_token_ids":[],"forks":[],"hashes":[]}}',
             "refused: request 'x' has a prompt of 99 tokens",
@@ -417,18 +508,27 @@ def test_a_transition_refused_by_the_scheduler_is_a_difference(log: Path, text: 
 def test_a_recording_that_cannot_be_written_names_the_remedy(tmp_path: Path):
     missing = tmp_path / "none"
     with pytest.raises(
-        ValueError, match=f"^the recording {missing}/a.jsonl has no folder; make {missing}, or name a file"
+        ValueError,
+        match=f"^the recording {missing}/a.jsonl has no folder; make {missing}, or name a file",
     ):
         Recorder(missing / "a.jsonl", SMALL)
-    with pytest.raises(ValueError, match=f"^the recording {tmp_path} is a folder; name a file, such as {tmp_path}/run"):
+    with pytest.raises(
+        ValueError,
+        match=f"^the recording {tmp_path} is a folder; name a file, such as {tmp_path}/run",
+    ):
         Recorder(tmp_path, SMALL)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_recording_and_a_folder_in_its_place_are_not_verified(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=f"^there is no file {tmp_path}/none.jsonl; name one that was recorded"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"^there is no file {tmp_path}/none.jsonl; name one that was recorded",
+    ):
         verify(tmp_path / "none.jsonl")
-    with pytest.raises(ReplayError, match=f"^{tmp_path} is a directory; name the file that was recorded"):
+    with pytest.raises(
+        ReplayError, match=f"^{tmp_path} is a directory; name the file that was recorded"
+    ):
         verify(tmp_path)
 
 
@@ -441,7 +541,10 @@ def test_verify_takes_user_policies(tmp_path: Path):
 
 
 def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
-    path, state = tmp_path / "run.jsonl", scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2))
+    path, state = (
+        tmp_path / "run.jsonl",
+        scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2)),
+    )
     with closing(Recorder(path, SMALL)) as recorder:
         recorder.submit(Request("a", 2, 2))
         state, plan = scheduler.schedule(state, FCFS)
@@ -455,8 +558,13 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
 @pytest.mark.parametrize("module", ["replay", "event_log"])
 def test_the_command_prints_a_summary(log: Path, module: str):
     command = [sys.executable, "-m", f"pagedjax.host.{module}", str(log)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
     report = verify(log)
-    assert f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions" in done.stdout
+    assert (
+        f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions"
+        in done.stdout
+    )
     assert f"identical: all {report.lines} lines" in done.stdout
     assert replay.main([str(log.with_name("missing"))]) == 1

@@ -27,7 +27,9 @@ others = st.fixed_dictionaries({name: draw for name, draw in sizes.items() if na
 class Pair:
     """Two schedulers with blocks of one size, each beside its model, and sequences that move between them."""
 
-    def __init__(self, configs: tuple[SchedulerConfig, SchedulerConfig], tally: Counter[str]) -> None:
+    def __init__(
+        self, configs: tuple[SchedulerConfig, SchedulerConfig], tally: Counter[str]
+    ) -> None:
         self.sides, self.tally, self.moves = [Driver(config, tally) for config in configs], tally, 0
 
     def move(self, source: int, draw: random.Random) -> None:
@@ -43,11 +45,17 @@ class Pair:
             return
         state, found = scheduler.release(here.state, name)
         here.check_new_state(state)
-        assert (found.length, found.computed, list(found.blocks)) == (gone.known, gone.computed, gone.table)
+        assert (found.length, found.computed, list(found.blocks)) == (
+            gone.known,
+            gone.computed,
+            gone.table,
+        )
         self.moves += 1
         found = found._replace(request=found.request._replace(request_id=f"m{self.moves}{name}"))
         if gone.name.startswith("private"):
-            found = found._replace(request=found.request._replace(request_id=f"private-m{self.moves}"))
+            found = found._replace(
+                request=found.request._replace(request_id=f"private-m{self.moves}")
+            )
         if not there.model.accepts(found.request) or gone.known >= there.model.limit(found.request):
             with pytest.raises(Rejected):
                 scheduler.adopt(there.state, FCFS, found)
@@ -83,7 +91,12 @@ class HandoverMachine(RuleBasedStateMachine):
     def move(self, side: int, seed: int) -> None:
         self.pair.move(side, random.Random(seed))
 
-    @rule(side=st.integers(0, 1), number=st.integers(1, 6), seed=seeds, drafting=st.sampled_from([0.0, 0.7]))
+    @rule(
+        side=st.integers(0, 1),
+        number=st.integers(1, 6),
+        seed=seeds,
+        drafting=st.sampled_from([0.0, 0.7]),
+    )
     def traffic(self, side: int, number: int, seed: int, drafting: float) -> None:
         self.pair.sides[side].traffic(number, seed, drafting=drafting)
 
@@ -109,7 +122,11 @@ def test_sequences_move_between_schedulers_at_any_time(number: int):
     HandoverMachine.tally = Counter()
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     bounds = settings(
-        max_examples=number, stateful_step_count=10, deadline=None, print_blob=True, suppress_health_check=checks
+        max_examples=number,
+        stateful_step_count=10,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=checks,
     )
     run_state_machine_as_test(HandoverMachine, settings=bounds)
 
@@ -125,7 +142,14 @@ def test_the_moves_of_a_fixed_seed_are_of_every_kind():
             pair.begin_or_end_a_step(draw.randrange(2), draw)
         for driver in pair.sides:
             driver.drain(seed=0)
-    wanted = ("adopted", "adopted in flight", "waits", "some blocks shared", "refused", "rejected there")
+    wanted = (
+        "adopted",
+        "adopted in flight",
+        "waits",
+        "some blocks shared",
+        "refused",
+        "rejected there",
+    )
     assert all(tally[name] for name in wanted), {name: tally[name] for name in wanted}
 
 
@@ -172,14 +196,19 @@ def test_without_room_it_waits_and_is_computed_again(config, why):
     state, adopted = scheduler.adopt(state, FCFS, found)
     scheduler.check(state)
     assert adopted == Adopted(0, (), ())
-    assert [(seq.length, seq.computed, seq.hashes) for seq in state.waiting] == [(11, 0, ("h0", "h1"))]
+    assert [(seq.length, seq.computed, seq.hashes) for seq in state.waiting] == [
+        (11, 0, ("h0", "h1"))
+    ]
 
 
 def test_what_cannot_be_released_says_why():
     state = scheduler.submit(scheduler.init(SMALL), Request("a", 10, 8, forks=("b",)))
     with pytest.raises(ValueError, match=r"sequence 'x' is not unfinished here"):
         scheduler.release(state, "x")
-    with pytest.raises(ValueError, match=r"'a' has 2 branches, whose prompt is not computed; release them one by one"):
+    with pytest.raises(
+        ValueError,
+        match=r"'a' has 2 branches, whose prompt is not computed; release them one by one",
+    ):
         scheduler.release(state, "a")
     state = scheduler.submit(scheduler.init(SMALL), Request("a", 6, 4, forks=("b",), beams=True))
     with pytest.raises(ValueError, match=r"'a' is a beam of a search"):
@@ -192,14 +221,18 @@ def test_what_cannot_be_released_says_why():
 def test_what_cannot_be_adopted_says_why():
     _, found = scheduler.release(prompt_computed(), "a")
     state = scheduler.init(SMALL)
-    with pytest.raises(Rejected, match=r"'a' has 11 tokens, and may have 11 here; raise max_model_len \(11\)"):
+    with pytest.raises(
+        Rejected, match=r"'a' has 11 tokens, and may have 11 here; raise max_model_len \(11\)"
+    ):
         scheduler.adopt(scheduler.init(SMALL._replace(max_model_len=11)), FCFS, found)
     with pytest.raises(Rejected, match="raise num_blocks to 5"):
         scheduler.adopt(scheduler.init(SMALL._replace(num_blocks=4)), FCFS, found)
     with pytest.raises(Rejected, match="request id 'a' is in use"):
         scheduler.adopt(prompt_computed(), FCFS, found)
     others = found._replace(request=found.request._replace(hashes=()))
-    with pytest.raises(ValueError, match="11 tokens, 10 of them computed, 3 blocks and 2 hashes, with blocks of 8"):
+    with pytest.raises(
+        ValueError, match="11 tokens, 10 of them computed, 3 blocks and 2 hashes, with blocks of 8"
+    ):
         scheduler.adopt(scheduler.init(SMALL._replace(block_size=8)), FCFS, others)
     with pytest.raises(ValueError, match="'a' has branches or beams, or samples nothing"):
         scheduler.adopt(state, FCFS, found._replace(request=found.request._replace(forks=("b",))))
@@ -249,7 +282,10 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
         report = replay.verify(tmp_path / f"{name}.jsonl")
         assert report.identical, report.difference
     lines = (tmp_path / "decode.jsonl").read_text().splitlines()
-    assert '"from":[1,2,3],"hashes":["h0","ha"],"blocks":[1,2,3],"copies":[[1,1],[2,2],[3,3]]' in lines[1]
+    assert (
+        '"from":[1,2,3],"hashes":["h0","ha"],"blocks":[1,2,3],"copies":[[1,1],[2,2],[3,3]]'
+        in lines[1]
+    )
     assert '"copies":[[4,4],[5,5]]' in lines[2], "the second one shares its first block"
 
 

@@ -18,7 +18,9 @@ from tests.host.scheduler_steps import WORD, names, start, step
 from tests.host.test_event_log import SMALL, record
 
 
-def shared(name: str, prompt_len: int, blocks: int, max_tokens: int = 4, *, size: int = 4) -> Request:
+def shared(
+    name: str, prompt_len: int, blocks: int, max_tokens: int = 4, *, size: int = 4
+) -> Request:
     """A request whose first `blocks` full blocks are those of every other request; its other blocks are its own."""
     hashes = tuple(f"all {i}" if i < blocks else f"{name} {i}" for i in range(prompt_len // size))
     return Request(name, prompt_len, max_tokens, hashes=hashes)
@@ -71,7 +73,9 @@ def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -
         for name in plan.admitted:
             arrival = before.pop(name).arrival
             oldest = min((seq.arrival for seq in before.values()), default=arrival)
-            assert arrival - oldest < config.max_model_len / RATE, "a request was overtaken from too far behind"
+            assert arrival - oldest < config.max_model_len / RATE, (
+                "a request was overtaken from too far behind"
+            )
             tally["overtook"] += arrival > oldest
         state, events = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
         scheduler.check(state)
@@ -85,10 +89,17 @@ def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -
     return tally
 
 
-workloads = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 15), st.integers(1, 40)), min_size=1, max_size=14)
+workloads = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(0, 15), st.integers(1, 40)), min_size=1, max_size=14
+)
 
 
-@given(workload=workloads, seed=st.integers(0, 2**16), blocks=st.integers(25, 40), host=st.sampled_from([0, 10]))
+@given(
+    workload=workloads,
+    seed=st.integers(0, 2**16),
+    blocks=st.integers(25, 40),
+    host=st.sampled_from([0, 10]),
+)
 @settings(deadline=None, max_examples=60)
 def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: int, host: int):
     config = SchedulerConfig(4, blocks, 16, 4, 100, host)
@@ -98,7 +109,10 @@ def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: 
 def test_many_requests_with_shared_prefixes_overtake_within_the_bound_and_end():
     draw, tally = random.Random(0), Counter()
     for _ in range(10):
-        requests = [shared(str(i), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 40)) for i in range(40)]
+        requests = [
+            shared(str(i), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 40))
+            for i in range(40)
+        ]
         tally += run(SchedulerConfig(4, 26, 16, 4, 100, draw.choice([0, 10])), requests, draw)
     assert min(tally[name] for name in ("cached", "overtook", "Preempted", "Resumed")) >= 20, tally
 
@@ -109,10 +123,17 @@ def test_the_first_admitted_has_the_least_key():
     state = scheduler.init(SchedulerConfig(4, 48, 24, 3, 100, 10))
     for _ in range(1_000):
         while len(state.waiting) < 6:
-            request = shared(str(state.arrivals), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 20))
+            request = shared(
+                str(state.arrivals), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 20)
+            )
             state = scheduler.submit(state, request)
-        line = sorted(state.waiting, key=lambda seq: (RATE * seq.arrival - brute_force(state, seq), seq.arrival))
-        full = any(done % 4 == 0 for done in state.running.computed)  # a decode may evict a block before admission
+        line = sorted(
+            state.waiting,
+            key=lambda seq: (RATE * seq.arrival - brute_force(state, seq), seq.arrival),
+        )
+        full = any(
+            done % 4 == 0 for done in state.running.computed
+        )  # a decode may evict a block before admission
         state, plan = scheduler.schedule(state, LONGEST_PREFIX)
         if plan.admitted and not full:
             assert plan.admitted[0] == line[0].request_id
@@ -133,7 +154,11 @@ def test_a_request_without_a_cached_prefix_ends_in_an_endless_stream_of_cached_o
             state = scheduler.submit(state, shared(str(state.arrivals), 60, 15, 30))
         waits = "victim" in names(state.waiting)
         state, plan = scheduler.schedule(state, LONGEST_PREFIX)
-        before = plan.admitted[: plan.admitted.index("victim")] if "victim" in plan.admitted else plan.admitted
+        before = (
+            plan.admitted[: plan.admitted.index("victim")]
+            if "victim" in plan.admitted
+            else plan.admitted
+        )
         later += len([name for name in before if name != "warm"]) if waits else 0
         preempted += len(plan.preempted)
         assert "victim" not in plan.preempted, "the oldest request was preempted"

@@ -44,7 +44,9 @@ STRICT_PRIORITY = by_key("strict", lambda seq: seq.request.priority)
 STRICT_SHORTEST = by_key("strict", lambda seq: seq.request.prompt_len)
 
 
-def ask(name: str, prompt_len: int = 1, max_tokens: int = 8, priority: int = 0, user: str = "") -> Request:
+def ask(
+    name: str, prompt_len: int = 1, max_tokens: int = 8, priority: int = 0, user: str = ""
+) -> Request:
     return Request(name, prompt_len, max_tokens, 0, frozenset({EOS}), priority, user)
 
 
@@ -57,7 +59,12 @@ def queue(*requests: Request) -> tuple[Seq, ...]:
     return start(*requests, model_len=2000, num_blocks=2000).waiting
 
 
-def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = (), cached: Cached = lambda seq: 0) -> str:
+def order(
+    policy: Policy,
+    waiting: Iterable[Seq],
+    running: Iterable[Seq] = (),
+    cached: Cached = lambda seq: 0,
+) -> str:
     """The names in the order of admission, for any order of the queue."""
     seqs, waiting = tuple(running), tuple(waiting)
     active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
@@ -66,7 +73,9 @@ def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = (), c
     return "".join(once)
 
 
-def step(state: SchedulerState, policy: Policy, token: int = WORD) -> tuple[SchedulerState, scheduler.Plan, list[str]]:
+def step(
+    state: SchedulerState, policy: Policy, token: int = WORD
+) -> tuple[SchedulerState, scheduler.Plan, list[str]]:
     """One whole step -> (state, plan, ids that ended)."""
     state, plan = scheduler.schedule(state, policy)
     state, events = scheduler.commit(state, plan, [token] * len(plan.seqs))
@@ -86,7 +95,10 @@ def test_fcfs_keeps_the_order_of_the_queue():
 
 
 def test_priority_admits_the_lower_number_first():
-    assert order(PRIORITY, queue(ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d"))) == "cbda"
+    assert (
+        order(PRIORITY, queue(ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d")))
+        == "cbda"
+    )
 
 
 def test_one_priority_level_is_worth_window_arrivals():
@@ -96,7 +108,9 @@ def test_one_priority_level_is_worth_window_arrivals():
 
 
 def test_shortest_admits_the_shorter_prompt_first():
-    assert order(SHORTEST, queue(ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40))) == "dbca"
+    assert (
+        order(SHORTEST, queue(ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40))) == "dbca"
+    )
 
 
 def test_one_arrival_is_worth_rate_prompt_tokens():
@@ -110,15 +124,22 @@ def test_generated_tokens_do_not_change_the_order_of_shortest():
 
 
 def test_fair_alternates_users_by_tokens_and_keeps_each_users_order():
-    waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
-    assert order(FAIR, waiting) == "axyzbc"  # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
+    waiting = queue(
+        *(ask(name, 10, user="greedy") for name in "abc"),
+        *(ask(name, 4, user="modest") for name in "xyz"),
+    )
+    assert (
+        order(FAIR, waiting) == "axyzbc"
+    )  # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
 
 
 def test_fair_counts_the_current_tokens_of_running_sequences():
     run, a, x = queue(ask("r", 3, user="one"), ask("a", user="one"), ask("x", user="two"))
     assert order(FAIR, (a, x)) == "ax"
     assert order(FAIR, (a, x), [run]) == "xa"
-    active = Running((run,), (9,), (8,))  # the column counts, not the record, which is some steps old
+    active = Running(
+        (run,), (9,), (8,)
+    )  # the column counts, not the record, which is some steps old
     y, b = (seq._replace(length=5, arrival=5 + i) for i, seq in enumerate((x, a)))
     assert names(FAIR.order((a, x, y, b), active, len)) == ["x", "x", "a", "a"]
 
@@ -136,8 +157,13 @@ def test_the_longest_cached_prefix_is_first():
 
 def test_an_arrival_is_worth_some_cached_tokens():
     waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30))
-    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: RATE * (seq.request_id == "b")) == "abc"
-    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: (RATE + 1) * (seq.request_id == "b")) == "bac"
+    assert (
+        order(LONGEST_PREFIX, waiting, cached=lambda seq: RATE * (seq.request_id == "b")) == "abc"
+    )
+    assert (
+        order(LONGEST_PREFIX, waiting, cached=lambda seq: (RATE + 1) * (seq.request_id == "b"))
+        == "bac"
+    )
 
 
 def test_cached_tokens_are_those_of_blocks_in_the_pool():
@@ -145,7 +171,11 @@ def test_cached_tokens_are_those_of_blocks_in_the_pool():
     first = with_hashes(ask("first", 9, 1), 2, "shared")
     state = start(first, block_size=4, num_blocks=16, model_len=64)
     state, *_ = step(state, LONGEST_PREFIX)
-    others = [ask("other", 9), with_hashes(ask("whole", 8), 2, "shared"), with_hashes(ask("more", 9), 2, "shared")]
+    others = [
+        ask("other", 9),
+        with_hashes(ask("whole", 8), 2, "shared"),
+        with_hashes(ask("more", 9), 2, "shared"),
+    ]
     for request in others:
         state = scheduler.submit(state, request)
     seen = {}
@@ -156,7 +186,9 @@ def test_cached_tokens_are_those_of_blocks_in_the_pool():
 
     scheduler.schedule(state, LONGEST_PREFIX._replace(order=noted))
     assert seen == {"other": 0, "whole": 4, "more": 8}, "one token of a prompt is always computed"
-    plan = scheduler.schedule(state, by_key("most", lambda seq: 0)._replace(order=LONGEST_PREFIX.order))[1]
+    plan = scheduler.schedule(
+        state, by_key("most", lambda seq: 0)._replace(order=LONGEST_PREFIX.order)
+    )[1]
     assert plan.admitted == ("other", "whole", "more"), "8 tokens are worth less than an arrival"
 
 
@@ -174,13 +206,18 @@ def test_shortest_preempts_the_longest_prompt():
 
 
 def test_fair_preempts_the_latest_request_of_the_user_with_most_tokens():
-    waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
+    waiting = queue(
+        *(ask(name, 10, user="greedy") for name in "abc"),
+        *(ask(name, 4, user="modest") for name in "xyz"),
+    )
     assert FAIR.preempt(waiting).request_id == "c"
 
 
 def test_a_preempted_request_returns_to_its_old_position():
     """b is the victim and returns to the front of the queue, but d is more urgent and is admitted first."""
-    requests = [ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))]
+    requests = [
+        ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))
+    ]
     state, plan, _ = step(start(*requests, num_blocks=4), PRIORITY)
     assert plan.admitted == ("a", "c", "b")
     state = scheduler.submit(state, ask("d", 4))
@@ -209,13 +246,18 @@ seqs = st.lists(
 @drawn.examples(20, 50)
 def test_the_victim_is_the_last_in_order(number: int):
     def holds(rows: list[tuple[int, int, int, str]]) -> None:
-        requests = [Request(str(i), p, 51, 0, frozenset(), level, user) for i, (p, _, level, user) in enumerate(rows)]
+        requests = [
+            Request(str(i), p, 51, 0, frozenset(), level, user)
+            for i, (p, _, level, user) in enumerate(rows)
+        ]
         some = tuple(
             Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
             for i, (request, (_, output, *_)) in enumerate(zip(requests, rows, strict=True))
         )
         for policy in POLICIES.values():
-            assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1], policy.name
+            assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1], (
+                policy.name
+            )
 
     drawn.check(number, holds, rows=seqs)
 
@@ -225,7 +267,9 @@ def test_the_victim_is_the_last_in_order(number: int):
 Stream = Callable[[int], Request]  # the number of an arrival -> the request
 
 
-def push_back(policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600) -> int:
+def push_back(
+    policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600
+) -> int:
     """Number of later requests admitted before `victim`, with a queue that is never empty and two running.
 
     `ahead` requests of the stream arrive before the victim. Returns `steps` if the victim is never admitted.
@@ -254,7 +298,11 @@ def test_an_endless_stream_of_urgent_requests_overtakes_a_bounded_number_of_time
 def test_an_endless_stream_of_short_prompts_overtakes_a_bounded_number_of_times(prompt_len: int):
     victim = ask("victim", prompt_len)
     short = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
-    assert push_back(SHORTEST, victim, short) == math.ceil((prompt_len - 1) / RATE) - 1 <= prompt_len / RATE
+    assert (
+        push_back(SHORTEST, victim, short)
+        == math.ceil((prompt_len - 1) / RATE) - 1
+        <= prompt_len / RATE
+    )
     assert push_back(STRICT_SHORTEST, victim, short) == 600
 
 
@@ -262,7 +310,9 @@ def test_an_endless_stream_of_cached_prefixes_overtakes_a_bounded_number_of_time
     prompt = 200
     victim = ask("victim", 9)
     cached = lambda i: with_hashes(ask(str(i), prompt, max_tokens=1), prompt // 4, "shared")  # noqa: E731
-    strict = LONGEST_PREFIX._replace(order=lambda waiting, _, cached: sorted(waiting, key=lambda seq: -cached(seq)))
+    strict = LONGEST_PREFIX._replace(
+        order=lambda waiting, _, cached: sorted(waiting, key=lambda seq: -cached(seq))
+    )
     assert 0 < push_back(LONGEST_PREFIX, victim, cached, ahead=3) <= prompt / RATE
     assert push_back(strict, victim, cached, ahead=3) == 600
 
@@ -291,7 +341,9 @@ def test_new_users_do_not_overtake_a_user_without_running_requests():
     victim = ask("victim", user="user z")
     newcomers = lambda i: ask(str(i), 2, 3, user=f"user {i}")  # noqa: E731
     by_name = FAIR._replace(
-        order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: (seq.request.user, seq.arrival))
+        order=lambda waiting, running, cached: sorted(
+            waiting, key=lambda seq: (seq.request.user, seq.arrival)
+        )
     )
     assert push_back(FAIR, victim, newcomers, ahead=9) == 0
     assert push_back(by_name, victim, newcomers, ahead=9) == 600
@@ -315,15 +367,29 @@ HOSTILE: dict[str, tuple[Request, Stream]] = {
     "fcfs": (ask("victim", 9, 20), lambda i: ask(str(i), 1 + i % 5, 12)),
     "priority": (ask("victim", 9, 20, priority=1), lambda i: ask(str(i), 1 + i % 5, 12)),
     "shortest": (ask("victim", 25, 7), lambda i: ask(str(i), 1, 1 + i % 25)),
-    "fair": (ask("victim", 9, 20, user="z"), lambda i: ask(str(i), 1 + i % 5, 12, user=f"{i}" if i % 2 else "z")),
-    "longest_prefix": (ask("victim", 9, 20), lambda i: with_hashes(ask(str(i), 17 + i % 5, 12), 4, "shared")),
+    "fair": (
+        ask("victim", 9, 20, user="z"),
+        lambda i: ask(str(i), 1 + i % 5, 12, user=f"{i}" if i % 2 else "z"),
+    ),
+    "longest_prefix": (
+        ask("victim", 9, 20),
+        lambda i: with_hashes(ask(str(i), 17 + i % 5, 12), 4, "shared"),
+    ),
 }
-OVERTAKEN = {"fcfs": 0, "priority": WINDOW, "shortest": 25 // RATE, "fair": 0, "longest_prefix": 35 // RATE}
+OVERTAKEN = {
+    "fcfs": 0,
+    "priority": WINDOW,
+    "shortest": 25 // RATE,
+    "fair": 0,
+    "longest_prefix": 35 // RATE,
+}
 
 
 def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tuple[int, int]:
     """The stream with too few blocks -> (steps until the victim ended, preemptions meanwhile)."""
-    state = start(*map(stream, range(6)), victim, num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36)
+    state = start(
+        *map(stream, range(6)), victim, num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36
+    )
     preempted = 0
     for number in range(steps):
         while len(state.waiting) < 8:
@@ -348,7 +414,9 @@ def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Pol
     assert preempted > 0, "the pool was large enough"
 
 
-@pytest.mark.parametrize(("policy", "like"), [(STRICT_PRIORITY, "priority"), (STRICT_SHORTEST, "shortest")])
+@pytest.mark.parametrize(
+    ("policy", "like"), [(STRICT_PRIORITY, "priority"), (STRICT_SHORTEST, "shortest")]
+)
 def test_a_key_without_ageing_starves_in_the_same_stream(policy: Policy, like: str):
     bound = 2 * 36 * (6 + OVERTAKEN[like] + 1)
     assert hostile(policy, *HOSTILE[like], bound)[0] == bound
@@ -357,7 +425,13 @@ def test_a_key_without_ageing_starves_in_the_same_stream(policy: Policy, like: s
 # --- any workload ---------------------------------------------------------------------------------------------------
 
 workloads = st.lists(
-    st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(-2, 2), st.sampled_from("xyz"), st.booleans()),
+    st.tuples(
+        st.integers(1, 16),
+        st.integers(1, 16),
+        st.integers(-2, 2),
+        st.sampled_from("xyz"),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=14,
 )
@@ -370,7 +444,11 @@ sizes = {
     "host_blocks": st.sampled_from([0, 3, 20]),
 }
 # hypothesis would draw every field that is not given
-usual = {name: st.just(value) for name, value in SchedulerConfig._field_defaults.items() if name not in sizes}
+usual = {
+    name: st.just(value)
+    for name, value in SchedulerConfig._field_defaults.items()
+    if name not in sizes
+}
 usual["views"] = drawn_views.several
 ways = {
     "chunked_prefill": st.booleans(),
@@ -386,7 +464,11 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
     """With blocks for any single request, and a budget for its whole prompt if prompts must not be cut."""
     need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
-    need = views.fewest(config, Request("longest", 1, 31), config.max_model_len) if config.views else need
+    need = (
+        views.fewest(config, Request("longest", 1, 31), config.max_model_len)
+        if config.views
+        else need
+    )
     budget += 0 if config.chunked_prefill else config.max_model_len
     return config._replace(num_blocks=max(config.num_blocks, need), max_num_batched_tokens=budget)
 
@@ -394,10 +476,14 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
 def rank(policy: Policy, state: SchedulerState) -> list[int]:
     """Arrivals of all unfinished requests in the order of the policy, as if all were waiting."""
     line = tuple(sorted(alive(state), key=lambda seq: seq.arrival))
-    return [seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)]  # these requests have no hashes
+    return [
+        seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)
+    ]  # these requests have no hashes
 
 
-def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]) -> int:
+def drive(
+    policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]
+) -> int:
     """Submits with steps between, runs to the end and checks the rules -> number of preemptions."""
     config = roomy(config)
     state, preempted, left = scheduler.init(config), 0, list(enumerate(workload))
@@ -430,7 +516,9 @@ def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int
             assert not stands or stands != still, "the first in order made no progress twice"
             still = stands
         else:
-            assert not stands or plan.admitted, "the first in order made no progress without a reason"
+            assert not stands or plan.admitted, (
+                "the first in order made no progress without a reason"
+            )
     assert state.pool.num_free == config.num_blocks
     return preempted
 
@@ -457,7 +545,10 @@ def test_random_workloads_end_in_baseline_modes(policy: Policy, number: int):
 def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
     draw, preempted = random.Random(0), 0
     for _ in range(6):
-        crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
+        crowd = [
+            (draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0)
+            for i in range(14)
+        ]
         preempted += drive(policy, SchedulerConfig(2, 16, 12, 6, 32), crowd)
     assert preempted >= 30, "too few preemptions"
 
@@ -468,7 +559,10 @@ def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
     for policy in POLICIES.values():
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
         for _ in range(2):
-            crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
+            crowd = [
+                (draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0)
+                for i in range(14)
+            ]
             preempted += drive(policy, config, crowd)
     assert preempted >= 50, "too few preemptions"
 
@@ -502,7 +596,11 @@ def test_a_finite_workload_ends_under_a_random_policy(number: int):
 
 @pytest.mark.parametrize(
     ("policy", "chunked", "mixed"),
-    [*((policy, True, True) for policy in POLICIES.values()), (FCFS, True, False), (FAIR, False, False)],
+    [
+        *((policy, True, True) for policy in POLICIES.values()),
+        (FCFS, True, False),
+        (FAIR, False, False),
+    ],
     ids=[*POLICIES, "fcfs by turns", "fair with whole prompts first"],
 )
 def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
@@ -526,7 +624,14 @@ def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool,
 @pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
 def test_branches_end_in_an_endless_stream(policy: Policy):
     victim, stream = HOSTILE[policy.name]
-    state = start(victim._replace(forks=("b", "c")), num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36)
+    state = start(
+        victim._replace(forks=("b", "c")),
+        num_blocks=9,
+        block_size=4,
+        budget=8,
+        seqs=5,
+        model_len=36,
+    )
     missing, preempted = {"victim", "b", "c"}, set[str]()
     for _ in range(2 * 36 * (OVERTAKEN[policy.name] + 3) * 36):
         while len(state.waiting) < 8:
@@ -561,22 +666,34 @@ def test_the_documented_policy_orders_and_ends_all_requests(documented):
     drive(mine, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
 
 
-def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
+def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
+    documented, tiny, tmp_path, capsys
+):
     name = f"{documented}:LEAST_WORK"
-    sizes = {"max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 64}  # of tiny_llm: its programs
+    sizes = {
+        "max_num_seqs": 8,
+        "num_blocks": 256,
+        "max_num_batched_tokens": 64,
+    }  # of tiny_llm: its programs
     llm = LLM(tiny, progress=False, policy=name, token_buckets=(8, 64), **sizes)
     llm.engine.record(tmp_path / "run.jsonl")
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
     llm.generate([[20, 30], [40, 50], [60]], params, use_tqdm=False)
     llm.engine.record(None)
-    first = [t.plan.admitted for t in replay(tmp_path / "run.jsonl", {"least_work": find(name)}) if t.plan]
+    first = [
+        t.plan.admitted
+        for t in replay(tmp_path / "run.jsonl", {"least_work": find(name)})
+        if t.plan
+    ]
     assert [ids for ids in first if ids] == [("0", "2", "1")]
     assert main(["replay", str(tmp_path / "run.jsonl"), "--policy", name]) == 0
     assert main(["replay", str(tmp_path / "run.jsonl")]) != 0
     assert "names the policy 'least_work'" in capsys.readouterr().err
 
 
-def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, capsys):
+def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(
+    documented, tmp_path, capsys
+):
     raw = {
         "name": "mine",
         "model": "nothing is loaded",
@@ -602,16 +719,24 @@ def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(documen
     assert compare.main(folders) == 0
     assert "ttft" in capsys.readouterr().out
     documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
-    assert config.load(tmp_path / "mine.yaml")[1].key != second.key  # the key of a policy is the content of its file
+    assert (
+        config.load(tmp_path / "mine.yaml")[1].key != second.key
+    )  # the key of a policy is the content of its file
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fcsf", "policy is 'fcsf'; .*did you mean 'fcfs'"),
-        ("nowhere.py:MINE", "there is no file nowhere.py; write one of fcfs, .*folder/file.py:NAME"),
+        (
+            "nowhere.py:MINE",
+            "there is no file nowhere.py; write one of fcfs, .*folder/file.py:NAME",
+        ),
         ("no_such_module:MINE", "no_such_module cannot be imported"),
-        ("pagedjax.host.policies:WINDOW", "WINDOW in pagedjax.host.policies is no Policy; those in it: .*'FCFS'"),
+        (
+            "pagedjax.host.policies:WINDOW",
+            "WINDOW in pagedjax.host.policies is no Policy; those in it: .*'FCFS'",
+        ),
         ("pagedjax.host.policies:FCFS", "calls itself 'fcfs', which is another one; rename it"),
         (":FCFS", "policy is ':FCFS'; write one of"),
     ],
@@ -625,5 +750,8 @@ def test_a_policy_whose_order_takes_other_arguments_is_refused(tmp_path):
     """As every policy did before `cached` was added."""
     text = "from pagedjax.policies import FCFS\nOLD = FCFS._replace(name='old', order=lambda waiting, running: waiting)"
     (tmp_path / "old.py").write_text(text)
-    with pytest.raises(ValueError, match=r"its order takes other arguments; write order\(waiting, running, cached\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"its order takes other arguments; write order\(waiting, running, cached\)",
+    ):
         find(f"{tmp_path / 'old.py'}:OLD")

@@ -103,14 +103,21 @@ def test_a_short_reservation_takes_the_smallest_free_piece():
 
 def test_policy_admit_receives_the_reserved_blocks():
     calls = []
-    recording = FCFS._replace(admit=lambda seq, need, free: calls.append((seq.request_id, need, free)) or True)
-    step(start(request("a", 5), request("b", 1, 1), num_blocks=9, reservation="oracle"), policy=recording)
+    recording = FCFS._replace(
+        admit=lambda seq, need, free: calls.append((seq.request_id, need, free)) or True
+    )
+    step(
+        start(request("a", 5), request("b", 1, 1), num_blocks=9, reservation="oracle"),
+        policy=recording,
+    )
     assert calls == [("a", 4, 9), ("b", 1, 5)]
 
 
 @pytest.mark.parametrize(("way", "together"), [("none", 3), ("oracle", 2), ("pow2", 2), ("max", 2)])
 def test_reservations_never_preempt_where_paging_does(way, together):
-    state = start(*(request(name, 4, 8) for name in "abc"), num_blocks=8, model_len=12, reservation=way)
+    state = start(
+        *(request(name, 4, 8) for name in "abc"), num_blocks=8, model_len=12, reservation=way
+    )
     state, plan, _ = step(state)
     assert len(plan.admitted) == together
     events = until_end(state)
@@ -128,10 +135,14 @@ def test_a_reservation_larger_than_the_pool_is_refused_with_the_remedy():
         r"has 4; raise num_blocks to 8, or lower max_model_len or max_tokens$",
     ):
         scheduler.submit(state, request("a", 10, 8))  # five blocks, which the pool has
-    assert until_end(scheduler.submit(state, request("a", 8, 8)))[-1] == Finished(7, "a", "length", 8)
+    assert until_end(scheduler.submit(state, request("a", 8, 8)))[-1] == Finished(
+        7, "a", "length", 8
+    )
     with pytest.raises(Rejected, match=r"'a' reserves 8 blocks in a row \(reservation 'max'\)"):
         scheduler.submit(start(num_blocks=7, model_len=32, reservation="max"), request("a", 1, 1))
-    assert scheduler.submit(start(num_blocks=8, model_len=32, reservation="max"), request("a", 1, 1)).waiting
+    assert scheduler.submit(
+        start(num_blocks=8, model_len=32, reservation="max"), request("a", 1, 1)
+    ).waiting
 
 
 @pytest.mark.parametrize(
@@ -161,6 +172,8 @@ def test_requests_that_share_blocks_are_refused_with_the_remedy(way, shared):
 def test_an_engine_has_blocks_for_the_reservations_of_all_running_sequences(tiny, way, blocks):
     """Two of 40 tokens: three blocks each, or four in a piece. With six blocks no request could have one of those."""
     sizes = {"max_num_seqs": 2, "max_model_len": 40, "max_num_batched_tokens": 8}
-    config = resolve(EngineConfig(**sizes, reservation=way, enable_prefix_caching=way == "none"), tiny.model)
+    config = resolve(
+        EngineConfig(**sizes, reservation=way, enable_prefix_caching=way == "none"), tiny.model
+    )
     assert config.num_blocks == blocks
     assert shapes(config, tiny.model).table_width == blocks // 2

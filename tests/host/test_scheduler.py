@@ -8,10 +8,21 @@ from pagedjax.host import blocks, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Admitted, Event, Finished, Preempted, Sampled
-from tests.host.scheduler_steps import EOS, WORD, crowded, names, request, rows, start, step, until_end
+from tests.host.scheduler_steps import (
+    EOS,
+    WORD,
+    crowded,
+    names,
+    request,
+    rows,
+    start,
+    step,
+    until_end,
+)
 
 SHORTEST = FCFS._replace(
-    name="shortest", order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: seq.length)
+    name="shortest",
+    order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: seq.length),
 )
 
 # --- submit ---------------------------------------------------------------------------------------------------------
@@ -21,10 +32,22 @@ SHORTEST = FCFS._replace(
     ("bad", "message"),
     [
         (request("a", 0), "request 'a' has an empty prompt; give it at least one token"),
-        (request("a", 1, -1), "request 'a' has max_tokens -1; it must be at least 1, or 0 to sample nothing"),
-        (request("a", 1, 0)._replace(forks=("c",)), "request 'a' has max_tokens 0 and branches; it must be at least 1"),
-        (request("a", 65, 0), "has a prompt of 65 tokens, but max_model_len is 64; shorten the prompt to 64 tokens"),
-        (request("a", 64), "request 'a' has a prompt of 64 tokens, but max_model_len is 64 .*shorten the prompt to 63"),
+        (
+            request("a", 1, -1),
+            "request 'a' has max_tokens -1; it must be at least 1, or 0 to sample nothing",
+        ),
+        (
+            request("a", 1, 0)._replace(forks=("c",)),
+            "request 'a' has max_tokens 0 and branches; it must be at least 1",
+        ),
+        (
+            request("a", 65, 0),
+            "has a prompt of 65 tokens, but max_model_len is 64; shorten the prompt to 64 tokens",
+        ),
+        (
+            request("a", 64),
+            "request 'a' has a prompt of 64 tokens, but max_model_len is 64 .*shorten the prompt to 63",
+        ),
         (request("a", 99), "request 'a' has a prompt of 99 tokens, but max_model_len is 64"),
         (
             request("a", 12, 10),
@@ -73,7 +96,10 @@ def test_a_switch_must_be_a_boolean(name, value):
 
 @pytest.mark.parametrize("value", ["pow3", "", None, False])
 def test_an_unknown_reservation_is_refused(value):
-    with pytest.raises(ValueError, match=rf"^reservation is {value!r}; it must be one of 'none', 'oracle', 'pow2', 'm"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^reservation is {value!r}; it must be one of 'none', 'oracle', 'pow2', 'm",
+    ):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1, reservation=value))
 
 
@@ -149,10 +175,14 @@ def test_a_free_row_is_used_in_the_next_step():
 
 
 def test_a_request_is_admitted_only_when_blocks_for_its_whole_prompt_are_free():
-    state = start(request("a", 9, 3), request("b", 9, 3), request("c", 1, 1), num_blocks=5, budget=4)
+    state = start(
+        request("a", 9, 3), request("b", 9, 3), request("c", 1, 1), num_blocks=5, budget=4
+    )
     for _ in range(3):
         state, plan, _ = step(state)
-        assert names(plan.seqs) == ["a"]  # b needs 3 blocks and 2 are free; c would fit but does not overtake
+        assert names(plan.seqs) == [
+            "a"
+        ]  # b needs 3 blocks and 2 are free; c would fit but does not overtake
     assert names(state.waiting) == ["b", "c"]
 
 
@@ -185,10 +215,16 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
 def test_a_preempted_request_recomputes_prompt_and_outputs_and_continues():
     state = start(request("a", 3, 6), request("b", 3, 6), num_blocks=3)
     state, *_ = step(state, 10, 20)
-    state, *_ = step(state, 11, 21)  # a and b: 5 tokens known, 4 computed, one block each, one is free
+    state, *_ = step(
+        state, 11, 21
+    )  # a and b: 5 tokens known, 4 computed, one block each, one is free
     state, plan, _ = step(state, 12)
     assert (plan.preempted, rows(plan)) == (("b",), [("a", 4, 1)])
-    assert (state.waiting[0].length, state.waiting[0].computed, state.waiting[0].blocks) == (5, 0, ())
+    assert (state.waiting[0].length, state.waiting[0].computed, state.waiting[0].blocks) == (
+        5,
+        0,
+        (),
+    )
     events: list[Event] = []
     while not any(isinstance(event, Finished) for event in events):
         state, plan, events = step(state)  # type: ignore[assignment]
@@ -218,14 +254,20 @@ def test_a_decode_takes_a_block_only_when_its_last_one_is_full():
 
 
 def test_a_policy_decides_the_order_of_admission():
-    plan = scheduler.schedule(start(request("a", 5), request("b", 3), request("c", 4), seqs=2), SHORTEST)[1]
+    plan = scheduler.schedule(
+        start(request("a", 5), request("b", 3), request("c", 4), seqs=2), SHORTEST
+    )[1]
     assert plan.admitted == ("b", "c")
 
 
 def test_a_policy_that_refuses_a_request_ends_admission_for_the_step():
     asked = []
-    picky = FCFS._replace(admit=lambda seq, need, free: asked.append((seq.request_id, need, free)) or len(asked) < 2)
-    state, plan = scheduler.schedule(start(*(request(name, 5) for name in "abc"), num_blocks=9), picky)
+    picky = FCFS._replace(
+        admit=lambda seq, need, free: asked.append((seq.request_id, need, free)) or len(asked) < 2
+    )
+    state, plan = scheduler.schedule(
+        start(*(request(name, 5) for name in "abc"), num_blocks=9), picky
+    )
     assert (plan.admitted, asked) == (("a",), [("a", 2, 9), ("b", 2, 7)])
     assert names(state.waiting) == ["b", "c"]
     assert state.pool.num_free == 7

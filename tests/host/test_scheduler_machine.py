@@ -10,13 +10,29 @@ from typing import Any, ClassVar, get_args
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pagedjax.config import Reservation
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS, Cached
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request, Running, Seq
+from pagedjax.host.types import (
+    Choice,
+    Event,
+    Finished,
+    FinishReason,
+    Forked,
+    Plan,
+    Request,
+    Running,
+    Seq,
+)
 from tests.host.scheduler_model import Model, ModelSequence
 
 STOPS = (0, 1, 2)
@@ -33,7 +49,9 @@ sizes = {
 }
 # (chunked_prefill, mixed_steps, reservation): the default mode, and the baseline modes
 USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
-PAGED = [mode for mode in BASELINES if mode[2] == "none"]  # modes with branches, preemption and prefix sharing
+PAGED = [
+    mode for mode in BASELINES if mode[2] == "none"
+]  # modes with branches, preemption and prefix sharing
 
 
 def config_of(mode: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
@@ -53,7 +71,9 @@ def longest(config: SchedulerConfig) -> int:
 # hypothesis would draw every field that is not given
 configs = st.builds(config_of, mode=st.just(USUAL), **sizes)
 baselines = st.builds(
-    config_of, mode=st.sampled_from([*BASELINES, *PAGED * 4]), **{**sizes, "num_blocks": st.integers(1, 20)}
+    config_of,
+    mode=st.sampled_from([*BASELINES, *PAGED * 4]),
+    **{**sizes, "num_blocks": st.integers(1, 20)},
 )
 
 
@@ -67,8 +87,12 @@ class Driver:
         self.plan: Plan | None = None
         self.names = 0
         self.drafts: dict[str, list[int]] = {}  # of the plan in flight
-        self.stalled: ModelSequence | None = None  # the oldest request, if it made no progress in the step before
-        self.past: list[tuple[SchedulerState | Plan, int]] = []  # the last ones, with their hashes when they were new
+        self.stalled: ModelSequence | None = (
+            None  # the oldest request, if it made no progress in the step before
+        )
+        self.past: list[
+            tuple[SchedulerState | Plan, int]
+        ] = []  # the last ones, with their hashes when they were new
         self.remember(self.state)
 
     def remember(self, value: SchedulerState | Plan) -> None:
@@ -79,7 +103,9 @@ class Driver:
         """Checks a new state: it is valid, it equals the model, and earlier states have not changed."""
         scheduler.check(state)
         self.model.compare(state)
-        assert all(hash(value) == before for value, before in self.past[-3:]), "an old state changed"
+        assert all(hash(value) == before for value, before in self.past[-3:]), (
+            "an old state changed"
+        )
         self.state = state
         self.remember(state)
 
@@ -114,7 +140,11 @@ class Driver:
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
         least = min(min_tokens, max_tokens)
         stops = frozenset() if beams else stops
-        self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams))
+        self.submit(
+            Request(
+                names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams
+            )
+        )
 
     def schedule(self, seed: int = 0, drafting: float = 0.0) -> None:
         """drafting: the share of decodes that are offered drafts."""
@@ -125,12 +155,22 @@ class Driver:
             if draw.random() < drafting
         }
         offered = {name: len(tokens) for name, tokens in drafts.items()}
-        decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
+        decodes = {
+            seq.request_id
+            for seq in scheduler.running(self.state)
+            if seq.length - seq.computed == 1
+        }
         sequences = self.model.alive()
         moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
         # beams that wait for a choice block the queue
-        blocked_by_beams = any(sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences)
-        oldest = min([] if blocked_by_beams else sequences, key=lambda sequence: sequence.arrival, default=None)
+        blocked_by_beams = any(
+            sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences
+        )
+        oldest = min(
+            [] if blocked_by_beams else sequences,
+            key=lambda sequence: sequence.arrival,
+            default=None,
+        )
         cached: dict[int, int] = {}
 
         def order(waiting: tuple[Seq, ...], running: Running, found: Cached) -> tuple[Seq, ...]:
@@ -138,7 +178,9 @@ class Driver:
             return waiting
 
         state, plan = scheduler.schedule(self.state, FCFS._replace(order=order), offered)
-        assert scheduler.schedule(self.state, FCFS, offered)[1] == plan, "the same state gave another plan"
+        assert scheduler.schedule(self.state, FCFS, offered)[1] == plan, (
+            "the same state gave another plan"
+        )
         undrafted = scheduler.schedule(self.state, FCFS)[1]
         same = "seqs", "counts", "drafts", "blocks_used"
         assert plan._replace(**{name: getattr(undrafted, name) for name in same}) == undrafted, (
@@ -147,17 +189,22 @@ class Driver:
         assert [seq.arrival for seq in plan.seqs] == [seq.arrival for seq in undrafted.seqs]
 
         step = self.model.schedule(drafts)
-        assert plan.drafts == () or plan.drafts == tuple(len(step.drafts.get(row[0].name, [])) for row in step.rows)
+        assert plan.drafts == () or plan.drafts == tuple(
+            len(step.drafts.get(row[0].name, [])) for row in step.rows
+        )
         assert any(plan.drafts) == bool(step.drafts), "drafts were lost, or made up"
         self.drafts = step.drafts
         self.tally["drafted"] += bool(step.drafts)
         self.tally["a draft in another block"] += any(
-            len(seq.blocks) > len(other.blocks) for seq, other in zip(plan.seqs, undrafted.seqs, strict=True)
+            len(seq.blocks) > len(other.blocks)
+            for seq, other in zip(plan.seqs, undrafted.seqs, strict=True)
         )
         self.tally["drafts cut"] += any(
             0 < k < offered[seq.request_id] for seq, k in zip(plan.seqs, plan.drafts, strict=False)
         )
-        assert not cached or cached == self.model.cached, "`order` got other numbers of cached tokens"
+        assert not cached or cached == self.model.cached, (
+            "`order` got other numbers of cached tokens"
+        )
         self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
         assert plan.admitted == tuple(sequence.name for sequence in step.admitted)
         assert plan.cached == tuple(step.cached)
@@ -172,8 +219,16 @@ class Driver:
         assert min(plan.counts, default=1) >= 1
         for name in decodes - set(plan.preempted) if c.mixed_steps else ():
             assert undrafted.counts[ids.index(name)] == 1, f"the decode of {name} was deferred"
-        same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
-        same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
+        same = [
+            seq
+            for seq in plan.seqs
+            if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)
+        ]
+        same += [
+            seq
+            for seq in plan.seqs
+            if oldest and oldest.request.beams and seq.group == oldest.group
+        ]
         if c.mixed_steps:
             assert oldest is None or same, "the oldest request makes no progress"
         else:
@@ -181,7 +236,10 @@ class Driver:
         if c.reservation != "none":
             assert not plan.preempted, "a sequence with a reservation was preempted"
         assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
-        assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
+        assert (plan.blocks_used, plan.num_blocks) == (
+            c.num_blocks - self.model.free(),
+            c.num_blocks,
+        )
         partial = [row for row in plan.rows if not row.samples]
         assert len(partial) <= 1, "a prompt was cut though an earlier one is not whole"
         assert c.chunked_prefill or not partial, "a prompt was cut"
@@ -190,20 +248,28 @@ class Driver:
         self.plan = plan
         self.check_new_state(state)
         self.remember(plan)
-        self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
+        self.tally += Counter(
+            preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial)
+        )
         self.tally["found"] += sum(cached > 0 for cached in plan.cached)
         shared = [block for seq in plan.seqs for block in seq.blocks]
         assert (plan.swapped, plan.resumed) == (tuple(step.swapped), tuple(step.resumed))
         self.tally += Counter({"swapped": len(plan.swapped), "resumed": len(plan.resumed)})
         self.tally["copied"] += len(plan.copies)
-        groups = Counter(seq.group for seq in scheduler.running(self.state) if seq.group is not None)
-        self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
+        groups = Counter(
+            seq.group for seq in scheduler.running(self.state) if seq.group is not None
+        )
+        self.tally["a group preempted"] += (
+            len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
+        )
         self.tally["shared"] += len(set(shared)) < len(shared)
         self.tally["decodes waited"] += bool(decodes - set(plan.preempted) - set(ids))
         behind = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
         self.tally["prompts waited"] += not {seq.request_id for seq in behind} <= set(ids)
         self.tally["reserved"] += c.reservation != "none" and len(plan.admitted)
-        self.tally += Counter({"no whole prompt": self.model.uncut, "no piece": self.model.fragmented})
+        self.tally += Counter(
+            {"no whole prompt": self.model.uncut, "no piece": self.model.fragmented}
+        )
         self.model.uncut = self.model.fragmented = 0
 
     def check_unmixed(self, plan: Plan, decodes: set[str], waits: ModelSequence | None) -> None:
@@ -214,13 +280,20 @@ class Driver:
         """
         ids = {seq.request_id for seq in plan.seqs}
         if ids & decodes:
-            without = [n - k for n, k in zip(plan.counts, plan.drafts or [0] * len(plan.counts), strict=True)]
+            without = [
+                n - k
+                for n, k in zip(plan.counts, plan.drafts or [0] * len(plan.counts), strict=True)
+            ]
             assert (ids, set(without), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
         if self.state.config.chunked_prefill:
-            assert waits is None or waits is not self.stalled, "the oldest request made no progress twice"
+            assert waits is None or waits is not self.stalled, (
+                "the oldest request made no progress twice"
+            )
             self.stalled = waits
         else:
-            assert ids & decodes or ids == set(plan.admitted), "a prompt that entered before was left over"
+            assert ids & decodes or ids == set(plan.admitted), (
+                "a prompt that entered before was left over"
+            )
             assert waits is None or plan.admitted, "the oldest request waits without a reason"
 
     def commit(self, sampled: list[int], seed: int, *, may_omit_choice: bool = True) -> None:
@@ -249,15 +322,21 @@ class Driver:
                 choices[names[0]] = Choice(parents, tuple(draw.choices(range(40), k=width)))
         arguments = (self.plan, sampled, hashes, choices)
         state, events = scheduler.commit(self.state, *arguments)
-        assert scheduler.commit(self.state, *arguments)[1] == events, "the same step gave other events"
+        assert scheduler.commit(self.state, *arguments)[1] == events, (
+            "the same step gave other events"
+        )
         assert list(events) == self.model.commit(sampled, choices)
         self.plan = None
         self.check_new_state(state)
         for sequence in at_limit:
             self.cancel(sequence.name, "length")
         self.tally["beams went on"] += len(choices)
-        self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
-        self.tally["beams waited"] += any(sequence.awaits_siblings() for sequence in self.model.running)
+        self.tally["a beam had several children"] += sum(
+            len(set(c.parents)) < len(c.parents) for c in choices.values()
+        )
+        self.tally["beams waited"] += any(
+            sequence.awaits_siblings() for sequence in self.model.running
+        )
         self.tally["step"] += 1
         self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
@@ -287,7 +366,9 @@ class Driver:
         """The weights become others between two steps."""
         if self.plan is None:
             self.tally[f"updated, {pending}"] += bool(self.state.running.seqs)
-            self.tally["updated while some were swapped"] += any(seq.blocks for seq in self.state.waiting)
+            self.tally["updated while some were swapped"] += any(
+                seq.blocks for seq in self.state.waiting
+            )
             self.model.update(pending)
             self.check_new_state(scheduler.update(self.state, pending))
 
@@ -311,7 +392,11 @@ class Driver:
                 self.schedule(draw.randrange(2**32) if drafting else 0, drafting)
             self.random_submit_or_cancel(draw, busy)
             assert self.plan is not None
-            self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), may_omit_choice=busy)
+            self.commit(
+                [draw.randrange(40) for _ in self.plan.seqs],
+                draw.randrange(2**32),
+                may_omit_choice=busy,
+            )
 
     def random_submit_or_cancel(self, draw: random.Random, busy: bool) -> None:
         if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
@@ -329,7 +414,9 @@ class Driver:
         if busy and draw.random() < 0.05 and self.model.alive():
             name = draw.choice(self.model.names())
             self.cancel(name, "abort")
-            if draw.random() < 0.5:  # the id is used again, perhaps while the cancelled request is in flight
+            if (
+                draw.random() < 0.5
+            ):  # the id is used again, perhaps while the cancelled request is in flight
                 self.submit(Request(name, *self.fit(draw.random(), draw.random())))
 
     def drain(self, seed: int) -> None:
@@ -344,17 +431,22 @@ class Driver:
         steps that admit a request, and between two steps that advance it no request is admitted twice: a step that
         preempts is a step of decodes.
         """
-        self.traffic(self.plan is not None, seed, busy=False)  # a step in flight does not contain the latest arrivals
-        bound = sum(sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive())
+        self.traffic(
+            self.plan is not None, seed, busy=False
+        )  # a step in flight does not contain the latest arrivals
+        bound = sum(
+            sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive()
+        )
         c, crowd = self.state.config, sum(sequence.width for sequence in self.model.alive())
         for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
             self.traffic(bound, seed, busy=False)
             if not self.model.alive():
                 break
         assert not self.state.waiting
-        assert self.state.host_pool is None or self.state.host_pool.num_free == self.state.config.host_blocks, (
-            "host blocks leaked"
-        )
+        assert (
+            self.state.host_pool is None
+            or self.state.host_pool.num_free == self.state.config.host_blocks
+        ), "host blocks leaked"
         assert not self.state.running.seqs, "requests are left after the bound"
         assert self.state.pool.num_free == self.state.config.num_blocks, "blocks leaked"
 
@@ -375,9 +467,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         beams=st.booleans(),
     )
     def submit_what_fits(
-        self, prompt: float, output: float, least: int, stops: set[int], family: int, forks: int, beams: bool
+        self,
+        prompt: float,
+        output: float,
+        least: int,
+        stops: set[int],
+        family: int,
+        forks: int,
+        beams: bool,
     ) -> None:
-        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops), family, forks, beams)
+        self.driver.submit_new(
+            *self.driver.fit(prompt, output), least, frozenset(stops), family, forks, beams
+        )
 
     @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
     def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
@@ -425,10 +526,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.driver.drain(seed=0)
-            assert all(hash(value) == before for value, before in self.driver.past), "an old state changed"
+            assert all(hash(value) == before for value, before in self.driver.past), (
+                "an old state changed"
+            )
 
 
-def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int) -> Counter[str]:
+def run_machine(
+    configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int
+) -> Counter[str]:
     """Runs machines, `examples` at a time, until their schedulers made `at_least` steps -> a tally of events."""
     tally: Counter[str] = Counter()
     start = initialize(config=configs)(SchedulerMachine.start)
@@ -438,7 +543,11 @@ def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, step
         stateful_step_count=steps,
         deadline=None,
         print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.data_too_large,
+        ],
     )
     for _ in range(5):  # one draw of examples may have few steps
         run_state_machine_as_test(machine, settings=profile)
@@ -480,7 +589,9 @@ def test_no_block_leaks_in_100_000_steps_with_drafts():
     assert tally["drafted"] > 10_000
 
 
-@pytest.mark.parametrize(("drivers", "least"), [(10, 3), pytest.param(50, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drivers", "least"), [(10, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
+)
 def test_the_driver_reaches_every_kind_of_event(drivers: int, least: int):
     """The same checks on random configs from a fixed seed: the tally is the same on every machine."""
     draw = random.Random(0)
@@ -575,7 +686,9 @@ def test_random_transitions_match_the_reference_model_in_long_runs(configs):
 def test_every_request_ends_when_the_pool_has_blocks_for_little_more_than_one(
     block_size: int, num_blocks: int, budget: int, seeds: int
 ):
-    config = SchedulerConfig(block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks)
+    config = SchedulerConfig(
+        block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks
+    )
     tally: Counter[str] = Counter()
     for seed in range(seeds):
         driver = Driver(config, tally)

@@ -12,7 +12,9 @@ from tests.host.scheduler_steps import EOS, WORD, crowded, names, request, start
 # --- the end of a request ---------------------------------------------------------------------------------------------
 
 
-def ends(max_tokens: int, tokens: list[int], *, min_tokens: int = 0, prompt_len: int = 3, **sizes: int) -> Event:
+def ends(
+    max_tokens: int, tokens: list[int], *, min_tokens: int = 0, prompt_len: int = 3, **sizes: int
+) -> Event:
     state = start(request("a", prompt_len, max_tokens, min_tokens), **sizes)
     events: tuple[Event, ...] = ()
     for token in tokens:
@@ -47,7 +49,9 @@ def test_max_tokens_of_zero_ends_with_the_prompt_and_samples_nothing(prompt_len)
     state = scheduler.submit(start(model_len=10), Request("b", 2, 4))
     state = scheduler.submit(state, Request("a", prompt_len, 0, stop_token_ids=frozenset({EOS})))
     state, _, events = step(state, WORD, EOS)
-    assert [event for event in events if isinstance(event, Sampled)] == [Sampled(0, ("b",), (WORD,))]
+    assert [event for event in events if isinstance(event, Sampled)] == [
+        Sampled(0, ("b",), (WORD,))
+    ]
     assert Finished(0, "a", "length", 0) in events
     assert names(scheduler.running(state)) == ["b"]
     assert state.pool.num_free == state.config.num_blocks - 1
@@ -141,7 +145,9 @@ def test_a_request_cancelled_in_its_final_step_ends_once():
     state, plan = scheduler.schedule(start(request("a", 2, 1)), FCFS)
     state, first = scheduler.cancel(state, "a")
     state, second = scheduler.commit(state, plan, [EOS])
-    assert [event for event in (*first, *second) if isinstance(event, Finished)] == [Finished(0, "a", "abort", 0)]
+    assert [event for event in (*first, *second) if isinstance(event, Finished)] == [
+        Finished(0, "a", "abort", 0)
+    ]
     assert state.pool.num_free == 64
 
 

@@ -67,7 +67,9 @@ def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
     ids=["usual", "orca", "prompts first", "alternating"],
 )
 def test_the_steps_of_three_requests_in_each_mode(way, expected):
-    state = start(request("a", 2, 3), request("b", 4, 2), request("c", 7, 2), budget=9, model_len=9, **way)
+    state = start(
+        request("a", 2, 3), request("b", 4, 2), request("c", 7, 2), budget=9, model_len=9, **way
+    )
     assert steps(state) == expected
 
 
@@ -80,7 +82,9 @@ def test_a_whole_prompt_that_does_not_fit_waits_and_is_not_overtaken():
 
 
 def test_a_preempted_sequence_is_recomputed_whole_in_one_step():
-    state = start(request("a", 4, 8), request("b", 4, 8), num_blocks=3, budget=12, model_len=12, **ORCA)
+    state = start(
+        request("a", 4, 8), request("b", 4, 8), num_blocks=3, budget=12, model_len=12, **ORCA
+    )
     assert steps(state) == [
         [("a", 0, 4), ("b", 0, 4)],
         *([("a", i, 1)] for i in range(4, 11)),  # b gave its block to a
@@ -98,12 +102,19 @@ def test_a_request_longer_than_the_budget_is_refused_without_chunks(way):
         r"max_num_batched_tokens is 16; raise it, or lower max_tokens$",
     ):
         scheduler.submit(state, request("a", 9, 8))
-    assert until_end(scheduler.submit(state, request("a", 8, 8)))[-1] == Finished(7, "a", "length", 8)
+    assert until_end(scheduler.submit(state, request("a", 8, 8)))[-1] == Finished(
+        7, "a", "length", 8
+    )
     beams = Request("b", 4, 2, forks=("b2", "b3"), beams=True)
-    with pytest.raises(Rejected, match=r"'b' can grow to 6 tokens in each of 3 beams, which have to fit into one step"):
+    with pytest.raises(
+        Rejected,
+        match=r"'b' can grow to 6 tokens in each of 3 beams, which have to fit into one step",
+    ):
         scheduler.submit(state, beams)
     assert scheduler.submit(state, beams._replace(forks=("b2",))).waiting
-    assert scheduler.submit(state, beams._replace(beams=False)).waiting  # each of these can enter alone
+    assert scheduler.submit(
+        state, beams._replace(beams=False)
+    ).waiting  # each of these can enter alone
 
 
 def test_cached_prompt_tokens_need_no_budget():
@@ -142,7 +153,14 @@ def test_a_step_kind_without_work_is_replaced_by_the_other():
 
 
 def test_chunks_keep_their_order_across_decode_steps():
-    state = start(request("a", 2, 4), request("b", 9, 1), request("c", 3, 1), budget=4, model_len=12, **ALTERNATING)
+    state = start(
+        request("a", 2, 4),
+        request("b", 9, 1),
+        request("c", 3, 1),
+        budget=4,
+        model_len=12,
+        **ALTERNATING,
+    )
     assert steps(state) == [
         [("a", 0, 2), ("b", 0, 2)],
         [("a", 2, 1)],
@@ -158,7 +176,11 @@ def test_a_deferred_decode_owns_the_block_of_its_next_token():
     """Sequences admitted before it cannot take that block."""
     state, *_ = step(start(request("a", 4, 4), num_blocks=3, **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("b", 8, 1)))
-    assert (rows(plan), plan.blocks_used, plan.preempted) == ([("a", 4, 1)], 2, ())  # b needs two, and one is left
+    assert (rows(plan), plan.blocks_used, plan.preempted) == (
+        [("a", 4, 1)],
+        2,
+        (),
+    )  # b needs two, and one is left
     state, *_ = step(start(request("a", 4, 4), num_blocks=4, **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("b", 8, 1)))
     assert (rows(plan), plan.blocks_used) == ([("b", 0, 8)], 4)
@@ -186,7 +208,9 @@ def test_a_deferred_branch_already_owns_its_copy():
 
 
 def test_static_admits_the_next_batch_when_the_last_has_ended():
-    state = start(request("a", 1, 1), request("b", 2, 3), request("c", 1, 2), request("d", 1, 1), seqs=2)
+    state = start(
+        request("a", 1, 1), request("b", 2, 3), request("c", 1, 2), request("d", 1, 1), seqs=2
+    )
     assert steps(state, policy=STATIC) == [
         [("a", 0, 1), ("b", 0, 2)],
         [("b", 2, 1)],
@@ -213,11 +237,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
 @pytest.mark.parametrize(
     "way",
-    [PROMPTS_FIRST, {**ALTERNATING, "reservation": "pow2", "enable_prefix_caching": False, "policy": "static"}],
+    [
+        PROMPTS_FIRST,
+        {**ALTERNATING, "reservation": "pow2", "enable_prefix_caching": False, "policy": "static"},
+    ],
     ids=["prompts first", "alternating, reserved, static"],
 )
 def test_no_mode_changes_a_token(tiny, tiny_llm, way):
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "num_blocks": 256,
+    }
     llm = LLM(tiny, progress=False, **sizes, **way)
     found, expected = (one.generate(PROMPTS, GREEDY, use_tqdm=False) for one in (llm, tiny_llm))
     assert [out.outputs for out in found] == [out.outputs for out in expected]

@@ -40,18 +40,24 @@ def test_a_recording_with_tags_replays_byte_for_byte(tmp_path: Path):
     *_, last = recording(tmp_path / "run.jsonl", TAGGED, Request("c", 3, 2))
     assert replay.verify(tmp_path / "run.jsonl").identical
     tags = {seq.request_id: seq.request.tags for seq in scheduler.running(last.state)}
-    assert tags == {"a": TAGGED.tags, "b": TAGGED.tags, "c": ()}, "branches keep the tags of their request"
+    assert tags == {"a": TAGGED.tags, "b": TAGGED.tags, "c": ()}, (
+        "branches keep the tags of their request"
+    )
 
 
 def test_changed_tags_are_another_run(tmp_path: Path):
     recording(tmp_path / "run.jsonl", TAGGED)
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     assert replay.verify(tmp_path / "run.jsonl").lines == len(lines)
-    (tmp_path / "run.jsonl").write_text("\n".join([lines[0], lines[1].replace('["adapter",', '["adapter" ,'), ""]))
+    (tmp_path / "run.jsonl").write_text(
+        "\n".join([lines[0], lines[1].replace('["adapter",', '["adapter" ,'), ""])
+    )
     assert replay.verify(tmp_path / "run.jsonl").difference is not None
 
 
 def test_the_viewer_shows_tags_only_if_there_are_any(tmp_path: Path):
     recording(tmp_path / "run.jsonl", TAGGED, Request("c", 3, 2))
-    records = {record[1]: record[7:] for record in viewer.read(tmp_path / "run.jsonl").frames[0]["came"]}
+    records = {
+        record[1]: record[7:] for record in viewer.read(tmp_path / "run.jsonl").frames[0]["came"]
+    }
     assert records == {"a": [list(TAGGED.tags)], "b": [list(TAGGED.tags)], "c": []}

@@ -11,7 +11,14 @@ from pagedjax.host.types import Plan, Request, Row, Seq
 from pagedjax.params import SamplingParams
 
 INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 
 GOOD = [
@@ -20,7 +27,11 @@ GOOD = [
     *(("top_p", value) for value in (1e-6, 1, 1.0)),
     *(("top_k", value) for value in (-1, 0, 1, 50_000)),
     *(("min_p", value) for value in (0, 0.0, 1.0)),
-    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.0, 0, 2.0)),
+    *(
+        (name, value)
+        for name in ("presence_penalty", "frequency_penalty")
+        for value in (-2.0, 0, 2.0)
+    ),
     *(("repetition_penalty", value) for value in (0.01, 2.0)),
     *(("seed", value) for value in (None, 0, 2**32 - 1)),
     *(("max_tokens", value) for value in (1, 1 << 20)),
@@ -38,7 +49,10 @@ BAD = [
     *(("presence_penalty", value, "between -2 and 2") for value in (-2.1, 2.1)),
     *(("frequency_penalty", value, "between -2 and 2") for value in (-2.1, 2.1)),
     *(("repetition_penalty", value, "between 0.01 and 2") for value in (0, -1.0, 1e-40, 2.1)),
-    *(("top_k", value, r"from 1 to 2\*\*31 - 1, or 0 / -1 for off") for value in (-2, 2**31, 2**32 + 1, 10**30)),
+    *(
+        ("top_k", value, r"from 1 to 2\*\*31 - 1, or 0 / -1 for off")
+        for value in (-2, 2**31, 2**32 + 1, 10**30)
+    ),
     *(("seed", value, r"None or in \[0, 2\*\*32\)") for value in (-1, 2**32, 1.0, True, "1")),
     *(("max_tokens", value, "at least 1") for value in (0, -5)),
     *(("min_tokens", value, r"between 0 and max_tokens \(16\)") for value in (-1, 17)),
@@ -53,18 +67,33 @@ BAD = [
         for value in (1.0, True)
     ),
     *(("stop", value, "a non-empty string or several of them") for value in ("", ["a", ""], (1,))),
-    *(("logit_bias", value, "between -100 and 100 for every token") for value in ({1: 100.5}, {1: 0, 2: -101})),
+    *(
+        ("logit_bias", value, "between -100 and 100 for every token")
+        for value in ({1: 100.5}, {1: 0, 2: -101})
+    ),
     ("logit_bias", {1: math.nan}, "between -100 and 100"),
     ("allowed_token_ids", (), "None or non-empty"),
     *((name, value, "must be an integer") for name in INTEGERS for value in (1.0, True, "1")),
-    *((name, None, "must be an integer") for name in INTEGERS if name != "max_tokens"),  # None: up to max_model_len
-    *((name, value, "must be a finite number") for name in NUMBERS for value in (math.nan, math.inf, "1", None, True)),
+    *(
+        (name, None, "must be an integer") for name in INTEGERS if name != "max_tokens"
+    ),  # None: up to max_model_len
+    *(
+        (name, value, "must be a finite number")
+        for name in NUMBERS
+        for value in (math.nan, math.inf, "1", None, True)
+    ),
     *((name, value, "must be True or False") for name in SWITCHES for value in (0, 1, None, "yes")),
-    *((name, [-1], "token ids are integers of at least 0") for name in ("stop_token_ids", "allowed_token_ids")),
+    *(
+        (name, [-1], "token ids are integers of at least 0")
+        for name in ("stop_token_ids", "allowed_token_ids")
+    ),
     *((name, [True], "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
     *((name, [1.5], "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
     *((name, 1.5, "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
-    *(("logit_bias", value, "it must map token ids to numbers") for value in ({"a": 1}, {1: "x"}, {1: None}, [1], 3)),
+    *(
+        ("logit_bias", value, "it must map token ids to numbers")
+        for value in ({"a": 1}, {1: "x"}, {1: None}, [1], 3)
+    ),
     ("logit_bias", {-1: 1.0}, "token ids are integers of at least 0"),
     *((name, "12", "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
 ]
@@ -82,13 +111,21 @@ def test_a_value_out_of_range_is_refused_with_its_rule(name, value, rule):
 
 
 def test_the_message_quotes_the_value():
-    with pytest.raises(ValueError, match=r"^temperature is 3\.5; it must be between 0 \(greedy\) and 2$"):
+    with pytest.raises(
+        ValueError, match=r"^temperature is 3\.5; it must be between 0 \(greedy\) and 2$"
+    ):
         SamplingParams(temperature=3.5)
 
 
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
-    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (
+        1,
+        1.0,
+        1.0,
+        0,
+        16,
+    )
     assert not params.greedy
     assert SamplingParams(temperature=0).greedy
 
@@ -122,7 +159,9 @@ def test_lists_and_dicts_of_the_caller_are_copied():
 
 
 def test_stop_strings_need_text():
-    with pytest.raises(ValueError, match=r"stop is \('a',\); it must be empty when detokenize is False"):
+    with pytest.raises(
+        ValueError, match=r"stop is \('a',\); it must be empty when detokenize is False"
+    ):
         SamplingParams(stop="a", detokenize=False)
 
 
@@ -145,7 +184,13 @@ def test_params_with_equal_values_are_equal():
 
 
 def seq(name: str, prompt_len: int, length: int, computed: int = 0) -> Seq:
-    return Seq(Request(name, prompt_len, 8), arrival=0, limit=prompt_len + 8, length=length, computed=computed)
+    return Seq(
+        Request(name, prompt_len, 8),
+        arrival=0,
+        limit=prompt_len + 8,
+        length=length,
+        computed=computed,
+    )
 
 
 def test_a_sequence_counts_its_output():
@@ -173,7 +218,9 @@ def test_rows_of_a_plan_use_the_lengths_of_its_columns():
         blocks_used=2,
         num_blocks=8,
     )
-    assert [(row.seq.request_id, row.seq.length, row.seq.computed, row.count) for row in plan.rows] == [
+    assert [
+        (row.seq.request_id, row.seq.length, row.seq.computed, row.count) for row in plan.rows
+    ] == [
         ("a", 6, 5, 1),
         ("b", 9, 2, 4),
     ]
@@ -183,7 +230,16 @@ def test_rows_of_a_plan_use_the_lengths_of_its_columns():
 
 @pytest.mark.parametrize(
     ("length", "computed", "count", "samples"),
-    [(9, 0, 9, True), (9, 5, 4, True), (9, 8, 1, True), (9, 0, 8, False), (9, 7, 1, False), (1, 0, 1, True)],
+    [
+        (9, 0, 9, True),
+        (9, 5, 4, True),
+        (9, 8, 1, True),
+        (9, 0, 8, False),
+        (9, 7, 1, False),
+        (1, 0, 1, True),
+    ],
 )
-def test_a_row_samples_when_it_reaches_the_end_of_the_known_tokens(length, computed, count, samples):
+def test_a_row_samples_when_it_reaches_the_end_of_the_known_tokens(
+    length, computed, count, samples
+):
     assert Row(seq("a", 1, length, computed), count).samples is samples

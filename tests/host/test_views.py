@@ -17,7 +17,17 @@ from pagedjax.host import kv_policies, scheduler, views
 from pagedjax.host.kv_policies import ALL, KVPolicy, View, view
 from pagedjax.host.policies import FCFS
 from pagedjax.host.request_limits import Rejected
-from pagedjax.host.types import HOLE, Beamed, Choice, Finished, Forked, Plan, Request, Sampled, SchedulerConfig
+from pagedjax.host.types import (
+    HOLE,
+    Beamed,
+    Choice,
+    Finished,
+    Forked,
+    Plan,
+    Request,
+    Sampled,
+    SchedulerConfig,
+)
 from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import step
@@ -49,7 +59,9 @@ def check_sight(sinks: int, window: int, size: int, most: int) -> None:
         assert wanted <= tokens
         if found != ALL:
             assert tokens <= {
-                t for t in range(position + 1) if t < sinks + size - 1 or t > position - window - 2 * size + 1
+                t
+                for t in range(position + 1)
+                if t < sinks + size - 1 or t > position - window - 2 * size + 1
             }
 
 
@@ -68,7 +80,9 @@ def test_a_policy_under_which_nothing_goes_out_of_sight_is_full():
 
 def test_a_policy_of_ones_own_is_found_by_its_place(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from pagedjax.policies import KVPolicy\nMINE = KVPolicy('mine', 32)\nBAD = KVPolicy('bad', 0)\n")
+    file.write_text(
+        "from pagedjax.policies import KVPolicy\nMINE = KVPolicy('mine', 32)\nBAD = KVPolicy('bad', 0)\n"
+    )
     assert kv_policies.find(KVPolicyOptions(f"{file}:MINE")) == KVPolicy("mine", 32)
     with pytest.raises(ValueError, match="has window 0; it must be None, or at least 1 token"):
         kv_policies.find(KVPolicyOptions(f"{file}:BAD"))
@@ -102,14 +116,19 @@ def test_exact_blocks_of_a_windowed_and_a_full_group():
 def test_a_long_prompt_runs_in_a_pool_that_is_smaller_than_it():
     config = SchedulerConfig(4, 7, 8, 4, 512, views=(View(3, (0,)),))
     tables = run_alone(config, 400, 50)
-    assert max(map(views.held, tables)) == 5  # block 0, a window of 3, and one more in a chunk of two blocks
+    assert (
+        max(map(views.held, tables)) == 5
+    )  # block 0, a window of 3, and one more in a chunk of two blocks
     assert [i for i, block in enumerate(tables[-1]) if block] == [0, 110, 111, 112]
 
 
 def test_a_smaller_pool_cuts_chunks_and_the_smallest_one_is_named():
     config = SchedulerConfig(4, 4, 8, 4, 512, views=(View(3, (0,)),))
     assert max(map(views.held, run_alone(config, 400, 50))) == 4
-    with pytest.raises(Rejected, match=r"needs 4 blocks of 4 at one time .*but the pool has 3; raise num_blocks to 4"):
+    with pytest.raises(
+        Rejected,
+        match=r"needs 4 blocks of 4 at one time .*but the pool has 3; raise num_blocks to 4",
+    ):
         run_alone(config._replace(num_blocks=3), 400, 50)
 
 
@@ -163,8 +182,12 @@ class Cache:
         """Moves, copies, writes, and then reads of every query -> how many slots were read."""
         c, size, reads = self.config, self.config.block_size, 0
         offsets = range(size)
-        self.host |= {(host, o): self.device.get((block, o)) for block, host in plan.swap_out for o in offsets}
-        self.device |= {(block, o): self.host.get((host, o)) for host, block in plan.swap_in for o in offsets}
+        self.host |= {
+            (host, o): self.device.get((block, o)) for block, host in plan.swap_out for o in offsets
+        }
+        self.device |= {
+            (block, o): self.host.get((host, o)) for host, block in plan.swap_in for o in offsets
+        }
         copied = {(new, o): self.device.get((old, o)) for old, new in plan.copies for o in offsets}
         self.device |= copied
         written = set()
@@ -175,7 +198,9 @@ class Cache:
                     slot = (seq.blocks[at // size * c.groups + group], at % size)
                     assert slot[0] != HOLE, "writes into a hole"
                     content = (group, tuple(known[: at + 1]))
-                    assert slot not in written or self.device[slot] == content, "two rows write different tokens"
+                    assert slot not in written or self.device[slot] == content, (
+                        "two rows write different tokens"
+                    )
                     written.add(slot)
                     self.device[slot] = content
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
@@ -186,7 +211,10 @@ class Cache:
                         block = seq.blocks[i * c.groups + group]
                         if i in one.kept or one.window is None or i > at // size - one.window:
                             for t in range(i * size, min((i + 1) * size, at + 1)):
-                                assert self.device[block, t % size] == (group, tuple(known[: t + 1])), "a wrong token"
+                                assert self.device[block, t % size] == (
+                                    group,
+                                    tuple(known[: t + 1]),
+                                ), "a wrong token"
                                 reads += 1
                         elif seq.request_id in keeps:
                             assert block != HOLE, "a block was not kept"
@@ -208,9 +236,19 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             family, prompt = draw.randrange(2), draw.randint(1, longest - 1)
             forks, beams = draw.choice([0, 0, 0, 1, 2]), draw.random() < 0.3
             ids = [f"{names}{end}" for end in ("", "b", "c")[: forks + 1]]
-            hashes = tuple(f"{family}:{j}" for j in range(prompt // config.block_size)) if draw.random() < 0.8 else ()
+            hashes = (
+                tuple(f"{family}:{j}" for j in range(prompt // config.block_size))
+                if draw.random() < 0.8
+                else ()
+            )
             keep = draw.random() < 0.15
-            request = Request(ids[0], prompt, draw.randint(1, longest - prompt), forks=tuple(ids[1:]), hashes=hashes)
+            request = Request(
+                ids[0],
+                prompt,
+                draw.randint(1, longest - prompt),
+                forks=tuple(ids[1:]),
+                hashes=hashes,
+            )
             request = request._replace(beams=beams and forks > 0, keeps_blocks=keep)
             try:
                 state = scheduler.submit(state, request)
@@ -234,8 +272,12 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             del tokens[name][plan.lengths[[seq.request_id for seq in plan.seqs].index(name)] :]
             tokens[name] += drafts[name][:k] if k else []
         tally["reads"] += cache.carry_out(plan, tokens, keeps)
-        tally += Counter(preempted=len(plan.preempted), swapped=len(plan.swapped), copied=len(plan.copies))
-        tally["found with holes"] += sum(n > 0 for n in plan.cached) * any(HOLE in seq.blocks for seq in plan.seqs)
+        tally += Counter(
+            preempted=len(plan.preempted), swapped=len(plan.swapped), copied=len(plan.copies)
+        )
+        tally["found with holes"] += sum(n > 0 for n in plan.cached) * any(
+            HOLE in seq.blocks for seq in plan.seqs
+        )
         samples: list[int | tuple[int, ...]] = [draw.randrange(50) for _ in plan.seqs]
         hashes, choices = {}, {}
         for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
@@ -244,7 +286,8 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
                 samples[i] = (*drafts[seq.request_id][:right], samples[i])
             del tokens[seq.request_id][length:]
         ends = {
-            seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+            seq.arrival: start + count
+            for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
         }
         active = scheduler.running(state)
         for seq in active:
@@ -258,7 +301,8 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
                     parents = [other.request_id for other in beams]
                     several = len(beams) + len(seq.request.forks)
                     choices[seq.request_id] = Choice(
-                        tuple(draw.choices(parents, k=several)), tuple(draw.randrange(50) for _ in range(several))
+                        tuple(draw.choices(parents, k=several)),
+                        tuple(draw.randrange(50) for _ in range(several)),
                     )
         over = [name for name, choice in choices.items() if choice is None]
         choices = {name: choice for name, choice in choices.items() if choice is not None}
@@ -307,8 +351,27 @@ def test_the_driver_reaches_every_kind_of_event():
     tally: Counter[str] = Counter()
     for seed in range(24):
         draw = random.Random(seed)
-        seen = draw.choice([(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)])
-        sizes = draw.randint(1, 5), draw.randint(9, 18) * len(seen), draw.randint(4, 30), draw.randint(2, 6), 60
-        tally += drive(SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=seen), seed, steps=40)
-    for kind in ("rejected", "preempted", "swapped", "copied", "found with holes", "beamed", "forked", "holes"):
+        seen = draw.choice(
+            [(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)]
+        )
+        sizes = (
+            draw.randint(1, 5),
+            draw.randint(9, 18) * len(seen),
+            draw.randint(4, 30),
+            draw.randint(2, 6),
+            60,
+        )
+        tally += drive(
+            SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=seen), seed, steps=40
+        )
+    for kind in (
+        "rejected",
+        "preempted",
+        "swapped",
+        "copied",
+        "found with holes",
+        "beamed",
+        "forked",
+        "holes",
+    ):
         assert tally[kind] >= 8, f"{kind}: {tally}"

@@ -40,12 +40,17 @@ class Stub:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        headers = {
+            name.lower(): value
+            for name, _, value in (line.partition(": ") for line in head[1:] if line)
+        }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = head[0].split()[1]
         if path == "/v1/models":
             status = 200 if isinstance(self.models, dict) else self.models
-            return self._whole(writer, status, self.models if status == 200 else {"error": {"message": "go away"}})
+            return self._whole(
+                writer, status, self.models if status == 200 else {"error": {"message": "go away"}}
+            )
         if path == "/metrics":
             return self._whole(writer, 404, {"error": {"message": "no metrics here"}})
         self.paths.append(path)
@@ -70,7 +75,9 @@ class Stub:
         asked = body["max_tokens"]
         if 400 <= asked < 600:
             return self._whole(writer, asked, {"error": {"message": f"the stub says {asked}"}})
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+        )
 
         async def put(*events: object) -> None:
             for event in events:
@@ -156,7 +163,10 @@ def test_no_connection_is_kept_idle(server):
 
     async def idle() -> list:
         async with connected(Target(url)) as client:
-            assert await asyncio.gather(*(model_of(client, Target(url)) for _ in range(5))) == ["stub"] * 5
+            assert (
+                await asyncio.gather(*(model_of(client, Target(url)) for _ in range(5)))
+                == ["stub"] * 5
+            )
             return client._transport._pool.connections
 
     assert asyncio.run(idle()) == []
@@ -165,8 +175,21 @@ def test_no_connection_is_kept_idle(server):
 def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     stub, url = server
     stub.first, stub.gap = 0.1, 0.03
-    words = ["--rate", "20", "--requests", "8", "--prompt-tokens", "5:9", "--output-tokens", "4", "--vocab", "99"]
-    code, out = bench(f"{url}/v1/", *words, "--ttft-target", "5", "--itl-target", "0.02", tmp_path=tmp_path)
+    words = [
+        "--rate",
+        "20",
+        "--requests",
+        "8",
+        "--prompt-tokens",
+        "5:9",
+        "--output-tokens",
+        "4",
+        "--vocab",
+        "99",
+    ]
+    code, out = bench(
+        f"{url}/v1/", *words, "--ttft-target", "5", "--itl-target", "0.02", tmp_path=tmp_path
+    )
     assert code == 0
     s = out["summary"]
     assert (s["completed"], s["output_tokens"], s["requests_without_usage"]) == (8, 32, 0)
@@ -179,7 +202,10 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     assert s["finished"] == {"length": 8}
     assert stub.paths == ["/v1/completions"] * 8
     assert stub.keys == [None] * 8
-    assert {key: stub.bodies[0][key] for key in ("model", "max_tokens", "temperature", "stream", "stream_options")} == {
+    assert {
+        key: stub.bodies[0][key]
+        for key in ("model", "max_tokens", "temperature", "stream", "stream_options")
+    } == {
         "model": "stub",
         "max_tokens": 4,
         "temperature": 0.0,
@@ -189,7 +215,9 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     assert "ignore_eos" not in stub.bodies[0]
     assert [item["arrival"] for item in out["requests"]] == [
         item.arrival
-        for item in make_plan(Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)).items
+        for item in make_plan(
+            Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)
+        ).items
     ]
     shown = capsys.readouterr().out
     assert "8 of 8 completed" in shown
@@ -199,12 +227,23 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
 def test_requests_do_not_wait_for_answers_and_latencies_include_the_queue(server, tmp_path):
     stub, url = server
     stub.first, stub.serial = 0.1, True
-    code, out = bench(url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path)
+    code, out = bench(
+        url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path
+    )
     assert code == 0
     assert stub.most == 6
     assert out["summary"]["ttft_s"]["max"] >= 0.6
     stub.most, stub.serial = 0, False
-    words = ["--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", "--max-concurrency", "1"]
+    words = [
+        "--arrivals",
+        "at-once",
+        "--requests",
+        "6",
+        "--output-tokens",
+        "1",
+        "--max-concurrency",
+        "1",
+    ]
     code, out = bench(url, *words, tmp_path=tmp_path)
     assert stub.most == 1
     assert out["summary"]["ttft_s"]["max"] >= 0.6  # includes the wait for max_concurrency
@@ -215,11 +254,19 @@ def test_every_kind_of_failure_is_counted_and_the_exit_status_is_1(server, tmp_p
     _, url = server
     file = tmp_path / "trace.csv"
     kinds = [429, 500, 1000, 1001, 1002, 1005, 1003, 1004, 2, 3]
-    file.write_text(HEADER + "".join(f"2024-01-01 00:00:00.{i:02d},3,{kind}\n" for i, kind in enumerate(kinds)))
+    file.write_text(
+        HEADER + "".join(f"2024-01-01 00:00:00.{i:02d},3,{kind}\n" for i, kind in enumerate(kinds))
+    )
     code, out = bench(url, "--trace", str(file), "--timeout", "1.5", tmp_path=tmp_path)
     s = out["summary"]
     assert code == 1
-    assert s["failed"] == {"connection": 1, "status 429": 1, "status 500": 1, "stream": 2, "timeout": 1}
+    assert s["failed"] == {
+        "connection": 1,
+        "status 429": 1,
+        "status 500": 1,
+        "stream": 2,
+        "timeout": 1,
+    }
     assert s["failed_because"]["status 429"] == "the stub says 429"
     assert s["failed_because"]["stream"] == "the engine stopped"
     assert s["failed_because"]["timeout"] == "not complete 1.5 s after its arrival"
@@ -238,11 +285,23 @@ def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path
     stub.first = 0.1
     texts = tmp_path / "texts.txt"
     texts.write_text("one two\nthree\n", "utf-8")
-    words = ["--endpoint", "chat", "--prompts", str(texts), "--arrivals", "at-once", "--model", "other", "--ignore-eos"]
+    words = [
+        "--endpoint",
+        "chat",
+        "--prompts",
+        str(texts),
+        "--arrivals",
+        "at-once",
+        "--model",
+        "other",
+        "--ignore-eos",
+    ]
     code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
     assert code == 0
     assert stub.paths == ["/v1/chat/completions"] * 2
-    sent = [message for body in stub.bodies for message in body["messages"]]  # in any order: at once
+    sent = [
+        message for body in stub.bodies for message in body["messages"]
+    ]  # in any order: at once
     assert sorted(sent, key=lambda message: message["content"]) == [
         {"role": "user", "content": "one two"},
         {"role": "user", "content": "three"},
@@ -270,14 +329,22 @@ def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_pat
     code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
     assert (code, out["summary"]["requests"], len(stub.bodies)) == (0, 2, 5)
     assert bench(url, *words, "--output-tokens", "429")[0] == 2
-    assert "3 of 3 warm-up requests failed (status 429: the stub says 429)" in capsys.readouterr().err
+    assert (
+        "3 of 3 warm-up requests failed (status 429: the stub says 429)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "arrivals poisson need a rate, in requests a second; give --rate 4, or --arrivals at-once"),
-        (["--rate", "1", "--model", "unknown"], "the server has no model 'unknown'; it has stub, other"),
+        (
+            [],
+            "arrivals poisson need a rate, in requests a second; give --rate 4, or --arrivals at-once",
+        ),
+        (
+            ["--rate", "1", "--model", "unknown"],
+            "the server has no model 'unknown'; it has stub, other",
+        ),
         (["--rate", "1", "--trace", "x.csv"], "--trace already gives --rate"),
         (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts already gives --vocab"),
         (["--rate", "1", "--time-scale", "2"], "--time-scale needs a --trace"),
@@ -285,7 +352,10 @@ def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_pat
             ["--trace", "nowhere.csv"],
             "--trace is 'nowhere.csv', which cannot be read: No such file or directory; name a CSV",
         ),
-        (["--trace", "/"], "--trace is '/', which cannot be read: Is a directory; name a CSV file, with TIMESTAMP"),
+        (
+            ["--trace", "/"],
+            "--trace is '/', which cannot be read: Is a directory; name a CSV file, with TIMESTAMP",
+        ),
         (
             ["--rate", "1", "--prompts", "no.txt"],
             "--prompts is 'no.txt', which cannot be read: No such file or directory;",
@@ -342,7 +412,17 @@ def test_two_runs_of_a_seed_send_the_same_bodies(server):
     stub, url = server
     for _ in range(2):
         bench(
-            url, "--rate", "200", "--requests", "9", "--prompt-tokens", "3:9", "--output-tokens", "1:3", "--seed", "3"
+            url,
+            "--rate",
+            "200",
+            "--requests",
+            "9",
+            "--prompt-tokens",
+            "3:9",
+            "--output-tokens",
+            "1:3",
+            "--seed",
+            "3",
         )
     sent = [json.dumps(body, sort_keys=True) for body in stub.bodies]
     assert sorted(sent[:9]) == sorted(sent[9:])

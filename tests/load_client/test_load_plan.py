@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.load_client.plan import FIRST_TOKEN, WORDS, Lengths, Load, arrivals, clip, make_plan, warm_up
+from pagedjax.load_client.plan import (
+    FIRST_TOKEN,
+    WORDS,
+    Lengths,
+    Load,
+    arrivals,
+    clip,
+    make_plan,
+    warm_up,
+)
 
 AT_ONCE = {"arrivals": "at-once"}
 
@@ -19,7 +28,9 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.mark.parametrize(("process", "burstiness", "cv"), [("poisson", 9, 1), ("gamma", 0.25, 2), ("gamma", 4, 0.5)])
+@pytest.mark.parametrize(
+    ("process", "burstiness", "cv"), [("poisson", 9, 1), ("gamma", 0.25, 2), ("gamma", 4, 0.5)]
+)
 @pytest.mark.parametrize("rate", [0.5, 40])
 def test_random_arrivals_have_the_rate_and_the_burstiness_asked_for(process, burstiness, cv, rate):
     times = np.array(arrivals(process, rate, burstiness, 40_000, rng()))
@@ -69,7 +80,10 @@ def test_clipping_counts_the_clipped_lengths():
 
 def test_the_same_seed_gives_the_same_plan_and_more_requests_begin_with_the_same_ones():
     load = {"rate": 3.0, "prompt_tokens": "5:20", "output_tokens": "lognormal:3,1", "vocab": 300}
-    ten, five = make_plan(Load(**load, requests=10, seed=4)), make_plan(Load(**load, requests=5, seed=4))
+    ten, five = (
+        make_plan(Load(**load, requests=10, seed=4)),
+        make_plan(Load(**load, requests=5, seed=4)),
+    )
     assert ten == make_plan(Load(**load, requests=10, seed=4))
     assert ten.items[:5] == five.items
     assert ten.items != make_plan(Load(**load, requests=10, seed=5)).items
@@ -90,7 +104,14 @@ def test_a_chat_prompt_has_one_word_for_each_token():
 
 def test_limits_clip_drawn_lengths_and_the_plan_counts_them():
     made = make_plan(
-        Load(requests=9, prompt_tokens="50", output_tokens="7", max_prompt_tokens=20, max_output_tokens=7, rate=1)
+        Load(
+            requests=9,
+            prompt_tokens="50",
+            output_tokens="7",
+            max_prompt_tokens=20,
+            max_output_tokens=7,
+            rate=1,
+        )
     )
     assert {len(item.prompt) for item in made.items} == {20}
     assert (made.clipped_prompts, made.clipped_outputs) == (9, 0)
@@ -107,7 +128,10 @@ def test_a_warm_up_has_other_prompts_of_the_same_lengths_all_at_once():
 # files ---------------------------------------------------------------------------------------------------------------
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-TRACE = HEADER + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,20,109\n2023-11-16 18:15:48,5,0\n"
+TRACE = (
+    HEADER
+    + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,20,109\n2023-11-16 18:15:48,5,0\n"
+)
 
 
 def test_a_trace_gives_arrivals_and_lengths_in_order_of_arrival():
@@ -119,27 +143,49 @@ def test_a_trace_gives_arrivals_and_lengths_in_order_of_arrival():
     assert len(make_plan(Load(trace="a.csv", requests=2), TRACE).items) == 2
 
 
-@given(st.lists(st.tuples(st.datetimes(), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.datetimes(), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8
+    )
+)
 @settings(deadline=None)
 def test_any_written_trace_can_be_read(rows):
     text = io.StringIO()
-    csv.writer(text).writerows([HEADER.strip().split(","), *((at.isoformat(" "), a, b) for at, a, b in rows)])
+    csv.writer(text).writerows(
+        [HEADER.strip().split(","), *((at.isoformat(" "), a, b) for at, a, b in rows)]
+    )
     items = make_plan(Load(trace="a.csv"), text.getvalue()).items
     rows = sorted(rows, key=lambda row: row[0])
-    assert [item.arrival for item in items] == [(at - rows[0][0]).total_seconds() for at, _, _ in rows]
-    assert [(len(item.prompt), item.max_tokens) for item in items] == [(max(1, a), max(1, b)) for _, a, b in rows]
+    assert [item.arrival for item in items] == [
+        (at - rows[0][0]).total_seconds() for at, _, _ in rows
+    ]
+    assert [(len(item.prompt), item.max_tokens) for item in items] == [
+        (max(1, a), max(1, b)) for _, a, b in rows
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "a.csv has no column TIMESTAMP, ContextTokens, GeneratedTokens"),
-        ("TIMESTAMP,ContextTokens\n", "has no column GeneratedTokens; a trace is CSV with the columns"),
+        (
+            "TIMESTAMP,ContextTokens\n",
+            "has no column GeneratedTokens; a trace is CSV with the columns",
+        ),
         (HEADER, "a.csv has no requests"),
-        (HEADER + "2023-11-16,5,6\nnever,5,6\n", "a.csv, line 3: TIMESTAMP is 'never'; write a time of ISO 8601"),
+        (
+            HEADER + "2023-11-16,5,6\nnever,5,6\n",
+            "a.csv, line 3: TIMESTAMP is 'never'; write a time of ISO 8601",
+        ),
         (HEADER + "2023-11-16,5\n", "a.csv, line 2"),
-        (HEADER + "2023-11-16,5,many\n", "a.csv, line 2: GeneratedTokens is 'many'; it must be a number of tokens"),
-        (HEADER + "2023-11-16,-5,6\n", "a.csv, line 2: ContextTokens is '-5'; it must be a number of tokens"),
+        (
+            HEADER + "2023-11-16,5,many\n",
+            "a.csv, line 2: GeneratedTokens is 'many'; it must be a number of tokens",
+        ),
+        (
+            HEADER + "2023-11-16,-5,6\n",
+            "a.csv, line 2: ContextTokens is '-5'; it must be a number of tokens",
+        ),
         (
             HEADER + "2023-11-16,5,6\n2023-11-16T00:00:00Z,5,6\n",
             "line 3: TIMESTAMP .* has a time zone, unlike",
@@ -152,8 +198,14 @@ def test_an_invalid_trace_gives_an_error_with_the_line(content, message):
 
 
 def test_prompts_are_lines_that_repeat():
-    made = make_plan(Load(prompts="a.txt", requests=3, output_tokens="9", **AT_ONCE), " one \n\ntwo\n")
-    assert [(item.prompt, item.max_tokens) for item in made.items] == [("one", 9), ("two", 9), ("one", 9)]
+    made = make_plan(
+        Load(prompts="a.txt", requests=3, output_tokens="9", **AT_ONCE), " one \n\ntwo\n"
+    )
+    assert [(item.prompt, item.max_tokens) for item in made.items] == [
+        ("one", 9),
+        ("two", 9),
+        ("one", 9),
+    ]
     assert len(make_plan(Load(prompts="a.txt", **AT_ONCE), "one\ntwo\n").items) == 2
     with pytest.raises(ValueError, match=r"a\.txt holds no prompts"):
         make_plan(Load(prompts="a.txt", **AT_ONCE), "\n \n")

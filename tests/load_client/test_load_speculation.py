@@ -37,12 +37,33 @@ def test_a_server_that_does_not_answer_has_no_counts():
 
 
 @pytest.mark.default_cases("speculative1")
-@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}])
+@pytest.mark.parametrize(
+    "speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}]
+)
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
-    sizes = ENGINE | {"token_buckets": (64,)}  # as in tests/server/test_server.py, for the same programs
+    sizes = ENGINE | {
+        "token_buckets": (64,)
+    }  # as in tests/server/test_server.py, for the same programs
     with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
-        words = ["--url", found.url, "--requests", "4", "--arrivals", "at-once", "--prompt-tokens", "12"]
-        words += ["--output-tokens", "30", "--ignore-eos", "--vocab", "300", "--json", str(tmp_path / "out.json")]
+        words = [
+            "--url",
+            found.url,
+            "--requests",
+            "4",
+            "--arrivals",
+            "at-once",
+            "--prompt-tokens",
+            "12",
+        ]
+        words += [
+            "--output-tokens",
+            "30",
+            "--ignore-eos",
+            "--vocab",
+            "300",
+            "--json",
+            str(tmp_path / "out.json"),
+        ]
         with redirect_stdout(StringIO()) as printed:
             assert cli.main(["bench", "serve", *words]) == 0
     drafts = json.loads((tmp_path / "out.json").read_text())["drafts"]

@@ -30,7 +30,9 @@ def test_a_stream_may_be_cut_at_every_byte():
 @drawn.given(
     30,
     100,
-    st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6),
+    st.lists(
+        st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6
+    ),
     st.data(),
 )
 def test_any_events_in_any_pieces_are_read_completely(texts, data):
@@ -64,12 +66,25 @@ def delta(reason: str | None = None, **content) -> dict:
 
 
 def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
-    details = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
-    one = reading(text("a"), text("bc"), text(""), text("", "length"), {"choices": [], "usage": details}, "[DONE]")
+    details = {
+        "prompt_tokens": 9,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+    one = reading(
+        text("a"),
+        text("bc"),
+        text(""),
+        text("", "length"),
+        {"choices": [], "usage": details},
+        "[DONE]",
+    )
     assert (one.chunks, one.closed, one.finish_reason) == ([0.0, 1.0, 2.0], 3.0, "length")
     assert (one.count("prompt_tokens"), one.count("completion_tokens"), one.cached) == (9, 4, 8)
     role = {"role": "assistant", "content": ""}
-    two = reading(delta(**role), delta(content="a"), delta(content="", reason=None), delta("stop"), "[DONE]")
+    two = reading(
+        delta(**role), delta(content="a"), delta(content="", reason=None), delta("stop"), "[DONE]"
+    )
     assert (two.chunks, two.closed) == ([1.0, 2.0], 3.0)
     assert reading(delta(reasoning_content="hm")).chunks == [0.0]
     assert not carries_output({"delta": {}, "finish_reason": None})
@@ -92,14 +107,30 @@ def test_errors_in_a_stream_are_read_in_several_forms():
         st.none() | st.integers() | st.text(),
         lambda x: (
             st.dictionaries(
-                st.sampled_from(["choices", "usage", "error", "delta", "text", "finish_reason", "content", "message"]),
+                st.sampled_from(
+                    [
+                        "choices",
+                        "usage",
+                        "error",
+                        "delta",
+                        "text",
+                        "finish_reason",
+                        "content",
+                        "message",
+                    ]
+                ),
                 x,
             )
             | st.lists(x)
         ),
     )
 )
-@example({"choices": [{"delta": None, "text": None, "finish_reason": 3}], "usage": {"completion_tokens": "5"}})
+@example(
+    {
+        "choices": [{"delta": None, "text": None, "finish_reason": 3}],
+        "usage": {"completion_tokens": "5"},
+    }
+)
 def test_invalid_events_raise_only_value_errors(event):
     with suppress(ValueError):
         one = reading(event)

@@ -9,7 +9,14 @@ from pagedjax.load_client.summary import RequestTimes, spread, summarize, table
 
 def timed(arrival: float, *chunks: float, **fields) -> RequestTimes:
     return RequestTimes(
-        **{"arrival": arrival, "due": arrival, "sent": arrival, "chunks": chunks, "ended": chunks[-1], **fields}
+        **{
+            "arrival": arrival,
+            "due": arrival,
+            "sent": arrival,
+            "chunks": chunks,
+            "ended": chunks[-1],
+            **fields,
+        }
     )
 
 
@@ -24,18 +31,50 @@ def test_latencies_follow_their_definitions():
 
 def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_ones():
     seen = [
-        timed(0.0, 0.5, 1.0, 1.5, output_tokens=3, prompt_tokens=10, cached_tokens=4, finish_reason="stop"),
-        timed(1.0, 2.0, 4.0, output_tokens=2, prompt_tokens=20, due=1.25, sent=1.5, finish_reason="length"),
+        timed(
+            0.0,
+            0.5,
+            1.0,
+            1.5,
+            output_tokens=3,
+            prompt_tokens=10,
+            cached_tokens=4,
+            finish_reason="stop",
+        ),
+        timed(
+            1.0,
+            2.0,
+            4.0,
+            output_tokens=2,
+            prompt_tokens=20,
+            due=1.25,
+            sent=1.5,
+            finish_reason="length",
+        ),
         timed(2.0, 2.5, ended=5.0, error="timeout", detail="not complete"),
-        RequestTimes(arrival=3, due=3, sent=None, chunks=(), ended=3, error="status 429", detail="full"),
-        RequestTimes(arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"),
+        RequestTimes(
+            arrival=3, due=3, sent=None, chunks=(), ended=3, error="status 429", detail="full"
+        ),
+        RequestTimes(
+            arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"
+        ),
     ]
     s = summarize(seen, ttft=1.0, itl=0.5, lag=0.25)
     assert (s["requests"], s["completed"], s["failed"]) == (5, 2, {"status 429": 2, "timeout": 1})
     assert s["failed_because"] == {"status 429": "full", "timeout": "not complete"}
     assert s["finished"] == {"length": 1, "stop": 1}
-    assert (s["duration_s"], s["requests_per_s"], s["output_tokens_per_s"], s["total_tokens_per_s"]) == (5, 0.4, 1, 7)
-    assert (s["prompt_tokens"], s["cached_prompt_tokens"], s["output_tokens"], s["tokens_per_chunk"]) == (30, 4, 5, 1)
+    assert (
+        s["duration_s"],
+        s["requests_per_s"],
+        s["output_tokens_per_s"],
+        s["total_tokens_per_s"],
+    ) == (5, 0.4, 1, 7)
+    assert (
+        s["prompt_tokens"],
+        s["cached_prompt_tokens"],
+        s["output_tokens"],
+        s["tokens_per_chunk"],
+    ) == (30, 4, 5, 1)
     assert (s["ttft_s"]["count"], s["ttft_s"]["p50"], s["ttft_s"]["max"]) == (2, 0.75, 1.0)
     assert (s["itl_s"]["count"], s["itl_s"]["mean"]) == (3, 1.0)
     assert s["tpot_s"]["max"] == 2.0
@@ -44,7 +83,13 @@ def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_on
     assert s["client"]["waited_s"]["max"] == 0.25
     assert json.loads(json.dumps(s)) == s
     shown = table(s)
-    for part in ("2 of 5 completed in 5.00 s", "2 x status 429: full", "1 x timeout", "could not keep up", "1000.0"):
+    for part in (
+        "2 of 5 completed in 5.00 s",
+        "2 x status 429: full",
+        "1 x timeout",
+        "could not keep up",
+        "1000.0",
+    ):
         assert part in shown
     assert "waited for max_concurrency" in shown
 
@@ -58,7 +103,13 @@ def test_goodput_needs_a_target_and_uses_the_given_ones():
 
 
 def test_a_run_without_completed_requests_has_a_summary():
-    s = summarize([RequestTimes(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")])
+    s = summarize(
+        [RequestTimes(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")]
+    )
     assert s["completed"] == 0
-    assert s["ttft_s"] == spread([]) == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+    assert (
+        s["ttft_s"]
+        == spread([])
+        == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+    )
     assert "0 of 1 completed" in table(s)

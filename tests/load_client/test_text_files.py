@@ -37,8 +37,12 @@ READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
     [
         HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
         BYTE_ORDER_MARK + HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
-        HEADER.replace("\n", "\r\n") + (FIRST + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
-        HEADER + "\n" + "2023-11-16T18:17:05.500000,0,1\n" + FIRST,  # a blank line; not in the order of time
+        HEADER.replace("\n", "\r\n")
+        + (FIRST + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
+        HEADER
+        + "\n"
+        + "2023-11-16T18:17:05.500000,0,1\n"
+        + FIRST,  # a blank line; not in the order of time
         HEADER + '"2023-11-16 18:17:03",5,006\n"2023-11-16 18:17:05.5", 0,1',
         "note," + HEADER + '"two\nlines",' + FIRST + ",2023-11-16 18:17:05.5,0,1\n",
         HEADER + "2023-11-16 18:17:03+01:00,5,6\n2023-11-16T17:17:05.5Z,0,1\n",
@@ -55,20 +59,38 @@ def test_traces_are_read(read, content):
     [
         ("", "t.csv has no column TIMESTAMP, ContextTokens, GeneratedTokens; a trace is CSV"),
         (HEADER.replace("GeneratedTokens", "ContextTokens"), "t.csv has no column GeneratedTokens"),
-        (HEADER.replace("\n", ",ContextTokens\n") + FIRST, "t.csv has more than one column ContextTokens"),
-        (HEADER + FIRST + "2023-11-16,-3,6\n", "line 3: ContextTokens is '-3'; it must be a number of tokens"),
-        (HEADER + FIRST + "2023-11-16,3,-1\n", "line 3: GeneratedTokens is '-1'; it must be a number"),
-        (HEADER + FIRST + "2023-11-16,1_000,1\n", "line 3: ContextTokens is '1_000'; it must be a number"),
+        (
+            HEADER.replace("\n", ",ContextTokens\n") + FIRST,
+            "t.csv has more than one column ContextTokens",
+        ),
+        (
+            HEADER + FIRST + "2023-11-16,-3,6\n",
+            "line 3: ContextTokens is '-3'; it must be a number of tokens",
+        ),
+        (
+            HEADER + FIRST + "2023-11-16,3,-1\n",
+            "line 3: GeneratedTokens is '-1'; it must be a number",
+        ),
+        (
+            HEADER + FIRST + "2023-11-16,1_000,1\n",
+            "line 3: ContextTokens is '1_000'; it must be a number",
+        ),
         (HEADER + FIRST + "2023-11-16,1.5,1\n", "line 3: ContextTokens is '1.5'"),
         (HEADER + FIRST + "2023-11-16,1e3,1\n", "line 3: ContextTokens is '1e3'"),
         (HEADER + FIRST + "2023-11-16,٣,1\n", "line 3: ContextTokens is '٣'"),
         (HEADER + FIRST + "2023-11-16,,1\n", "line 3: ContextTokens is ''"),
         (HEADER + FIRST + f"2023-11-16,{'9' * 5000},1\n", "line 3: ContextTokens is '999"),
-        (HEADER + FIRST + "1700158623.5,3,1\n", "line 3: TIMESTAMP is '1700158623.5'; write a time of ISO 8601"),
+        (
+            HEADER + FIRST + "1700158623.5,3,1\n",
+            "line 3: TIMESTAMP is '1700158623.5'; write a time of ISO 8601",
+        ),
         (HEADER + FIRST + "45246.76,3,1\n", "line 3: TIMESTAMP is '45246.76'; write a time"),
         (HEADER + FIRST + "20231116,3,1\n", "line 3: TIMESTAMP is '20231116'; write a time"),
         (HEADER + FIRST + "2023W01,3,1\n", "line 3: TIMESTAMP is '2023W01'; write a time"),
-        (HEADER + FIRST + "2023-11-16T17:17:05Z,3,1\n", "line 3: TIMESTAMP .* has a time zone, unlike those before"),
+        (
+            HEADER + FIRST + "2023-11-16T17:17:05Z,3,1\n",
+            "line 3: TIMESTAMP .* has a time zone, unlike those before",
+        ),
         (HEADER + FIRST + "2023-11-16,3\n", "line 3: 2 fields, and the file has 3 columns"),
         (HEADER + FIRST + "2023-11-16,3,1,1\n", "line 3: 4 fields, and the file has 3 columns"),
         (HEADER + FIRST + '"' + "x" * 200_000 + '",3,1\n', "line 3: field larger than field limit"),
@@ -101,7 +123,10 @@ def test_a_prompt_is_a_line_whatever_is_in_it(read):
 def test_paragraphs_of_any_system_are_prompts():
     spec = workloads.Prompts("prompts", "p.txt", split="paragraph")
     for end in ("\n", "\r\n", "\r"):
-        assert workloads.read_prompts(spec, f"a{end}b{end}{end}c\u2028d{end}") == ["a\nb", "c\u2028d"]
+        assert workloads.read_prompts(spec, f"a{end}b{end}{end}c\u2028d{end}") == [
+            "a\nb",
+            "c\u2028d",
+        ]
 
 
 @drawn.given(
@@ -124,7 +149,9 @@ def test_any_trace_is_read_as_by_a_slow_reader_or_refused_with_its_line(rows):
             trace_rows("t.csv", out.getvalue())
         return
     found = trace_rows("t.csv", out.getvalue())
-    expected = [(datetime.fromisoformat(at), int(prompt), int(output)) for at, prompt, output in rows]
+    expected = [
+        (datetime.fromisoformat(at), int(prompt), int(output)) for at, prompt, output in rows
+    ]
     assert [tuple(row) for row in found] == sorted(expected, key=lambda row: row[0])
 
 

@@ -75,6 +75,10 @@ def test_every_implementation_has_them_and_they_are_what_it_weighs_with():
     tables, lens = TABLES.astype(np.int32), LENS.astype(np.int32)
     cu = np.array([0, 1, 2, 2, 3], np.int32)
     rows = np.array([0, 1, 3])
-    weights = paged_attention(q[rows], pages, values, tables, lens, cu, scale=0.4, impl="xla", window=5)
-    found = jax.jit(lambda *a: probabilities(*a, range(N), scale=0.4, window=5))(q, pages, tables, lens)
+    weights = paged_attention(
+        q[rows], pages, values, tables, lens, cu, scale=0.4, impl="xla", window=5
+    )
+    found = jax.jit(lambda *a: probabilities(*a, range(N), scale=0.4, window=5))(
+        q, pages, tables, lens
+    )
     chex.assert_trees_all_close(np.asarray(weights)[:, :, :12], np.asarray(found)[rows], atol=1e-6)

@@ -44,7 +44,9 @@ def kept() -> Path:
 def started(folder: Path) -> subprocess.Popen[str]:
     """Starts a process that checks the kernel's results, and prints whether it compiled the kernel."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True
+    )
 
 
 def compiled(process: subprocess.Popen[str]) -> bool:
@@ -55,7 +57,10 @@ def compiled(process: subprocess.Popen[str]) -> bool:
 
 def undefined(code: bytes) -> Iterator[str]:
     """The undefined symbols of an ELF object of 64 bits."""
-    (sections,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
+    (sections,), (size, count) = (
+        struct.unpack_from("<Q", code, 40),
+        struct.unpack_from("<HH", code, 58),
+    )
     table = [struct.unpack_from("<IIQQQQII", code, sections + size * i) for i in range(count)]
     for _, kind, _, _, offset, length, link, _ in table:
         if kind == 2:  # the table of symbols
@@ -163,6 +168,8 @@ def test_concurrent_processes_replace_a_broken_file(kept, tmp_path):
     file, nowhere = tmp_path / kept.name, tmp_path / "nowhere"
     file.write_bytes(kept.read_bytes()[:-100])
     nowhere.write_text("no folder")
-    assert all([compiled(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]])
+    assert all(
+        [compiled(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]]
+    )
     assert not compiled(started(tmp_path))
     assert [path.name for path in tmp_path.glob(f"{HANDLER.name}*")] == [kept.name]

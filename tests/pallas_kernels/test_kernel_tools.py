@@ -23,13 +23,16 @@ from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 
 pytestmark = pytest.mark.few_optimisations
 
-needs_kernels = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11"
+)
 needs_compiler = pytest.mark.skipif(
     bool(aot.what_is_missing()),
     reason="JAX's CUDA plugin or ptxas is not installed; CI installs both for the command",
 )
 needs_libtpu = pytest.mark.skipif(
-    bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the command"
+    bool(aot_tpu.what_is_missing()),
+    reason="libtpu is not installed; CI installs it for the command",
 )
 
 
@@ -77,7 +80,9 @@ def test_every_supported_gpu_shape_is_compiled():
         }
         assert {case.dtype for case in mine} == set(pallas_gpu.DTYPES)
         assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
-    assert {(case.queries, case.group, case.head_size) for case in cases if case.block_size == 16} >= {
+    assert {
+        (case.queries, case.group, case.head_size) for case in cases if case.block_size == 16
+    } >= {
         (queries, group, d)
         for queries, groups in ((1, (1, 3, 4, 8, 16)), (4, (1, 3, 4, 8, 16)), (8, (1, 3, 4, 8)))
         for group in groups
@@ -113,18 +118,30 @@ raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
 """
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {"platforms: cpu"}, (
-        done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True
     )
+    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {
+        "platforms: cpu"
+    }, done.stderr
 
 
 @needs_compiler
 def test_tiles_beyond_shared_memory_are_reported():
-    command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "h200", "--only", "decode", "--quick"]
+    command = [
+        sys.executable,
+        "-m",
+        "pallas_kernels.aot",
+        "--target",
+        "h200",
+        "--only",
+        "decode",
+        "--quick",
+    ]
     root = Path(__file__).parents[2]
     fits, does_not = (
-        subprocess.run([*command, "--stages", stages], cwd=root, capture_output=True, text=True) for stages in "29"
+        subprocess.run([*command, "--stages", stages], cwd=root, capture_output=True, text=True)
+        for stages in "29"
     )
     assert fits.returncode == 0, fits.stdout + fits.stderr
     assert does_not.returncode == 1
@@ -179,7 +196,9 @@ def test_candidates_fit_and_include_the_present_tiles():
         assert all(decode.shared_bytes(d, 4, 2, one) <= tune.SHARED for one in found)
     assert start in tune.chunk_candidates(start)
     assert start in tune.split_candidates(start)
-    assert all(chunks.shared_bytes(128, 2, one) <= tune.SHARED for one in tune.chunk_candidates(start))
+    assert all(
+        chunks.shared_bytes(128, 2, one) <= tune.SHARED for one in tune.chunk_candidates(start)
+    )
 
 
 def test_the_fastest_candidate_is_chosen_and_failing_ones_are_skipped(capsys, monkeypatch):
@@ -191,7 +210,9 @@ def test_the_fastest_candidate_is_chosen_and_failing_ones_are_skipped(capsys, mo
 
     monkeypatch.setattr(tune, "inputs", lambda shape, seed: seed)
     monkeypatch.setattr(tune, "program", program)
-    monkeypatch.setattr(tune, "device_times", lambda tiles, *_: timing.Times(speeds[tiles.min_split], 0.0))
+    monkeypatch.setattr(
+        tune, "device_times", lambda tiles, *_: timing.Times(speeds[tiles.min_split], 0.0)
+    )
     assert tune.best("splits", tune.split_candidates(start), tune.TYPICAL).min_split == 512
     assert "out of registers" in capsys.readouterr().out
     monkeypatch.setattr(tune, "device_times", lambda *_: 1 / 0)
@@ -237,7 +258,9 @@ def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     chex.assert_shape(made.block_tables, dims["BM"])
     chex.assert_type([out, made.q, made.k_pages, made.v_pages], jnp.bfloat16)
     chex.assert_trees_all_equal(made.seq_lens, jnp.full(5, 40, jnp.int32), strict=True)
-    assert shape.cache_bytes == 5 * 40 * (made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes)
+    assert shape.cache_bytes == 5 * 40 * (
+        made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes
+    )
     assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
 
 
@@ -248,14 +271,19 @@ def test_every_supported_tpu_shape_is_compiled():
     cases = list(aot_tpu.cases())
     assert len(set(cases)) == len(cases)
     claimed = {
-        (d, s, dtype) for d in pallas_tpu.HEAD_SIZES for s in pallas_tpu.BLOCK_SIZES for dtype in pallas_tpu.DTYPES
+        (d, s, dtype)
+        for d in pallas_tpu.HEAD_SIZES
+        for s in pallas_tpu.BLOCK_SIZES
+        for dtype in pallas_tpu.DTYPES
     }
     assert {(case.head_size, case.block_size, case.dtype) for case in cases} >= claimed
     for d in pallas_tpu.HEAD_SIZES:
         mine = [case for case in cases if case.head_size == d]
         assert max(case.group for case in mine) == pallas_tpu.MAX_GROUP
         assert {name for case in mine for name, _ in case.options} == {"window", "soft_cap"}
-    models = {(case.heads * case.group, case.heads, case.head_size) for case in aot_tpu.quick(cases)}
+    models = {
+        (case.heads * case.group, case.heads, case.head_size) for case in aot_tpu.quick(cases)
+    }
     assert models >= {(9, 3, 64), (32, 8, 128), (8, 1, 128)}
     assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
 
@@ -263,11 +291,16 @@ def test_every_supported_tpu_shape_is_compiled():
 def test_a_missing_libtpu_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert aot.main(["--target", "v5e"]) == 2
-    assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
+    assert (
+        "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0."
+        in capsys.readouterr().err
+    )
 
 
 def test_bundles_and_memory_are_read_from_the_dump_of_libtpu(tmp_path):
-    analysis = "Schedule analysis:\n\ttotal scheduled bundles:    848\n\tempty scheduled bundles:    43\n"
+    analysis = (
+        "Schedule analysis:\n\ttotal scheduled bundles:    848\n\tempty scheduled bundles:    43\n"
+    )
     original = "x = [vmem, size = 0x9000, scoped, tag = 'a']\n[vmem, size = 0xc0000, scoped]\n[smem, size = 0x10]\n"
     name = "17-paged_attention_decode.1"
     (tmp_path / f"{name}-00-original.txt").write_text(original)
@@ -306,15 +339,17 @@ def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
     """Two bundles around the steps; a step has 3, its copies 4 a page, its products 2; the results 2; no clearing."""
     count = bundles.of_a_row(SCHEDULE, bundles.Trips(steps=8, pages=16, heads=3))
     assert count == 2 + 8 * (3 + 16 * 4 + 3 * 2) + 3 * 2
-    assert bundles.of_a_row(SCHEDULE.replace("target = $region30", ""), bundles.Trips(8, 16, 3)) == 0
+    assert (
+        bundles.of_a_row(SCHEDULE.replace("target = $region30", ""), bundles.Trips(8, 16, 3)) == 0
+    )
     with pytest.raises(ValueError, match="no loop with products"):
-        bundles.of_a_row(SCHEDULE.replace("mxu", "xyz").replace("vmatpush", "v"), bundles.Trips(1, 1, 1))
+        bundles.of_a_row(
+            SCHEDULE.replace("mxu", "xyz").replace("vmatpush", "v"), bundles.Trips(1, 1, 1)
+        )
 
 
 def test_too_little_vmem_is_an_error_with_the_setting_to_lower():
-    text = (
-        "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
-    )
+    text = "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
     said = aot_tpu.why(RuntimeError(text))
     assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in said
     assert "lower decode_step" in said
@@ -336,7 +371,16 @@ def test_a_roofline_counts_bytes_and_operations():
 
 @needs_libtpu
 def test_rings_beyond_vmem_are_reported():
-    command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "v5e", "--quick", "--stages", "99"]
+    command = [
+        sys.executable,
+        "-m",
+        "pallas_kernels.aot",
+        "--target",
+        "v5e",
+        "--quick",
+        "--stages",
+        "99",
+    ]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 1
     assert "FAILED: needs " in done.stdout

@@ -39,7 +39,9 @@ class Case(NamedTuple):
             page += -(-(begin + count) // self.s)
         t = len(slots) + self.padding
         new = rng.standard_normal((2, t, self.heads, self.d), np.float32)
-        pages = rng.standard_normal((2, page, self.heads, self.s, self.d), np.float32).astype(jnp.dtype(self.dtype))
+        pages = rng.standard_normal((2, page, self.heads, self.s, self.d), np.float32).astype(
+            jnp.dtype(self.dtype)
+        )
         return *pages, *new, np.array([*slots, *[0] * self.padding], np.int32)
 
 
@@ -85,7 +87,9 @@ class WithAndWithoutJit(chex.TestCase):
         for d, s in ((64, 16), (64, 8), (16, 16), (128, 8)):
             case = Case(d=d, s=s, dtype="float32")
             k_pages, v_pages, *new = case.arrays()
-            assert_written(call(*map(jnp.asarray, (in_rows(k_pages), in_rows(v_pages), *new))), case)
+            assert_written(
+                call(*map(jnp.asarray, (in_rows(k_pages), in_rows(v_pages), *new))), case
+            )
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_8_bits_saturate_and_keep_nan(self):
@@ -94,14 +98,20 @@ class WithAndWithoutJit(chex.TestCase):
         call = self.variant(partial(kv_write.write, rows=1, impl="xla"))
         for found in call(pages, pages, values, values, jnp.array([2], jnp.int32)):
             chex.assert_type(found, jnp.uint8)
-            stored = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)[1, 0, 0].astype(jnp.float32)
+            stored = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)[1, 0, 0].astype(
+                jnp.float32
+            )
             chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_bits_of_16_bit_floats_are_those_of_the_nearest_numbers(self):
         k_pages, v_pages, *new = Case(d=16, s=8, dtype="bfloat16").arrays()
         call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
-        bits = call(jnp.asarray(k_pages.view(np.uint16)), jnp.asarray(v_pages.view(np.uint16)), *map(jnp.asarray, new))
+        bits = call(
+            jnp.asarray(k_pages.view(np.uint16)),
+            jnp.asarray(v_pages.view(np.uint16)),
+            *map(jnp.asarray, new),
+        )
         chex.assert_type(bits, jnp.uint16)
         floats = call(*map(jnp.asarray, (k_pages, v_pages, *new)))
         chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[0], jnp.bfloat16), floats[0])
@@ -121,9 +131,16 @@ class WithAndWithoutJit(chex.TestCase):
     ],
 )
 def test_wrong_shapes_raise_with_the_shapes(change, message):
-    good = {"k_pages": (5, 2, 8, 16), "v_pages": (5, 2, 8, 16), "k": (8, 2, 16), "v": (8, 2, 16), "slots": (8,)}
+    good = {
+        "k_pages": (5, 2, 8, 16),
+        "v_pages": (5, 2, 8, 16),
+        "k": (8, 2, 16),
+        "v": (8, 2, 16),
+        "slots": (8,),
+    }
     arguments = [
-        np.zeros(shape, np.int32 if name == "slots" else np.float32) for name, shape in (good | change).items()
+        np.zeros(shape, np.int32 if name == "slots" else np.float32)
+        for name, shape in (good | change).items()
     ]
     with pytest.raises(ValueError, match=message):
         kv_write.write(*arguments, rows=1, impl="xla")
@@ -185,6 +202,8 @@ def test_tpu_kernel_writes_one_token_a_row_one_long_row_and_no_token():
 def test_the_checks_detect_a_missing_wait(phase, mode, monkeypatch):
     """A wait for the pieces that are read, or for those that are written back."""
     right = pallas_tpu.wait
-    monkeypatch.setattr(pallas_tpu, "wait", lambda copies, which: which != phase and right(copies, which))
+    monkeypatch.setattr(
+        pallas_tpu, "wait", lambda copies, which: which != phase and right(copies, which)
+    )
     with pytest.raises(Exception, match=r"without an order|Arrays are not equal|[Ss]emaphore"):
         check(Case(), mode)

@@ -76,12 +76,21 @@ def case(
 
 
 def low_rank(
-    rng: np.random.Generator, t: int, matrix: Matrix, dtype: str, slots: int, rank: int, parts: tuple[int, ...]
+    rng: np.random.Generator,
+    t: int,
+    matrix: Matrix,
+    dtype: str,
+    slots: int,
+    rank: int,
+    parts: tuple[int, ...],
 ) -> LowRank:
     """Products of low rank of tokens in any order. parts: the last output + 1 of each, in 64ths of all."""
     m, k, _, _ = matrix
     ends = [m * end // 64 for end in parts]
-    a = np.zeros((slots, rank * len(ends), -(-k // 16) * 16), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    a = np.zeros(
+        (slots, rank * len(ends), -(-k // 16) * 16),
+        ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype,
+    )
     a[1:, :, :k] = numbers(rng, slots - 1, rank * len(ends), k) / np.sqrt(k)
     b = np.zeros((slots, rank * len(ends), m), a.dtype)
     for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -148,18 +157,62 @@ CASES = {
     "gates": {"t": 12, "k": 48, "m": 128, "activation": "silu"},
     "gates of odd width": {"t": 5, "k": 40, "m": 2 * 37, "activation": "gelu_tanh", "norm": True},
     "rows": {"t": 9, "k": 64, "m": 192, "rows": (64, 160)},
-    "rows within a panel": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "residual": True, "bias": True},
+    "rows within a panel": {
+        "t": 9,
+        "k": 64,
+        "m": 100,
+        "rows": (7, 99),
+        "residual": True,
+        "bias": True,
+    },
     "low rank": {"t": 40, "k": 64, "m": 96, "low": (5, 8, (64,)), "residual": True, "bias": True},
-    "low rank of three parts": {"t": 13, "k": 48, "m": 128, "low": (3, 4, (32, 48, 64)), "norm": False},
-    "low rank of odd sizes": {"t": 29, "k": 33, "m": 37, "low": (4, 12, (20, 31, 64)), "norm": True},
-    "low rank of gates": {"t": 14, "k": 48, "m": 128, "low": (4, 8, (32, 64)), "activation": "silu", "norm": False},
-    "low rank of odd gates": {"t": 5, "k": 40, "m": 2 * 37, "low": (9, 16, (32, 64)), "activation": "gelu_tanh"},
+    "low rank of three parts": {
+        "t": 13,
+        "k": 48,
+        "m": 128,
+        "low": (3, 4, (32, 48, 64)),
+        "norm": False,
+    },
+    "low rank of odd sizes": {
+        "t": 29,
+        "k": 33,
+        "m": 37,
+        "low": (4, 12, (20, 31, 64)),
+        "norm": True,
+    },
+    "low rank of gates": {
+        "t": 14,
+        "k": 48,
+        "m": 128,
+        "low": (4, 8, (32, 64)),
+        "activation": "silu",
+        "norm": False,
+    },
+    "low rank of odd gates": {
+        "t": 5,
+        "k": 40,
+        "m": 2 * 37,
+        "low": (9, 16, (32, 64)),
+        "activation": "gelu_tanh",
+    },
     "low rank by rows": {"t": 9, "k": 64, "m": 192, "low": (3, 8, (32, 48, 64)), "rows": (96, 192)},
-    "low rank by rows within a panel": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "low": (3, 8, (32, 64))},
+    "low rank by rows within a panel": {
+        "t": 9,
+        "k": 64,
+        "m": 100,
+        "rows": (7, 99),
+        "low": (3, 8, (32, 64)),
+    },
     "low rank, many tokens": {"t": 200, "k": 48, "m": 170, "residual": True, "low": (9, 8, (64,))},
     "low rank, deep": {"t": 29, "k": 4200, "m": 64, "low": (3, 8, (64,))},
     "experts": {"t": 40, "k": 32, "m": 4 * 64, "sizes": (3, 0, 30, 7), "activation": "silu"},
-    "experts without gates": {"t": 5, "k": 64, "m": 8 * 40, "sizes": (0, 0, 1, 0, 2, 1, 1, 0), "residual": True},
+    "experts without gates": {
+        "t": 5,
+        "k": 64,
+        "m": 8 * 40,
+        "sizes": (0, 0, 1, 0, 2, 1, 1, 0),
+        "residual": True,
+    },
 }
 
 
@@ -193,7 +246,12 @@ def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pyte
     cases with each kind of activations, and all of low rank with bfloat16. Of the others the default run has the cases
     in `compiled`, in turn with float32 and with bfloat16 and int8."""
     names = list(names)
-    kinds = [(impl, int8, dtype) for impl in HERE for int8 in (False, True) for dtype in ("float32", "bfloat16")]
+    kinds = [
+        (impl, int8, dtype)
+        for impl in HERE
+        for int8 in (False, True)
+        for dtype in ("float32", "bfloat16")
+    ]
     cases = []
     for impl, int8, dtype in kinds:
         for name in names:
@@ -201,7 +259,9 @@ def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pyte
             narrow = name in often and often.index(name) % 2 == 1
             kind = (True, "bfloat16") if narrow else (False, "float32")
             of_int8 = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
-            default = (name in often and (int8, dtype) == kind) or (impl == "cpu" and (not int8 or dtype == of_int8))
+            default = (name in often and (int8, dtype) == kind) or (
+                impl == "cpu" and (not int8 or dtype == of_int8)
+            )
             case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
             marks = () if default else pytest.mark.slow
             cases.append(pytest.param(impl, name, int8, dtype, marks=marks, id=case_id))
@@ -225,12 +285,20 @@ def of_any_shape(examples: int):
         st.integers(0, 2**32 - 1),
     )
     sampled = given(*sizes, *options)
-    return lambda test: settings(max_examples=examples, deadline=None, print_blob=True)(sampled(test))
+    return lambda test: settings(max_examples=examples, deadline=None, print_blob=True)(
+        sampled(test)
+    )
 
 
 def assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed):
     m = 2 * m if activation else m
-    options: dict[str, Any] = {"activation": activation, "norm": norm, "bias": more, "residual": more, "seed": seed}
+    options: dict[str, Any] = {
+        "activation": activation,
+        "norm": norm,
+        "bias": more,
+        "residual": more,
+        "seed": seed,
+    }
     assert_contract(case(t, k, m, dtype=dtype, int8=int8, **options), "cpu")
 
 
@@ -250,19 +318,31 @@ def test_the_cpu_kernel_on_many_shapes(t, k, m, dtype, int8, activation, norm, m
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "matrix",
-    [Matrix(96, 40), Matrix(37, 33), Matrix(74, 21, True), Matrix(3 * 50, 7, False, 3), Matrix(4 * 34, 64, True, 4)],
+    [
+        Matrix(96, 40),
+        Matrix(37, 33),
+        Matrix(74, 21, True),
+        Matrix(3 * 50, 7, False, 3),
+        Matrix(4 * 34, 64, True, 4),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix, dtype):
     rng, own = np.random.default_rng(1), IMPLS[impl]
     shape = matrix.outputs, matrix.inputs
-    weight = rng.integers(-127, 128, shape, np.int8) if dtype == "int8" else numbers(rng, *shape, dtype=dtype)
+    weight = (
+        rng.integers(-127, 128, shape, np.int8)
+        if dtype == "int8"
+        else numbers(rng, *shape, dtype=dtype)
+    )
     packed = own.pack(weight, matrix)
     chex.assert_trees_all_equal(own.unpack(packed, matrix), weight)
     if not matrix.gated and matrix.count == 1:
         ids = rng.integers(0, matrix.outputs, 11)
-        chex.assert_trees_all_equal(np.asarray(own.gather(jax.device_put(packed), matrix, ids)), weight[ids])
+        chex.assert_trees_all_equal(
+            np.asarray(own.gather(jax.device_put(packed), matrix, ids)), weight[ids]
+        )
 
 
 @pytest.mark.default_cases(
@@ -287,7 +367,9 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_bits_of_a_token_with_a_slot_depend_on_its_slot_alone(dtype):
     """And a token without one has those of a product without low rank."""
-    every = case(200, 576, 2 * 320, dtype=dtype, activation="silu", norm=False, low=(6, 8, (32, 64)))
+    every = case(
+        200, 576, 2 * 320, dtype=dtype, activation="silu", norm=False, low=(6, 8, (32, 64))
+    )
     found, low = run(every, "cpu"), every["low"]
     for first, last in ((0, 1), (100, 107), (3, 67), (199, 200)):
         part = {
@@ -328,7 +410,10 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
     first, last = arguments["rows"] or (0, arguments["matrix"].width)
     chex.assert_shape(found, (options["t"], last - first))
     chex.assert_tree_all_finite(found.astype(np.float32))
-    alone = {name: arguments[name] if arguments[name] is None else arguments[name][:used] for name in ("x", "residual")}
+    alone = {
+        name: arguments[name] if arguments[name] is None else arguments[name][:used]
+        for name in ("x", "residual")
+    }
     if used:
         wanted = expected(arguments | alone)
         limit = ERROR[dtype] * np.abs(wanted).max()
@@ -348,7 +433,9 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
     st.sampled_from([1, 2, 8, 64]),
 )
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_a_call_has_items_for_all_threads_and_they_are_about_equal(tiles, panels, steps, number_bytes, workers):
+def test_a_call_has_items_for_all_threads_and_they_are_about_equal(
+    tiles, panels, steps, number_bytes, workers
+):
     """The split of one matrix of panels by tiles of tokens."""
     from pallas_kernels.linear.cpu import kernel
 
@@ -385,11 +472,20 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         ({"residual": zeros((2, 64))}, r"residual is \(2, 64\)"),
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
         ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
-        ({"activation": "relu"}, "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'"),
+        (
+            {"activation": "relu"},
+            "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'",
+        ),
         ({"sizes": zeros(1)}, "sizes is float32; it must be int32"),
-        ({"sizes": np.zeros(2, np.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
+        (
+            {"sizes": np.zeros(2, np.int32)},
+            r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)",
+        ),
         ({"matrix": Matrix(64, 8, False, 2)}, "sizes is missing; the weight has 2 matrices"),
-        ({"low": {}, "matrix": Matrix(64, 8, False, 2), "sizes": np.zeros(2, np.int32)}, "weight has 2 matrices; it"),
+        (
+            {"low": {}, "matrix": Matrix(64, 8, False, 2), "sizes": np.zeros(2, np.int32)},
+            "weight has 2 matrices; it",
+        ),
         (
             {"low": {"a": zeros((2, 4, 8))}},
             r"low.a is \(2, 4, 8\); x \(3, 8\) and 2 slots of rank 4 need \(2, 4, 16\)",
@@ -407,10 +503,17 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
-    arguments = {"x": zeros((3, 8)), "weight": zeros((64, 8)), "matrix": Matrix(64, 8), "impl": "xla"} | changed
+    arguments = {
+        "x": zeros((3, 8)),
+        "weight": zeros((64, 8)),
+        "matrix": Matrix(64, 8),
+        "impl": "xla",
+    } | changed
     if "low" in changed:
         tokens = dict.fromkeys(("slots", "order"), np.zeros(3, np.int32))
-        right = LowRank(zeros((2, 4, 16)), zeros((2, 4, 64)), **tokens, sizes=np.zeros(2, np.int32), parts=(64,))
+        right = LowRank(
+            zeros((2, 4, 16)), zeros((2, 4, 64)), **tokens, sizes=np.zeros(2, np.int32), parts=(64,)
+        )
         arguments["low"] = right._replace(**changed["low"])
     with pytest.raises(ValueError, match=message):
         linear(arguments.pop("x"), arguments.pop("weight"), arguments.pop("matrix"), **arguments)
@@ -419,7 +522,12 @@ def test_wrong_arguments_are_named(changed, message):
 @pytest.mark.parametrize(
     ("dtype", "weight", "activation", "message"),
     [
-        ("float16", "float16", None, "impl 'cpu' multiplies float32 and bfloat16 and not float16; impl 'xla' has no"),
+        (
+            "float16",
+            "float16",
+            None,
+            "impl 'cpu' multiplies float32 and bfloat16 and not float16; impl 'xla' has no",
+        ),
         (
             "float32",
             "bfloat16",
@@ -433,7 +541,13 @@ def test_what_the_cpu_kernel_cannot_do_is_named(dtype, weight, activation, messa
     matrix = Matrix(64, 8, activation is not None)
     kind = jnp.dtype(weight)
     with pytest.raises(ValueError, match=message):
-        linear(np.zeros((3, 8), dtype), np.zeros((2, 8, 32), kind), matrix, impl="cpu", activation=activation)
+        linear(
+            np.zeros((3, 8), dtype),
+            np.zeros((2, 8, 32), kind),
+            matrix,
+            impl="cpu",
+            activation=activation,
+        )
 
 
 PROGRAM = """
@@ -446,8 +560,16 @@ for options in CASES.values():
             assert_contract(case(**options, dtype=dtype, int8=int8), "cpu")
 """
 NARROWER = {
-    "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe", "6 False"),
-    "AVX-512 without pairs": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx", "12 False"),
+    "AVX2": (
+        "haswell",
+        "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe",
+        "6 False",
+    ),
+    "AVX-512 without pairs": (
+        "skylake-avx512",
+        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
+        "12 False",
+    ),
 }
 
 

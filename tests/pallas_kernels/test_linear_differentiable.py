@@ -18,11 +18,20 @@ pytest.importorskip("llvmlite")
 from pallas_kernels.linear.cpu.differentiable import IMPLEMENTATION
 
 pytestmark = pytest.mark.few_optimisations
-NAMES = ["odd sizes", "norm plus one", "gates of odd width", "rows within a panel", "experts", "bias and residual"]
+NAMES = [
+    "odd sizes",
+    "norm plus one",
+    "gates of odd width",
+    "rows within a panel",
+    "experts",
+    "bias and residual",
+]
 FLOATS = "x", "weight", "norm", "bias", "residual"
 
 
-def called(arguments: dict[str, Any], impl: str | Implementation, floats: dict[str, Any]) -> jax.Array:
+def called(
+    arguments: dict[str, Any], impl: str | Implementation, floats: dict[str, Any]
+) -> jax.Array:
     own = arguments | floats
     if own["norm"] is not None and "norm" in floats:
         own["norm"] = arguments["norm"]._replace(weight=floats["norm"])
@@ -38,7 +47,10 @@ def floats_of(arguments: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.default_cases(
-    "odd sizes-float32", "gates of odd width-bfloat16", "experts-float32", "rows within a panel-float32"
+    "odd sizes-float32",
+    "gates of odd width-bfloat16",
+    "experts-float32",
+    "rows within a panel-float32",
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
@@ -47,15 +59,21 @@ def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype)
     floats = floats_of(arguments)
     packed = IMPLS["cpu"].pack(np.asarray(arguments["weight"]), arguments["matrix"])
     wanted = np.asarray(called(arguments, "cpu", floats | {"weight": packed}))
-    used = np.arange(len(wanted))[:, None] < (np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(wanted))
+    used = np.arange(len(wanted))[:, None] < (
+        np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(wanted)
+    )
 
-    def total(impl: str | Implementation, floats: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def total(
+        impl: str | Implementation, floats: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         y = called(arguments, impl, floats)
         return jnp.where(used, jnp.sin(y.astype(jnp.float32)), 0).sum(), y
 
     def both(floats: dict[str, jax.Array]) -> Any:  # in one program
         own, of_xla = (partial(total, impl) for impl in (IMPLEMENTATION, "xla"))
-        return jax.value_and_grad(own, has_aux=True)(floats), jax.grad(of_xla, has_aux=True)(floats)[0]
+        return jax.value_and_grad(own, has_aux=True)(floats), jax.grad(of_xla, has_aux=True)(
+            floats
+        )[0]
 
     ((_, found), ours), theirs = jax.tree.map(np.asarray, jax.jit(both)(floats))
     chex.assert_trees_all_equal(np.where(used, found, 0), np.where(used, wanted, 0))

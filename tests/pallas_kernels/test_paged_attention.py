@@ -24,7 +24,15 @@ GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it mu
 # XLA, or MANY, for its loop over chunks.
 FEW, MANY = 64, 160
 ROOM: dict[str, int] = {"b": 16, "m": 64}
-MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
+MIXED = [
+    (1, 200),
+    (17, 17),
+    (1, 1),
+    (9, 130),
+    (1, 300),
+    (5, 37),
+    (1, 64),
+]  # (query tokens, context tokens)
 
 
 def slow(*values: Any):
@@ -39,7 +47,9 @@ every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
 # The reference has one program for decodes and chunks, so MANY tokens show nothing new of it.
 sizes = [(impl, t) for impl in HERE for t in (FEW, MANY) if (impl, t) != ("reference", MANY)]
 slow_sizes = [("reference", MANY), ("pallas_tpu", FEW), ("pallas_tpu", MANY)]
-every_impl_and_size = pytest.mark.parametrize(("impl", "t"), [*sizes, *(slow(*size) for size in slow_sizes)])
+every_impl_and_size = pytest.mark.parametrize(
+    ("impl", "t"), [*sizes, *(slow(*size) for size in slow_sizes)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +61,9 @@ def interpreted(monkeypatch):
 def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> None:
     """Pages of pallas_tpu are rows of 128 numbers, and not of 8 bits."""
     if impl == "pallas_tpu" and (s < 8 or dtype == jnp.float8_e4m3fn):
-        pytest.skip(f"pallas_tpu refuses pages of {s} tokens of {jnp.dtype(dtype).name}, tested on their own")
+        pytest.skip(
+            f"pallas_tpu refuses pages of {s} tokens of {jnp.dtype(dtype).name}, tested on their own"
+        )
 
 
 class Case(NamedTuple):
@@ -105,7 +117,9 @@ def make(
     q, keys, values = normal(t, k * g, d), normal(b, m * s, k, d), normal(b, m * s, k, d)
     pages = b * m + 1
     k_pages, v_pages = (np.zeros((pages, k, s, d), dtype) for _ in range(2))
-    case = Case(q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5)
+    case = Case(
+        q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5
+    )
     return scatter(case, rng.permutation(b * m) + 1)
 
 
@@ -151,14 +165,18 @@ def oracle(case: Case) -> np.ndarray:
     """Each row's queries over its contiguous keys."""
     q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
     out = np.zeros_like(q)
-    for row, (start, count) in enumerate(zip(case.cu_q_lens, np.diff(case.cu_q_lens), strict=False)):
+    for row, (start, count) in enumerate(
+        zip(case.cu_q_lens, np.diff(case.cu_q_lens), strict=False)
+    ):
         length = case.seq_lens[row]
         place = np.arange(length)
         visible = length - count + np.arange(count)[:, None] + 1
         mask = (place < visible) & (place >= visible - (case.window or length))
         if count:
             queries = slice(start, start + count)
-            out[queries] = dense(q[queries], k[row, :length], v[row, :length], mask, case.scale, case.soft_cap)
+            out[queries] = dense(
+                q[queries], k[row, :length], v[row, :length], mask, case.scale, case.soft_cap
+            )
     return out
 
 
@@ -231,7 +249,9 @@ def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, bi
         pytest.skip("it reads no integers")
     rows = [(1, 200), (5, 37), (1, 1)] if t == 8 else MIXED
     case = make(rows, t=t, b=8)
-    rounded = case._replace(**{x: getattr(case, x).astype(dtype).astype(np.float32) for x in ("k", "v")})
+    rounded = case._replace(
+        **{x: getattr(case, x).astype(dtype).astype(np.float32) for x in ("k", "v")}
+    )
     narrow = rounded._replace(**{x: getattr(case, x).astype(dtype) for x in ("k_pages", "v_pages")})
     if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
         narrow = scatter(narrow, case.block_tables.reshape(-1), garbage=448.0)
@@ -240,17 +260,27 @@ def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, bi
     chex.assert_trees_all_close(run(narrow, impl), want, atol=2e-5, rtol=1e-7)
 
 
-@pytest.mark.parametrize(("impl", "s"), choices(singles((16,)), of_cpu=singles((1, 8, 64, 128, 256))))
+@pytest.mark.parametrize(
+    ("impl", "s"), choices(singles((16,)), of_cpu=singles((1, 8, 64, 128, 256)))
+)
 def test_decodes_of_contexts_around_a_block_border(impl, s):
     skip_unless_it_reads(impl, s=s)
     lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
     assert_contract(make([(1, n) for n in lengths], t=FEW, b=16, s=s, m=1024 // s, seed=s), impl)
 
 
-@pytest.mark.parametrize(("impl", "s"), choices(singles((16, 256)), of_cpu=singles((1, 8, 64, 128))))
+@pytest.mark.parametrize(
+    ("impl", "s"), choices(singles((16, 256)), of_cpu=singles((1, 8, 64, 128)))
+)
 def test_chunks_of_contexts_around_a_block_border(impl, s):
     skip_unless_it_reads(impl, s=s)
-    rows = [(2, s + 1), (max(1, s - 1) % 90, max(1, s - 1)), (s % 80 or 80, s + 80), (3, 2 * s + 3), (1, s)]
+    rows = [
+        (2, s + 1),
+        (max(1, s - 1) % 90, max(1, s - 1)),
+        (s % 80 or 80, s + 80),
+        (3, 2 * s + 3),
+        (1, s),
+    ]
     assert_contract(make([r for r in rows if r[0]], t=MANY, b=16, s=s, m=1024 // s, seed=s), impl)
 
 
@@ -300,7 +330,9 @@ def test_error_in_bfloat16_is_within_its_rounding(impl, t):
     assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
 
 
-@pytest.mark.parametrize("impl", ["cpu", *(slow(impl) for impl in (*HERE, "pallas_tpu") if impl != "cpu")])
+@pytest.mark.parametrize(
+    "impl", ["cpu", *(slow(impl) for impl in (*HERE, "pallas_tpu") if impl != "cpu")]
+)
 def test_scale_is_a_factor_of_the_scores(impl):
     """Other scales are those of other head sizes."""
     case = make([(1, 40), (9, 21)], t=FEW, **ROOM)
@@ -311,7 +343,9 @@ def test_scale_is_a_factor_of_the_scores(impl):
 @every_impl
 def test_extreme_scores_do_not_overflow(impl):
     case = make([(1, 300), (9, 21)], t=FEW, **ROOM)
-    assert_contract(case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3)  # of scores up to 1e4
+    assert_contract(
+        case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3
+    )  # of scores up to 1e4
 
 
 @every_impl_and_size
@@ -377,24 +411,39 @@ def test_windows_of_decodes(impl, window):
     assert_contract(make([(1, n) for n in lengths], t=16, b=16)._replace(window=window), impl)
 
 
-SHAPES = [(1, 1, 5), (1, 2, 130), (16, 3, 5), (16, 4, 64), (128, 5, 5), (128, 6, 130), (16, 7, 130), (128, 8, 257)]
+SHAPES = [
+    (1, 1, 5),
+    (1, 2, 130),
+    (16, 3, 5),
+    (16, 4, 64),
+    (128, 5, 5),
+    (128, 6, 130),
+    (16, 7, 130),
+    (128, 8, 257),
+]
 
 
 @pytest.mark.parametrize(("impl", "s", "g", "window"), choices([], of_cpu=SHAPES))
 def test_windows_of_all_block_sizes_and_numbers_of_query_heads(impl, s, g, window):
     skip_unless_it_reads(impl, s=s)
     rows = [(1, s + 1), (20, s + 150), (1, 2 * s + 150), (s % 60 + 2, 2 * s + 2)]
-    assert_contract(make(rows, t=96, b=4, s=s, g=g, seed=s)._replace(window=window, soft_cap=2.0), impl)
+    assert_contract(
+        make(rows, t=96, b=4, s=s, g=g, seed=s)._replace(window=window, soft_cap=2.0), impl
+    )
 
 
-caps = choices([(2.0, 1), (2.0, 1e5)], of_cpu=[(1e-6, 1), (50.0, 10), (50.0, 1e5), (1e4, 1)], rare=[(0.1, 10)])
+caps = choices(
+    [(2.0, 1), (2.0, 1e5)], of_cpu=[(1e-6, 1), (50.0, 10), (50.0, 1e5), (1e4, 1)], rare=[(0.1, 10)]
+)
 
 
 @pytest.mark.parametrize(("impl", "soft_cap", "size"), caps)
 def test_soft_caps_of_scores_of_any_size(impl, soft_cap, size):
     case = make(LONG, t=96, b=9)
     window = 300 if (soft_cap, size) == (2.0, 1e5) or impl != "cpu" else None
-    assert_contract(case._replace(q=case.q * np.float32(size), soft_cap=soft_cap, window=window), impl)
+    assert_contract(
+        case._replace(q=case.q * np.float32(size), soft_cap=soft_cap, window=window), impl
+    )
 
 
 @pytest.mark.parametrize(("impl", "t"), choices([], of_cpu=[(48,), (96,)], rare=[(200,)]))
@@ -404,12 +453,18 @@ def test_random_ragged_batches_with_windows_and_soft_caps(impl, t):
         counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
         rows = [(int(n), int(n + rng.integers(0, 400 - n + 1))) for n in counts if n]
         case = make(rows, t=t, b=8, m=25, g=3, seed=seed)
-        assert_contract(case._replace(window=(50, 300)[seed % 2] if impl == "cpu" else 50, soft_cap=3.0), impl)
+        assert_contract(
+            case._replace(window=(50, 300)[seed % 2] if impl == "cpu" else 50, soft_cap=3.0), impl
+        )
 
 
-@pytest.mark.parametrize(("impl", "window", "soft_cap"), choices([], of_cpu=[(40, None), (257, 5.0), (None, 5.0)]))
+@pytest.mark.parametrize(
+    ("impl", "window", "soft_cap"), choices([], of_cpu=[(40, None), (257, 5.0), (None, 5.0)])
+)
 def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
-    assert_contract(make(LONG, t=96, b=9, dtype=jnp.bfloat16)._replace(window=window, soft_cap=soft_cap), impl)
+    assert_contract(
+        make(LONG, t=96, b=9, dtype=jnp.bfloat16)._replace(window=window, soft_cap=soft_cap), impl
+    )
 
 
 def before_windows(case: Case, garbage: float) -> Case:
@@ -499,8 +554,12 @@ def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
         context = np.where(whole.seq_lens, 50 + first, 0).astype(np.int32)
         part = whole._replace(seq_lens=context, cu_q_lens=np.minimum(whole.cu_q_lens, first))
         chex.assert_trees_all_close(run(part, impl)[:first], expected[:first], atol=2e-6, rtol=1e-7)
-        rest = whole._replace(q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.minimum(whole.cu_q_lens, 100 - first))
-        chex.assert_trees_all_close(run(rest, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7)
+        rest = whole._replace(
+            q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.minimum(whole.cu_q_lens, 100 - first)
+        )
+        chex.assert_trees_all_close(
+            run(rest, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7
+        )
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -590,7 +649,9 @@ def products(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from products(getattr(inner, "jaxpr", inner))
 
@@ -602,7 +663,9 @@ def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
     """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are in float32."""
     case = make(MIXED[:1] if t == 8 else MIXED, t=t, **ROOM)
     arrays = [jax.ShapeDtypeStruct(a.shape, kind) for a in case.arguments[:3]]
-    program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(*arrays, *case.arguments[3:])
+    program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(
+        *arrays, *case.arguments[3:]
+    )
     found = list(products(program.jaxpr))
     assert len(found) >= (2 if impl == "reference" else 4)
     exact = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
@@ -631,13 +694,28 @@ GOOD = {
     [
         ("q", (8, 64), "float32", r"expected ranks 3, 4, 4, 2, 1, 1; got q \(8, 64\)"),
         ("cu_q_lens", (4, 1), "int32", r"expected ranks .* cu_q_lens \(4, 1\)"),
-        ("q", (8, 4, 32), "float32", r"must both be \[P, K, S, D\] with q's head size 32; got q \(8, 4, 32\)"),
+        (
+            "q",
+            (8, 4, 32),
+            "float32",
+            r"must both be \[P, K, S, D\] with q's head size 32; got q \(8, 4, 32\)",
+        ),
         ("k_pages", (5, 2, 16, 8), "float32", r"k_pages and v_pages must .* head size 16"),
         ("v_pages", (5, 2, 16, 8), "float32", r"must both be \[P, K, S, D\] .* head size 16"),
         ("v_pages", (4, 2, 8, 16), "float32", r"must both be \[P, K, S, D\]"),
         ("q", (8, 3, 16), "float32", r"3 query heads cannot share 2 key heads evenly"),
-        ("block_tables", (4, 2), "int32", r"block_tables must be \[B, M\] .* B = 3; got .*block_tables \(4, 2\)"),
-        ("cu_q_lens", (3,), "int32", r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)"),
+        (
+            "block_tables",
+            (4, 2),
+            "int32",
+            r"block_tables must be \[B, M\] .* B = 3; got .*block_tables \(4, 2\)",
+        ),
+        (
+            "cu_q_lens",
+            (3,),
+            "int32",
+            r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)",
+        ),
         ("block_tables", (3, 2), "uint32", r"block_tables is uint32; it must be int32"),
         ("seq_lens", (3,), "float32", r"seq_lens is float32; it must be int32"),
         ("cu_q_lens", (4,), "int16", r"cu_q_lens is int16; it must be int32"),
@@ -656,7 +734,9 @@ def test_an_unknown_implementation_raises_with_the_known_names():
 
 
 @every_impl
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}]
+)
 def test_a_window_or_a_soft_cap_that_is_not_above_0_raises(impl, wrong):
     arguments = [np.zeros(*value) for value in GOOD.values()]
     message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"

@@ -33,7 +33,9 @@ from tests.pallas_kernels.test_paged_attention import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("llvmlite") is None, reason="the cpu extra is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llvmlite") is None, reason="the cpu extra is not installed"
+    ),
     pytest.mark.few_optimisations,
 ]
 
@@ -68,7 +70,9 @@ def test_head_sizes_that_are_not_whole_vectors(d, dtype):
     if dtype == np.float32:
         assert_contract(case, "cpu")
     else:
-        chex.assert_trees_all_close(run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0)
+        chex.assert_trees_all_close(
+            run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -80,7 +84,9 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
     if dtype == np.float32:
         assert_contract(case, "cpu")
     else:
-        chex.assert_trees_all_close(run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0)
+        chex.assert_trees_all_close(
+            run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
+        )
 
 
 def assert_close_in_bfloat16(case):
@@ -92,21 +98,36 @@ def assert_close_in_bfloat16(case):
     assert_padding_is_zero(got, case)
 
 
-ODD = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]  # steps end after odd and even numbers of tokens
+ODD = [
+    (9, 9),
+    (17, 90),
+    (49, 131),
+    (70, 257),
+    (1, 301),
+    (16, 16),
+]  # steps end after odd and even numbers of tokens
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 50}, {"window": 1}, {"window": 101, "soft_cap": 3.0}, {"scale": 0.3}], ids=str
+    "options",
+    [{}, {"window": 50}, {"window": 1}, {"window": 101, "soft_cap": 3.0}, {"scale": 0.3}],
+    ids=str,
 )
-@pytest.mark.parametrize("d", [*(pytest.param(d, marks=pytest.mark.slow) for d in (8, 16, 128)), 64, 72])
+@pytest.mark.parametrize(
+    "d", [*(pytest.param(d, marks=pytest.mark.slow) for d in (8, 16, 128)), 64, 72]
+)
 def test_bfloat16_chunks_are_close_to_float32(d, options):
-    assert_close_in_bfloat16(make(ODD, t=176, b=8, d=d, g=3, s=6, dtype=jnp.bfloat16)._replace(**options))
+    assert_close_in_bfloat16(
+        make(ODD, t=176, b=8, d=d, g=3, s=6, dtype=jnp.bfloat16)._replace(**options)
+    )
 
 
 @pytest.mark.parametrize("g", [1, 2, 5, 48, 50])
 @pytest.mark.parametrize("s", [1, 16])
 def test_bfloat16_chunks_of_any_group(s, g):
-    assert_close_in_bfloat16(make([(9, 9), (17, 90), (10, 131)], t=40, b=4, s=s, g=g, d=24, dtype=jnp.bfloat16))
+    assert_close_in_bfloat16(
+        make([(9, 9), (17, 90), (10, 131)], t=40, b=4, s=s, g=g, d=24, dtype=jnp.bfloat16)
+    )
 
 
 def test_bfloat16_queries_keep_their_bits_at_any_scale():
@@ -124,7 +145,9 @@ def test_bfloat16_chunks_read_nothing_behind_their_context():
 
 def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
     alone = make([(70, 257)], t=70, b=1, m=20, d=64, g=3, dtype=jnp.bfloat16)
-    beside = make([(70, 257), (1, 300), (40, 99), (3, 9)], t=120, b=4, m=20, d=64, g=3, dtype=jnp.bfloat16)
+    beside = make(
+        [(70, 257), (1, 300), (40, 99), (3, 9)], t=120, b=4, m=20, d=64, g=3, dtype=jnp.bfloat16
+    )
     k, v = beside.k.copy(), beside.v.copy()
     k[0], v[0] = alone.k[0], alone.v[0]
     beside = beside._replace(q=np.concatenate([alone.q, beside.q[70:]]), k=k, v=v)
@@ -134,7 +157,10 @@ def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
 
 NARROWER = {
     "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe"),
-    "AVX-512 without pairs": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx"),
+    "AVX-512 without pairs": (
+        "skylake-avx512",
+        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
+    ),
 }
 
 
@@ -175,7 +201,9 @@ def test_tiles_of_any_number_of_query_heads(g):
 
 
 def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
-    assert_contract(make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=3, g=3, d=64), "cpu")
+    assert_contract(
+        make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=3, g=3, d=64), "cpu"
+    )
 
 
 def test_every_number_of_8_bits_is_read_exactly():
@@ -187,7 +215,9 @@ def test_every_number_of_8_bits_is_read_exactly():
         case = make(rows, t=2, b=1, k=2, g=1, d=128)
         v = np.broadcast_to(values.reshape(2, 128), case.v.shape).astype(np.float32)
         case = case._replace(k=np.zeros_like(case.k), v=v)
-        case = case._replace(**{x: getattr(case, x).astype(jnp.float8_e4m3fn) for x in ("k_pages", "v_pages")})
+        case = case._replace(
+            **{x: getattr(case, x).astype(jnp.float8_e4m3fn) for x in ("k_pages", "v_pages")}
+        )
         out = run(in_bits(scatter(case, case.block_tables.reshape(-1), garbage=448.0)), "cpu")
         chex.assert_trees_all_equal(out[0].reshape(-1), values.astype(np.float32))
 
@@ -255,7 +285,9 @@ def test_memory_of_a_call_does_not_depend_on_the_number_of_pages():
     needed = []
     for pages in (64, 4096):
         compiled = paged_attention.lower(*shapes(8, pages), scale=0.125, impl="cpu").compile()
-        copied = [line for line in compiled.as_text().splitlines() if re.search(rf"= f32\[{pages},", line)]
+        copied = [
+            line for line in compiled.as_text().splitlines() if re.search(rf"= f32\[{pages},", line)
+        ]
         assert all("parameter(" in line for line in copied), copied
         needed.append(compiled.memory_analysis().temp_size_in_bytes)
     assert needed[0] == needed[1] < 2**16
@@ -274,9 +306,18 @@ def test_pages_are_written_in_place_before_they_are_read():
 
 
 def test_a_handler_serves_every_shape_of_its_dtype():
-    for d, s, k, dtype in ((16, 4, 1, np.float32), (24, 16, 2, jnp.bfloat16), (64, 5, 3, np.float32)):
-        run(make([(1, 9)], t=1, b=1, d=d, s=s, k=k, dtype=dtype)._replace(window=k, soft_cap=5.0), "cpu")
-    registered = [cpu.handler_of(dtype, dtype, False).registered for dtype in ("float32", "bfloat16")]
+    for d, s, k, dtype in (
+        (16, 4, 1, np.float32),
+        (24, 16, 2, jnp.bfloat16),
+        (64, 5, 3, np.float32),
+    ):
+        run(
+            make([(1, 9)], t=1, b=1, d=d, s=s, k=k, dtype=dtype)._replace(window=k, soft_cap=5.0),
+            "cpu",
+        )
+    registered = [
+        cpu.handler_of(dtype, dtype, False).registered for dtype in ("float32", "bfloat16")
+    ]
     assert registered == [True, True]
 
 
@@ -287,7 +328,10 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
         "assert_contract(make([(1, 40), (1, 300)], t=2, b=2), 'cpu')\n"
         "print(len(list(__import__('pathlib').Path(jax.config.jax_compilation_cache_dir).glob('*paged_attention*'))))"
     )
-    names = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    names = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     entries = [
         subprocess.run(
             [sys.executable, "-c", program],
@@ -304,7 +348,9 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
 
 def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
     def refused(what):
-        return pytest.raises(ValueError, match=rf"^impl 'cpu' .*{what}.*; impl 'xla' has no such limit")
+        return pytest.raises(
+            ValueError, match=rf"^impl 'cpu' .*{what}.*; impl 'xla' has no such limit"
+        )
 
     half = scatter(make([(1, 9)], t=1, b=1, dtype=np.float16), np.ones(1, int), garbage=1e4)
     with refused("float16"):
@@ -326,7 +372,18 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
 @pytest.mark.parametrize(("k", "g", "d"), [(3, 3, 64), (2, 4, 24), (1, 7, 8), (2, 1, 16)])
 def test_short_rows_at_the_end_of_any_context(k, g, d, options):
     """A decode with drafts: up to 8 query tokens, whose visible tokens end before, at and after a span of 256."""
-    rows = [(2, 2), (8, 8), (3, 255), (4, 256), (5, 257), (8, 263), (2, 512), (7, 700), (1, 300), (9, 300)]
+    rows = [
+        (2, 2),
+        (8, 8),
+        (3, 255),
+        (4, 256),
+        (5, 257),
+        (8, 263),
+        (2, 512),
+        (7, 700),
+        (1, 300),
+        (9, 300),
+    ]
     case = make(rows, t=64, b=12, m=48, k=k, g=g, d=d)
     assert_contract(case._replace(**options), "cpu")
 
@@ -348,7 +405,9 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
             if window is None:
                 chex.assert_trees_all_equal(run(alone, "cpu")[0], together[first + token])
             else:  # spans begin at the first visible token, so sums have another order
-                chex.assert_trees_all_close(run(alone, "cpu")[0], together[first + token], atol=1e-5)
+                chex.assert_trees_all_close(
+                    run(alone, "cpu")[0], together[first + token], atol=1e-5
+                )
         first += count
 
 
@@ -377,12 +436,18 @@ def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(wind
         for count in chunks:
             rows = np.array([at + count], np.int32), np.array([0, count], np.int32)
             options = {"scale": 0.2, "impl": impl, "window": window}
-            found[at : at + count] = paged_attention(q[at : at + count], keys, values, table, *rows, **options)
+            found[at : at + count] = paged_attention(
+                q[at : at + count], keys, values, table, *rows, **options
+            )
             at += count
         return found
 
     wanted = attended([length], 16)
-    for chunks, block in (([1] * 40 + [560], 16), ([3, 5, 8, 9, 250, 1, 24, 300], 7), ([300, 300], 64)):
+    for chunks, block in (
+        ([1] * 40 + [560], 16),
+        ([3, 5, 8, 9, 250, 1, 24, 300], 7),
+        ([300, 300], 64),
+    ):
         chex.assert_trees_all_equal(attended(chunks, block), wanted)
     chex.assert_trees_all_equal(attended([599, 1], 128)[-1], wanted[-1])
     chex.assert_trees_all_close(wanted, attended([length], 16, "cpu"), atol=2e-6)

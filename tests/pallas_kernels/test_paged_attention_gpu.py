@@ -44,7 +44,9 @@ class Case(NamedTuple):
     def dims(self) -> chex.Dimensions:
         """The letters of the contract."""
         t = max(1, sum(count for count, _ in self.rows)) + 3
-        return chex.Dimensions(T=t, N=self.heads * self.group, D=self.d, B=len(self.rows), K=self.heads, S=self.s)
+        return chex.Dimensions(
+            T=t, N=self.heads * self.group, D=self.d, B=len(self.rows), K=self.heads, S=self.s
+        )
 
     def arrays(self, order: int = 0) -> dict[str, np.ndarray]:
         """Arguments by name; `order` seeds the places of a row's pages in the cache alone."""
@@ -52,8 +54,17 @@ class Case(NamedTuple):
         width = max(1, *(-(-context // self.s) for _, context in self.rows))
         b, t = len(self.rows), max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
         half = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))  # noqa: E731
-        q, k, v = half(t, self.heads * self.group, self.d), *(half(b, width * self.s, self.heads, self.d) for _ in "kv")
-        pages = np.random.default_rng([order, 1]).permutation(b * width).reshape(b, width).astype(np.int32) + 1
+        q, k, v = (
+            half(t, self.heads * self.group, self.d),
+            *(half(b, width * self.s, self.heads, self.d) for _ in "kv"),
+        )
+        pages = (
+            np.random.default_rng([order, 1])
+            .permutation(b * width)
+            .reshape(b, width)
+            .astype(np.int32)
+            + 1
+        )
         shape = (b * width + 1, self.heads, self.s, self.d)
         k_pages, v_pages = (np.full(shape, self.poison, q.dtype) for _ in range(2))
         tables = np.zeros((b, width), np.int32)
@@ -65,7 +76,14 @@ class Case(NamedTuple):
         counts = np.array([count for count, _ in self.rows], np.int32)
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = np.array([context for _, context in self.rows], np.int32)
-        return {"q": q, "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "tables": tables} | {
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "k_pages": k_pages,
+            "v_pages": v_pages,
+            "tables": tables,
+        } | {
             "lengths": lengths,
             "counts": counts,
             "first": first,
@@ -88,7 +106,9 @@ class Case(NamedTuple):
         return out
 
 
-def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = False, **options) -> np.ndarray:
+def run(
+    case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = False, **options
+) -> np.ndarray:
     """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that of chunks or of short
     rows, [T, N, D]."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
@@ -108,7 +128,9 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = Fals
         if shorts and longest > 1:
             most = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
-            results = decode.decode_several(gathered(a["q"], begin, most), *pages, row, number, **options)
+            results = decode.decode_several(
+                gathered(a["q"], begin, most), *pages, row, number, **options
+            )
             out = scattered(jnp.zeros_like(a["q"]), results, begin, number)
         elif longest <= 1:
             out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
@@ -121,7 +143,9 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = Fals
 
 def check(case: Case, *, tiles: Tiles = SMALL, shorts: bool = False, **options) -> None:
     found, expected = run(case, tiles=tiles, shorts=shorts, **options), case.expected(**options)
-    bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to this number of bits
+    bits = {"bfloat16": 8, "float16": 11}[
+        case.dtype
+    ]  # weights and results are rounded to this number of bits
     chex.assert_tree_all_finite(found)
     chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
 
@@ -142,7 +166,12 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-EVERY = [(d, s, group) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES for group in (1, 3, 8, 16)]
+EVERY = [
+    (d, s, group)
+    for d in pallas_gpu.HEAD_SIZES
+    for s in pallas_gpu.BLOCK_SIZES
+    for group in (1, 3, 8, 16)
+]
 OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
 
 
@@ -150,13 +179,17 @@ OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
 
 
 @interpreted
-@pytest.mark.parametrize(("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)])
+@pytest.mark.parametrize(
+    ("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)]
+)
 def test_decodes_of_contexts_around_a_block_border(d, s, group):
     check(Case(decodes(s, 300), d=d, s=s, group=group, seed=s))
 
 
 @interpreted
-@pytest.mark.parametrize(("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)])
+@pytest.mark.parametrize(
+    ("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)]
+)
 def test_chunks_of_contexts_around_a_block_border(d, s, group):
     rows = [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), (130 // group + 2, s + 150)]
     check(Case(rows, d=d, s=s, group=group, seed=s))
@@ -176,7 +209,12 @@ OFTEN_SHORT = [(64, 8, 3, 8), (128, 16, 4, 4)]
             for most in SHORT
             if one[2] * most <= pallas_gpu.MOST_COLUMNS and (*one, most) not in OFTEN_SHORT
         ),
-        *(slow(d, 16, 4, most) for d in pallas_gpu.HEAD_SIZES for most in SHORT if (d, most) != (128, 4)),
+        *(
+            slow(d, 16, 4, most)
+            for d in pallas_gpu.HEAD_SIZES
+            for most in SHORT
+            if (d, most) != (128, 4)
+        ),
     ],
 )
 def test_short_rows_of_contexts_around_a_block_border(d, s, group, most):
@@ -184,7 +222,9 @@ def test_short_rows_of_contexts_around_a_block_border(d, s, group, most):
 
 
 @interpreted
-@pytest.mark.parametrize("options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}])
+@pytest.mark.parametrize(
+    "options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}]
+)
 def test_windows_and_caps_of_short_rows(options):
     check(Case(short_rows(16, 8, 200), group=2), shorts=True, **options)
 
@@ -204,18 +244,24 @@ def test_short_rows_of_thousands_of_tokens():
 
 
 @interpreted
-@pytest.mark.parametrize(("row", "group"), [((2, 40), 4), slow((3, 3), 4), slow((4, 33), 16), slow((7, 70), 16)])
+@pytest.mark.parametrize(
+    ("row", "group"), [((2, 40), 4), slow((3, 3), 4), slow((4, 33), 16), slow((7, 70), 16)]
+)
 def test_a_call_of_one_short_row_and_padding_rows(row, group):
     """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
     a = case.arrays()
-    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = [
+        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    ]
     arguments[0] = arguments[0][: row[0]]  # without padding tokens
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
-    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(
+        np.asarray(found, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0
+    )
 
 
 @interpreted
@@ -240,8 +286,12 @@ def test_several_key_heads_in_float16(rows):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [decodes(16, 200), [(40, 200), (2, 90)]], ids=["decodes", "chunks"])
-@pytest.mark.parametrize("options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 70, "soft_cap": 3.0}])
+@pytest.mark.parametrize(
+    "rows", [decodes(16, 200), [(40, 200), (2, 90)]], ids=["decodes", "chunks"]
+)
+@pytest.mark.parametrize(
+    "options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 70, "soft_cap": 3.0}]
+)
 def test_windows_and_caps(rows, options):
     check(Case(rows, group=2), **options)
 
@@ -271,30 +321,52 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 
 
 @interpreted
-@pytest.mark.parametrize("options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"]
+)
 def test_a_mixed_batch_keeps_the_contract(options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows = [(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64), (8, 70), (4, 17), (9, 9), (5, 48), (3, 3)]
+    rows = [
+        (1, 33),
+        (20, 40),
+        (1, 1),
+        (0, 0),
+        (2, 100),
+        (1, 64),
+        (8, 70),
+        (4, 17),
+        (9, 9),
+        (5, 48),
+        (3, 3),
+    ]
     case = Case(rows, heads=2, group=3)
     a = case.arrays()
-    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = [
+        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    ]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
     chex.assert_type(found, jnp.bfloat16)
     chex.assert_shape(found, case.dims["TND"])
-    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(
+        np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
+    )
     padding = found[a["first"][-1] :]
     chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
 
 
-def through_the_kernels(monkeypatch, model, prompts, tokens: int, **config) -> list[tuple[int, ...]]:
+def through_the_kernels(
+    monkeypatch, model, prompts, tokens: int, **config
+) -> list[tuple[int, ...]]:
     """Greedy tokens of an engine in float16 whose attention is the GPU kernels, interpreted."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pagedjax import LLM, SamplingParams
 
-    monkeypatch.setitem(IMPLS, "pallas_gpu", IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: ""))
+    monkeypatch.setitem(
+        IMPLS, "pallas_gpu", IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: "")
+    )
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         llm = LLM(model, attention_impl="pallas_gpu", progress=False, max_model_len=32, **config)
@@ -310,7 +382,13 @@ def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
     model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64), dtype="float16")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 11)]
-    config = {"block_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 4, "token_buckets": (8,), "num_blocks": 32}
+    config = {
+        "block_size": 8,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "token_buckets": (8,),
+        "num_blocks": 32,
+    }
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     plain = LLM(model, attention_impl="xla", progress=False, max_model_len=32, **config)
     expected = [out.outputs[0].token_ids for out in plain.generate(prompts, params, use_tqdm=False)]
@@ -325,8 +403,16 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
 
     goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[1:3]
     prompts = [golden["prompt_token_ids"] for golden in goldens]
-    config = {"block_size": 16, "max_num_batched_tokens": 4, "max_num_seqs": 2, "token_buckets": (4,), "num_blocks": 8}
-    found = through_the_kernels(monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config)
+    config = {
+        "block_size": 16,
+        "max_num_batched_tokens": 4,
+        "max_num_seqs": 2,
+        "token_buckets": (4,),
+        "num_blocks": 8,
+    }
+    found = through_the_kernels(
+        monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config
+    )
     assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
 
 
@@ -337,7 +423,9 @@ SHORT_ROWS = short_rows(16, 8, 300, 700)
 
 @interpreted
 @pytest.mark.parametrize(
-    "rows", [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)], ids=["decodes", "chunks", "short rows"]
+    "rows",
+    [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)],
+    ids=["decodes", "chunks", "short rows"],
 )
 def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     from pallas_kernels.paged_attention.pallas_gpu import pages as gpu_pages
@@ -354,7 +442,9 @@ def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    "rows", [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)], ids=["decodes", "chunks", "short rows"]
+    "rows",
+    [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)],
+    ids=["decodes", "chunks", "short rows"],
 )
 def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -415,7 +505,9 @@ def test_unsupported_shapes_raise_with_the_reason(change, message):
     case = Case([(1, 5)])._replace(**change)
     a = case.arrays()
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    with pytest.raises(ValueError, match=rf"impl 'pallas_gpu' {message}; impl 'xla' has no such limit"):
+    with pytest.raises(
+        ValueError, match=rf"impl 'pallas_gpu' {message}; impl 'xla' has no such limit"
+    ):
         paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
 
 
@@ -443,7 +535,9 @@ def test_rows_of_a_few_tokens_can_be_chunks():
     a = case.arrays()
     arrays = tuple(a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first"))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = pallas_gpu.paged_attention(*arrays, scale=case.d**-0.5, tiles=SMALL, short_rows=False)
+        found = pallas_gpu.paged_attention(
+            *arrays, scale=case.d**-0.5, tiles=SMALL, short_rows=False
+        )
     chex.assert_trees_all_close(np.asarray(found, np.float64)[:22], case.expected()[:22], atol=2e-2)
 
 

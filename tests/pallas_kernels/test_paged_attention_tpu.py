@@ -21,7 +21,13 @@ from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
-from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
+from pallas_kernels.paged_attention.rows import (
+    SHORT,
+    gathered,
+    scattered,
+    sizes_of_short_rows,
+    slots_of,
+)
 from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
@@ -29,12 +35,20 @@ from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 pytestmark = pytest.mark.few_optimisations
 
 # Short steps, so that short contexts have several, and blocks of two rows of the batch.
-SMALL = TpuTiles.read("v5e")._replace(shortest_span=32, longest_span=32, decode_units=2, chunk_rows=64, chunk_span=32)
+SMALL = TpuTiles.read("v5e")._replace(
+    shortest_span=32, longest_span=32, decode_units=2, chunk_rows=64, chunk_span=32
+)
 both_modes = pytest.mark.parametrize("mode", MODES)
 
 
 def run(
-    case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, shorts: bool = False, **options
+    case: Case,
+    mode: str,
+    *,
+    tiles: TpuTiles = SMALL,
+    order: int = 0,
+    shorts: bool = False,
+    **options,
 ) -> np.ndarray:
     """Runs one kernel: that of decodes if all rows are, [B, N, D]; else that of chunks or of short rows, [T, N, D]."""
     arrays = case.arrays(order)
@@ -45,14 +59,18 @@ def run(
     scores = pallas_tpu.Scores(case.d**-0.5, options.get("window"), options.get("soft_cap"))
 
     def kernel(a, interpret):
-        call = pallas_tpu.Call(a["k_pages"], a["v_pages"], a["tables"], shape, scores, tiles, interpret)
+        call = pallas_tpu.Call(
+            a["k_pages"], a["v_pages"], a["tables"], shape, scores, tiles, interpret
+        )
         longest = max(count for count, _ in case.rows)
         if longest <= 1:
             return pallas_tpu.decode(call, a["q"][: len(case.rows)], a["lengths"])
         if shorts:
             most = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
-            results = pallas_tpu.short(call, gathered(a["q"], begin, most), a["lengths"], row, number)
+            results = pallas_tpu.short(
+                call, gathered(a["q"], begin, most), a["lengths"], row, number
+            )
             return scattered(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
 
@@ -62,8 +80,13 @@ def run(
     return np.asarray(without_races(compute, mode), np.float32)
 
 
-def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, shorts: bool = False, **options) -> None:
-    found, expected = run(case, mode, tiles=tiles, shorts=shorts, **options), case.expected(**options)
+def check(
+    case: Case, mode: str, *, tiles: TpuTiles = SMALL, shorts: bool = False, **options
+) -> None:
+    found, expected = (
+        run(case, mode, tiles=tiles, shorts=shorts, **options),
+        case.expected(**options),
+    )
     # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
     chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
@@ -85,14 +108,19 @@ def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
 
 GROUPS = {8: 3, 16: 1, 32: 8, 64: 16, 128: 4}
 EVERY = [
-    (d, s, group, dtype) for d in pallas_tpu.HEAD_SIZES for s, group in GROUPS.items() for dtype in pallas_tpu.DTYPES
+    (d, s, group, dtype)
+    for d in pallas_tpu.HEAD_SIZES
+    for s, group in GROUPS.items()
+    for dtype in pallas_tpu.DTYPES
 ]
 
 
 def shapes(*often: tuple) -> pytest.MarkDecorator:
     """The cases of the default run, and all others."""
     others = [(*one, mode) for one in EVERY for mode in MODES if (*one, mode) not in often]
-    return pytest.mark.parametrize(("d", "s", "group", "dtype", "mode"), [*often, *(slow(*one) for one in others)])
+    return pytest.mark.parametrize(
+        ("d", "s", "group", "dtype", "mode"), [*often, *(slow(*one) for one in others)]
+    )
 
 
 @shapes((128, 8, 3, "float32", "eager"))
@@ -111,17 +139,29 @@ def test_chunks_of_contexts_around_a_block_border(d, s, group, dtype, mode):
     [
         (64, 16, 3, "bfloat16", "on_wait", 8),
         slow(128, 8, 4, "float32", "eager", 4),
-        *(slow(*one, mode, most) for one in EVERY for mode, most in zip(MODES, (8, 4), strict=True)),
-        *(slow(d, 16, group, "bfloat16", "eager", 8) for d in pallas_tpu.HEAD_SIZES for group in (1, 3, 4, 8)),
+        *(
+            slow(*one, mode, most)
+            for one in EVERY
+            for mode, most in zip(MODES, (8, 4), strict=True)
+        ),
+        *(
+            slow(d, 16, group, "bfloat16", "eager", 8)
+            for d in pallas_tpu.HEAD_SIZES
+            for group in (1, 3, 4, 8)
+        ),
     ],
 )
 def test_short_rows_of_contexts_around_a_block_border(d, s, group, dtype, mode, most):
     rows = short_rows(s, most, 100)
-    check(Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s), shorts=True)
+    check(
+        Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s), shorts=True
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 33, "soft_cap": 3.0}])
+@pytest.mark.parametrize(
+    "options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 33, "soft_cap": 3.0}]
+)
 def test_windows_and_caps_of_short_rows(options):
     check(Case(short_rows(16, 8, 90, 200), group=2), "eager", shorts=True, **options)
 
@@ -144,13 +184,19 @@ def test_heads_of_smollm2(rows, mode):
 
 
 @pytest.mark.parametrize("stages", [2, slow(3), slow(4)])
-@pytest.mark.parametrize("rows", [decodes(16, 200), slow([(40, 200), (2, 90)])], ids=["decodes", "chunks"])
+@pytest.mark.parametrize(
+    "rows", [decodes(16, 200), slow([(40, 200), (2, 90)])], ids=["decodes", "chunks"]
+)
 def test_rings_with_more_stages(rows, stages):
     check(Case(rows), "eager", tiles=SMALL._replace(decode_stages=stages, chunk_stages=stages))
 
 
-@pytest.mark.parametrize("rows", [slow(decodes(16, 200)), [(40, 200), (2, 90)]], ids=["decodes", "chunks"])
-@pytest.mark.parametrize("options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}])
+@pytest.mark.parametrize(
+    "rows", [slow(decodes(16, 200)), [(40, 200), (2, 90)]], ids=["decodes", "chunks"]
+)
+@pytest.mark.parametrize(
+    "options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}]
+)
 def test_windows_and_caps(rows, options):
     check(Case(rows, group=2), "on_wait", **options)
 
@@ -179,19 +225,39 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"])
+@pytest.mark.parametrize(
+    "options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"]
+)
 def test_a_mixed_batch_keeps_the_contract(options, interpreted):
-    rows = [(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64), (8, 70), (4, 17), (9, 9), (5, 48), (3, 3)]
+    rows = [
+        (1, 33),
+        (20, 40),
+        (1, 1),
+        (0, 0),
+        (2, 100),
+        (1, 64),
+        (8, 70),
+        (4, 17),
+        (9, 9),
+        (5, 48),
+        (3, 3),
+    ]
     case = Case(rows, heads=2, group=3)
     a = case.arrays()
-    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = [
+        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    ]
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
     chex.assert_type(found, jnp.bfloat16)
     chex.assert_shape(found, case.dims["TND"])
-    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(
+        np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
+    )
     padding = found[a["first"][-1] :]
     chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
-    arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])  # as an engine keeps them
+    arguments[1:3] = (
+        a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3]
+    )  # as an engine keeps them
     in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
     chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
 
@@ -204,7 +270,9 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
     arguments = [a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     arguments[0] = arguments[0][:count]  # without padding tokens
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
-    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(
+        np.asarray(found, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0
+    )
 
 
 @pytest.mark.slow
@@ -212,9 +280,13 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
 def test_short_rows_of_long_contexts(contexts, interpreted):
     case = Case([(4, contexts[0]), (1, contexts[0]), (8, contexts[1])], s=64, group=4)
     a = case.arrays()
-    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = [
+        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    ]
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
-    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(
+        np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("window", "owned"), [slow(None, {*range(7)}), (20, {5, 6})])
@@ -256,7 +328,9 @@ TWO = [
 
 
 def caught(case: Case, mode: str) -> None:
-    with pytest.raises(Exception, match=r"without an order|Not equal to tolerance|[Ss]emaphore|Out-of-bounds"):
+    with pytest.raises(
+        Exception, match=r"without an order|Not equal to tolerance|[Ss]emaphore|Out-of-bounds"
+    ):
         check(case, mode, shorts=max(count for count, _ in case.rows) <= 8)
 
 
@@ -277,7 +351,9 @@ def test_the_checks_detect_a_buffer_that_is_reused_too_early(rows, mode, monkeyp
 @pytest.mark.parametrize("rows", TWO)
 def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     right = tpu_kernel.page_of
-    monkeypatch.setattr(tpu_kernel, "page_of", lambda r, item, step, page: right(r, item, step, page + 1))
+    monkeypatch.setattr(
+        tpu_kernel, "page_of", lambda r, item, step, page: right(r, item, step, page + 1)
+    )
     caught(Case(rows), "eager")
 
 
@@ -307,14 +383,18 @@ def test_the_checks_detect_a_missing_page(rows, monkeypatch):
 def test_unsupported_shapes_raise_with_the_reason(change, message):
     a = Case([(1, 5)])._replace(**change).arrays()
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    with pytest.raises(ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"):
+    with pytest.raises(
+        ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"
+    ):
         paged_attention(*(a[name] for name in names), scale=1.0, impl="pallas_tpu")
 
 
 def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
     small, whole = (Case([(1, 5)], d=16, s=s, poison=0.0).arrays() for s in (4, 8))
-    with pytest.raises(ValueError, match=r"needs pages of whole rows of 128, and they are \[4, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"needs pages of whole rows of 128, and they are \[4, 16\]"
+    ):
         paged_attention(*(jnp.asarray(small[name]) for name in names), scale=1.0, impl="pallas_tpu")
     arguments = [jnp.asarray(whole[name]) for name in names]
     arguments[1:3] = (a.astype(jnp.uint8) for a in arguments[1:3])
@@ -346,16 +426,27 @@ def test_an_engine_takes_the_kernel_by_name_and_not_by_default():
     assert attention.choose(None, device, dtype="bfloat16", **sizes) == "xla"
     assert attention.choose("pallas_tpu", device, dtype="bfloat16", **sizes) == "pallas_tpu"
     with pytest.raises(
-        ValueError, match="attention_impl 'pallas_tpu' reads pages of bfloat16 or float32 and not of float8"
+        ValueError,
+        match="attention_impl 'pallas_tpu' reads pages of bfloat16 or float32 and not of float8",
     ):
         attention.choose("pallas_tpu", device, dtype="float8_e4m3fn", **sizes)
-    with pytest.raises(ValueError, match="attention_impl 'pallas_tpu' runs on platform 'tpu' and not on 'cpu'"):
+    with pytest.raises(
+        ValueError, match="attention_impl 'pallas_tpu' runs on platform 'tpu' and not on 'cpu'"
+    ):
         attention.choose("pallas_tpu", jax.devices("cpu")[0], dtype="bfloat16", **sizes)
 
 
 def test_every_tpu_has_tiles_that_fit_its_memory():
-    kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-    assert {kind: TpuTiles.names(kind) for kind in kinds} == {kind: [name] for kind, name in kinds.items()}
+    kinds = {
+        "TPU v4": "v4",
+        "TPU v5 lite": "v5e",
+        "TPU v5": "v5p",
+        "TPU v6 lite": "v6e",
+        "TPU7x": "tpu7x",
+    }
+    assert {kind: TpuTiles.names(kind) for kind in kinds} == {
+        kind: [name] for kind, name in kinds.items()
+    }
     for name in TPUS:
         tiles = TpuTiles.read(name)
         assert tiles.vmem_limit < tiles.vmem

@@ -30,7 +30,9 @@ def doubled(interpret, *, wait: bool):
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     scratch = [pltpu.VMEM(X.shape, X.dtype), pltpu.SemaphoreType.DMA]
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    call = pl.pallas_call(kernel, in_specs=[in_hbm], out_shape=shape, scratch_shapes=scratch, interpret=interpret)
+    call = pl.pallas_call(
+        kernel, in_specs=[in_hbm], out_shape=shape, scratch_shapes=scratch, interpret=interpret
+    )
     return call(X)
 
 
@@ -40,11 +42,15 @@ def test_a_kernel_that_waits_returns_its_result(mode):
 
 
 def test_a_missing_wait_is_a_race_where_the_copy_is_early_and_no_number_where_it_is_late():
-    with pytest.raises(RuntimeError, match=r"same memory without an order:\n  read of .*\n.*\n  write of "):
+    with pytest.raises(
+        RuntimeError, match=r"same memory without an order:\n  read of .*\n.*\n  write of "
+    ):
         without_races(partial(doubled, wait=False), "eager")
     assert np.isnan(without_races(partial(doubled, wait=False), "on_wait")).all()
 
 
 def test_a_call_without_a_kernel_is_an_error_and_not_a_success():
-    with pytest.raises(RuntimeError, match="ran no Pallas kernel, or not with this argument; pass it on"):
+    with pytest.raises(
+        RuntimeError, match="ran no Pallas kernel, or not with this argument; pass it on"
+    ):
         without_races(lambda interpret: X + 1, "eager")

@@ -48,7 +48,9 @@ def test_a_process_that_ends_ends_all(capsys):
         pair.close(2)
         ended(pair, 0, 1, 2, 3)
         reason = "process 2 ended while process 0 was at step 7: its connection is closed"
-        assert {one.failure for one in (pair.leader, pair.followers[0], pair.followers[2])} == {reason}
+        assert {one.failure for one in (pair.leader, pair.followers[0], pair.followers[2])} == {
+            reason
+        }
         for raises in (pair.leader.flush, pair.followers[0].receive):
             with pytest.raises(ProcessFailed, match=reason) as failed:
                 raises()
@@ -99,13 +101,20 @@ def test_an_error_is_not_blamed_if_another_process_caused_it(monkeypatch):
     """A device's error comes first, and then the news that a process has ended."""
     monkeypatch.setattr(group, "CAUSE_SECONDS", 0.5)
     with connected(2) as pair:
-        pair.start(_swallow, pair.followers[0].report, "failed", "process 1 failed in step 3: connection reset")
+        pair.start(
+            _swallow,
+            pair.followers[0].report,
+            "failed",
+            "process 1 failed in step 3: connection reset",
+        )
         time.sleep(0.05)
         pair.close(2)
         ended(pair, 0, 1, 2)
         assert str(pair.leader.failure).startswith("process 2 ended")
     with connected(2) as pair:
-        pair.start(_swallow, pair.followers[0].report, "failed", "process 1 failed in step 3: no memory")
+        pair.start(
+            _swallow, pair.followers[0].report, "failed", "process 1 failed in step 3: no memory"
+        )
         ended(pair, 0, 1, 2)
         assert pair.followers[1].failure == "process 1 failed in step 3: no memory"
 
@@ -120,7 +129,9 @@ def test_clients_are_answered_before_the_end(monkeypatch):
     told = []
     with connected(1) as pair:
         pair.leader.on_failure.append(lambda reason: told.append((reason, list(pair.exits))))
-        pair.leader.on_failure.insert(0, lambda reason: told[0])  # it fails, and the others are called all the same
+        pair.leader.on_failure.insert(
+            0, lambda reason: told[0]
+        )  # it fails, and the others are called all the same
         pair.close(1)
         until(lambda: 0 in {i for i, _ in pair.exits})
         assert told[0][0] == pair.leader.failure
@@ -156,7 +167,10 @@ def test_a_follower_waits_for_process_0_at_its_end_and_does_not_after_an_excepti
         pair.leader.order("step")
         pair.leader.flush()
         ended(pair, 0, 1)
-        assert pair.leader.failure == "process 1 does not follow: its program has ended, and its output says why"
+        assert (
+            pair.leader.failure
+            == "process 1 does not follow: its program has ended, and its output says why"
+        )
     monkeypatch.setattr(group.sys, "last_value", ValueError("wrong"), raising=False)
     with connected() as pair:
         pair.followers[0]._ended = True
@@ -192,7 +206,10 @@ def test_an_engine_is_built_when_all_processes_are_ready():
             lambda one: one.open(lambda facts: "block_size is 8 here"),
             "process 1 differs from process 0: block_size is 8 here",
         ),
-        (lambda one: one.close(), "process 1 does not follow: its program has ended, and its output says why"),
+        (
+            lambda one: one.close(),
+            "process 1 does not follow: its program has ended, and its output says why",
+        ),
     ],
     ids=["other options", "an error while loading"],
 )
@@ -253,7 +270,9 @@ def test_strangers_are_not_let_in():
         assert follower.receive() == {"input": "add", "text": "\u00e9\n"}
         assert [one.recv(1) for one in made[:3]] == [b"", b"", b""]
         follower._closing = leader._closing = True
-        with pytest.raises(TimeoutError, match=r"process 1 has not connected to process 0 for 0.1 s"):
+        with pytest.raises(
+            TimeoutError, match=r"process 1 has not connected to process 0 for 0.1 s"
+        ):
             accept(listener, 2, "secret", 0.1, 30.0)
         for one in made:
             one.close()

@@ -32,7 +32,13 @@ LIMIT = 240  # seconds for one job, on a machine that does other things too
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    sizes: dict[str, Any] = {"layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 90}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "intermediate": 90,
+    }
     return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", **sizes, tied=False)
 
 
@@ -42,14 +48,20 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(commands: list[list[str]], folder: Path, devices: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+def started(
+    commands: list[list[str]], folder: Path, devices: int = 1
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes with outputs in files `0`, `1`, ... of a folder. Whatever still runs is killed by its pid."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
     made = []
     try:
         for i, command in enumerate(commands):
             with open(folder / str(i), "w") as output:
-                streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "text": True}
+                streams: dict[str, Any] = {
+                    "stdout": output,
+                    "stderr": subprocess.STDOUT,
+                    "text": True,
+                }
                 made.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
         yield made
     finally:
@@ -59,7 +71,9 @@ def started(commands: list[list[str]], folder: Path, devices: int = 1) -> Iterat
                 process.wait(30)
 
 
-def run(job: dict[str, Any], tmp_path: Path, processes: int, devices: int = 1) -> tuple[list[int | None], list[str]]:
+def run(
+    job: dict[str, Any], tmp_path: Path, processes: int, devices: int = 1
+) -> tuple[list[int | None], list[str]]:
     """Exit statuses (None: it did not end) and outputs of the processes of a job (worker.py)."""
     port = free_port()
     words = [sys.executable, "-m", "tests.processes.worker", str(processes)]
@@ -82,18 +96,30 @@ def compared(
 ) -> None:
     """Recordings of processes and of one device are equal, in several modes, with those of each process."""
     mesh = {"mesh": {"tensor": processes * devices}}
-    runs = [{"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode} for i, mode in enumerate(modes)]
+    runs = [
+        {"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode}
+        for i, mode in enumerate(modes)
+    ]
     job = {"model": str(folder), "engine": {**CONFIG, **mesh}, "runs": runs}
     job |= {"timeout": LIMIT / 2}
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
     for i, mode in enumerate(modes):
-        first, *others = (tmp_path / name for name in (f"{i}.jsonl", *(f"{i}.jsonl.{j}" for j in range(1, processes))))
+        first, *others = (
+            tmp_path / name
+            for name in (f"{i}.jsonl", *(f"{i}.jsonl.{j}" for j in range(1, processes)))
+        )
         for other in others:
             assert other.read_bytes() == first.read_bytes(), (other, mode)
         assert verify(first).identical
-        if not mode.get("speculative", {}).get("adaptive"):  # else the number of drafts follows times
-            alone = play(LLM(folder, progress=False, **{**CONFIG, **mode}).engine, 0, tmp_path / "alone.jsonl")
+        if not mode.get("speculative", {}).get(
+            "adaptive"
+        ):  # else the number of drafts follows times
+            alone = play(
+                LLM(folder, progress=False, **{**CONFIG, **mode}).engine,
+                0,
+                tmp_path / "alone.jsonl",
+            )
             assert without_host_blocks(first) == without_host_blocks(tmp_path / "alone.jsonl"), mode
             assert alone.preempted or "num_blocks" not in mode
 
@@ -114,12 +140,20 @@ def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, t
 @pytest.mark.slow
 def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compared(folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}])
+    compared(
+        folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}]
+    )
 
 
 @pytest.mark.slow
 def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
-    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "rule": "rejection", "adaptive": False}
+    drafts = {
+        "method": "draft",
+        "model": str(folder),
+        "num_tokens": 2,
+        "rule": "rejection",
+        "adaptive": False,
+    }
     modes = [
         {},  # engines one after the other
         SWAPPED | {"weight_dtype": "int8"},
@@ -140,7 +174,9 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 12.0) -> str:
+def failed(
+    folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 12.0
+) -> str:
     """Let processes have a fault after their 5th step -> the sentence that all others end with."""
     log = tmp_path / "run.jsonl"
     job = {
@@ -161,7 +197,11 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
             assert status == -signal.SIGKILL
         else:
             assert status == EXIT_STATUS, output
-            reasons |= {line[10:].rpartition("; process ")[0] for line in output.splitlines() if "pagedjax: " in line}
+            reasons |= {
+                line[10:].rpartition("; process ")[0]
+                for line in output.splitlines()
+                if "pagedjax: " in line
+            }
     found = verify(log)
     assert found.identical
     assert found.steps in (4, 5), "the recording has all steps that ended"
@@ -173,14 +213,21 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        slow({1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"),
-        ({1: "stopped"}, "process 1 has not been heard of for 12 s: it is stopped, or cannot be reached"),
+        slow(
+            {1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"
+        ),
+        (
+            {1: "stopped"},
+            "process 1 has not been heard of for 12 s: it is stopped, or cannot be reached",
+        ),
         slow({1: "stalled"}, "process 1 did not begin step 6 for 12 s"),
         slow({0: "killed"}, "process 0 ended: its connection is closed"),
         slow({0: "stalled"}, "step 5 has not ended for 12 s in process 0"),
         slow({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory"),
     ],
-    ids=lambda value: " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else "",
+    ids=lambda value: (
+        " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else ""
+    ),
 )
 def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults, reason):
     found = failed(folder, tmp_path, faults)
@@ -191,15 +238,40 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--model", "/nowhere"], "process 1 does not follow: its program has ended, and its output says why"),
-        (["--budget", "64"], "process 1 differs from process 0: engine.max_num_batched_tokens is 64 here and 32 in"),
+        (
+            ["--model", "/nowhere"],
+            "process 1 does not follow: its program has ended, and its output says why",
+        ),
+        (
+            ["--budget", "64"],
+            "process 1 differs from process 0: engine.max_num_batched_tokens is 64 here and 32 in",
+        ),
     ],
     ids=["no model", "other options"],
 )
 def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
     """Before any program waits for the devices of all."""
-    start = [sys.executable, "-m", "pagedjax", "generate", "abc", "--model", str(folder), "--max-model-len", "64"]
-    group = ["--budget", "32", "--mesh", "tensor=2", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
+    start = [
+        sys.executable,
+        "-m",
+        "pagedjax",
+        "generate",
+        "abc",
+        "--model",
+        str(folder),
+        "--max-model-len",
+        "64",
+    ]
+    group = [
+        "--budget",
+        "32",
+        "--mesh",
+        "tensor=2",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--processes",
+        "2",
+    ]
     commands = [[*start, *group, "--process", str(i), *(words if i else [])] for i in range(2)]
     with started(commands, tmp_path) as made:
         assert [process.wait(LIMIT) for process in made] == [EXIT_STATUS] * 2
@@ -208,10 +280,37 @@ def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
 
 def serve_commands(folder: Path, *words: str) -> list[list[str]]:
     port = free_port()
-    shape = ["--mesh", "tensor=2", "--max-num-seqs", "4", "--num-blocks", "256", "--token-buckets", "8,64"]
+    shape = [
+        "--mesh",
+        "tensor=2",
+        "--max-num-seqs",
+        "4",
+        "--num-blocks",
+        "256",
+        "--token-buckets",
+        "8,64",
+    ]
     shape += ["--max-num-batched-tokens", "64"]
-    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-timeout", "5", *words]
-    start = [sys.executable, "-m", "pagedjax", "serve", str(folder), "--port", "0", "--log-level", "warning"]
+    group = [
+        "--coordinator",
+        f"127.0.0.1:{port}",
+        "--processes",
+        "2",
+        "--process-timeout",
+        "5",
+        *words,
+    ]
+    start = [
+        sys.executable,
+        "-m",
+        "pagedjax",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+    ]
     return [[*start, *shape, *group, "--process", str(i)] for i in range(2)]
 
 
@@ -230,12 +329,20 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
     log = tmp_path / "run.jsonl"
     with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:
         url = url_of(made[0], tmp_path / "0")
-        body = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": "abc",
+            "temperature": 0,
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         made[1].send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in made] == [0, 0], (tmp_path / "0").read_text()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate("abc", params, use_tqdm=False)
+    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate(
+        "abc", params, use_tqdm=False
+    )
     assert answer.json()["choices"][0]["text"] == alone.outputs[0].text
     other = log.with_suffix(".process-1.jsonl")
     assert verify(other).steps == verify(log).steps == 8
@@ -271,10 +378,30 @@ def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
 
 @pytest.mark.slow
 def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
-    words = [sys.executable, "-m", "pagedjax", "generate", "abc", "--model", str(folder), "--max-model-len", "64"]
+    words = [
+        sys.executable,
+        "-m",
+        "pagedjax",
+        "generate",
+        "abc",
+        "--model",
+        str(folder),
+        "--max-model-len",
+        "64",
+    ]
     words += ["--max-tokens", "8", "--budget", "32"]
-    alone = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True)
-    group = ["--mesh", "tensor=2", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+    alone = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    group = [
+        "--mesh",
+        "tensor=2",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--processes",
+        "2",
+        "--process",
+    ]
     with started([[*words, *group, str(i)] for i in range(2)], tmp_path) as made:
         assert [process.wait(LIMIT) for process in made] == [0, 0]
     assert (tmp_path / "0").read_text().endswith(alone.stdout)
@@ -285,25 +412,60 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
 @pytest.mark.slow
 def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
     """Two engines stay alive and take turns; a third cannot be built, in either process."""
-    engine = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]}
+    engine = {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+        "token_buckets": [16],
+    }
     workload = {"kind": "synthetic", "count": 5, "arrivals": {"process": "poisson", "rate": 200.0}}
     workload |= {name: {"dist": "uniform", "low": 2, "high": 6} for name in ("prompt", "output")}
-    config = {"name": "unit", "model": str(folder), "engine": engine, "cache_tokens": 256, "workload": workload}
-    config |= {"sampling": {"temperature": 0.0, "ignore_eos": True}, "warmup": {"requests": 1, "max_tokens": 2}}
-    config |= {"repeats": 2, "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}}}
+    config = {
+        "name": "unit",
+        "model": str(folder),
+        "engine": engine,
+        "cache_tokens": 256,
+        "workload": workload,
+    }
+    config |= {
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "warmup": {"requests": 1, "max_tokens": 2},
+    }
+    config |= {
+        "repeats": 2,
+        "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}},
+    }
     path = tmp_path / "unit.json"
     path.write_text(json.dumps(config))
     words = [sys.executable, "-m", "experiments.run", str(path), "--quiet", "--out"]
     subprocess.run([*words, str(tmp_path / "alone")], cwd=ROOT, timeout=LIMIT, check=False)
-    group = ["--set", "engine.mesh={tensor: 2}", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
-    with started([[*words, str(tmp_path / "two"), *group, "--process", str(i)] for i in range(2)], tmp_path) as made:
+    group = [
+        "--set",
+        "engine.mesh={tensor: 2}",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--processes",
+        "2",
+    ]
+    with started(
+        [[*words, str(tmp_path / "two"), *group, "--process", str(i)] for i in range(2)], tmp_path
+    ) as made:
         assert [process.wait(LIMIT) for process in made] == [1, 0], (tmp_path / "1").read_text()
     found = {}
     for name in ("alone", "two"):
         for file in (tmp_path / name).rglob("summary.json"):
-            run, facts = json.loads(file.read_text()), json.loads((file.parent / "env.json").read_text())
-            key = run["swept"]["engine.block_size"], run["swept"]["engine.max_model_len"], run["repeat"]
-            found.setdefault(key, []).append((run["failed"], run["metrics"] and run["metrics"]["tokens_sha256"]))
+            run, facts = (
+                json.loads(file.read_text()),
+                json.loads((file.parent / "env.json").read_text()),
+            )
+            key = (
+                run["swept"]["engine.block_size"],
+                run["swept"]["engine.max_model_len"],
+                run["repeat"],
+            )
+            found.setdefault(key, []).append(
+                (run["failed"], run["metrics"] and run["metrics"]["tokens_sha256"])
+            )
             assert facts["device"]["processes"] == (2 if name == "two" else 1)
     assert len(found) == 8
     assert all(one == other for one, other in found.values())

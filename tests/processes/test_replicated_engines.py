@@ -25,7 +25,13 @@ from pagedjax.host.policies import FCFS
 from pagedjax.processes import engines
 from pagedjax.processes import group as group_module
 from pagedjax.processes.connection import Message
-from pagedjax.processes.engines import FollowerEngine, LeaderEngine, decoded_params, encoded_params, make_engine
+from pagedjax.processes.engines import (
+    FollowerEngine,
+    LeaderEngine,
+    decoded_params,
+    encoded_params,
+    make_engine,
+)
 from pagedjax.processes.group import ProcessFailed
 from tests.engine.test_lookahead import CONFIG, make, play, tokens
 from tests.processes.pairs import Connected, connected
@@ -86,7 +92,9 @@ def pair(tiny, tmp_path):
 
 @pytest.mark.default_cases("", "swapped")
 @pytest.mark.parametrize(
-    "config", [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE], ids=["", "swapped", "lookahead", "adaptive drafts"]
+    "config",
+    [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE],
+    ids=["", "swapped", "lookahead", "adaptive drafts"],
 )
 def test_a_follower_makes_the_recording_of_the_leader(tiny, one_layer, tmp_path, config):
     """Also with drafts whose number depends on times, which differ between processes."""
@@ -99,9 +107,13 @@ def test_a_follower_makes_the_recording_of_the_leader(tiny, one_layer, tmp_path,
         if config is SWAPPED:
             alone = make(model, 0, **config).engine
             assert play(alone, 2, tmp_path / "alone.jsonl").preempted > 3
-            assert (tmp_path / "alone.jsonl").read_bytes() == (tmp_path / "leader.jsonl").read_bytes()
+            assert (tmp_path / "alone.jsonl").read_bytes() == (
+                tmp_path / "leader.jsonl"
+            ).read_bytes()
         both.released()
-        assert (tmp_path / "follower.jsonl").read_bytes() == (tmp_path / "leader.jsonl").read_bytes()
+        assert (tmp_path / "follower.jsonl").read_bytes() == (
+            tmp_path / "leader.jsonl"
+        ).read_bytes()
         states = [engine._state for engine in (both.leader, both.follower)]
         assert states[0].scheduler == states[1].scheduler
         chex.assert_trees_all_equal(states[0].cache, states[1].cache)
@@ -143,7 +155,8 @@ def test_several_processes_compile_for_a_pooled_prompt_only_if_they_may(pair):
         pair.leader.runtime, config=dataclasses.replace(pair.leader.config, compilation="eager")
     )
     with pytest.raises(
-        ValueError, match=r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation"
+        ValueError,
+        match=r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation",
     ):
         pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
     assert not pair.leader.has_work
@@ -170,7 +183,11 @@ def reordered(messages: Iterator[Message]) -> Iterator[Message]:
 def changed(messages: Iterator[Message]) -> Iterator[Message]:
     """The third request has another token in its prompt."""
     for message in messages:
-        yield message | {"prompt": [9, *message["prompt"][1:]]} if message.get("request_id") == "r2" else message
+        yield (
+            message | {"prompt": [9, *message["prompt"][1:]]}
+            if message.get("request_id") == "r2"
+            else message
+        )
 
 
 def twice(messages: Iterator[Message]) -> Iterator[Message]:
@@ -241,13 +258,17 @@ def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tin
 def test_drafts_that_differ_are_named_before_they_are_computed(tiny, tmp_path, monkeypatch):
     """A drafter that draws random numbers: as many drafts, and others."""
     here = threading.local()
-    propose = Drafter("random", lambda memory, name, known, k: [7 if getattr(here, "follows", False) else 8] * k)
+    propose = Drafter(
+        "random", lambda memory, name, known, k: [7 if getattr(here, "follows", False) else 8] * k
+    )
     with connected() as group:
         options = {"speculative": {"method": "ngram", "adaptive": False}, "compilation": "lazy"}
         both = Pair(tiny, group, tmp_path / "follower.jsonl", **options)
         for engine in (both.leader, both.follower):
             assert engine._state.drafting
-            engine._state = engine._state._replace(drafting=engine._state.drafting._replace(drafter=propose))
+            engine._state = engine._state._replace(
+                drafting=engine._state.drafting._replace(drafter=propose)
+            )
         follow = both.follower.follow
 
         def marked(**options: Any) -> bool:
@@ -275,7 +296,9 @@ def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
     monkeypatch.setattr(FollowerEngine, "_schedule", fails)
     pair.follow()
     add(pair.leader)
-    assert pair.failed() == "process 1 failed in step 3: RuntimeError: RESOURCE_EXHAUSTED: no memory"
+    assert (
+        pair.failed() == "process 1 failed in step 3: RuntimeError: RESOURCE_EXHAUSTED: no memory"
+    )
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -290,7 +313,9 @@ def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pair.leader.group, "enter", lambda stage: fails() if stage == "running" else None)
+    monkeypatch.setattr(
+        pair.leader.group, "enter", lambda stage: fails() if stage == "running" else None
+    )
     assert pair.failed() == f"process 0 failed in step 2: {type(error).__name__}: {error}"
 
 
@@ -298,7 +323,10 @@ def test_requests_that_are_refused_reach_nobody(pair):
     pair.follow()
     with pytest.raises(ValueError, match=r"request .bad. has token id 999; the vocabulary"):
         pair.leader.add("bad", [999], GREEDY)
-    with pytest.raises(ValueError, match="request 'taps': taps run in one process, and this engine has several; leave"):
+    with pytest.raises(
+        ValueError,
+        match="request 'taps': taps run in one process, and this engine has several; leave",
+    ):
         pair.leader.add("taps", [5], SamplingParams(taps=Taps(hidden_states=0)))
     with pytest.raises(ValueError, match="process 1 follows process 0, which takes the requests"):
         pair.follower.add("other", [5], GREEDY)
@@ -324,7 +352,9 @@ def test_new_parameters_come_from_each_process_itself(pair, tiny):
         pair.leader.step()
     pair.released()
     chex.assert_trees_all_equal(pair.leader.model.leaves, pair.follower.model.leaves)
-    assert np.abs(pair.follower.model.params["embed"][...] - tiny.model.params["embed"][...]).max() > 0
+    assert (
+        np.abs(pair.follower.model.params["embed"][...] - tiny.model.params["embed"][...]).max() > 0
+    )
 
 
 def test_new_parameters_that_differ_are_named(pair, tiny):
@@ -340,7 +370,11 @@ def test_blocks_of_an_id_that_comes_again_after_a_reset_are_in_the_digest(pair):
         add(pair.leader)
         pair.leader.step()
         pair.leader.step()
-        (line,) = (one for one in pair.group.leader._lines[pair.group.leader.steps - 1] if one.startswith('{"schedule'))
+        (line,) = (
+            one
+            for one in pair.group.leader._lines[pair.group.leader.steps - 1]
+            if one.startswith('{"schedule')
+        )
         assert len(json.loads(line)["schedule"]["blocks"]) == 4
         pair.leader.reset()
     pair.released()
@@ -375,7 +409,10 @@ def test_steps_of_another_engine_are_named(pair):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"config": {"token_buckets": (16, 24)}}, "engine.token_buckets is [16, 24] here and [24] in process 0"),
+        (
+            {"config": {"token_buckets": (16, 24)}},
+            "engine.token_buckets is [16, 24] here and [24] in process 0",
+        ),
         ({"eos_token_ids": (5,)}, "eos_token_ids is [5] here and "),
         ({"row_features": (MIN_P,)}, "row_features is ['min_p'] here and [] in process 0"),
         ({"params": 1.5}, "weights is "),
@@ -400,19 +437,24 @@ def test_new_parameters_of_one_process_alone_are_refused(pair, tiny):
     pair.follow()
     pair.leader.update_params(tiny.model.params)
     reason = pair.failed()
-    assert reason.startswith("process 1 failed at the input 'update_params': ValueError: process 0 has new parameters")
+    assert reason.startswith(
+        "process 1 failed at the input 'update_params': ValueError: process 0 has new parameters"
+    )
 
 
 def test_other_options_in_one_process_are_named(tiny, tmp_path):
     with connected() as group:
         both = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
         config = EngineConfig(**{**CONFIG, "block_size": 8, "compilation": "lazy"})
-        both.follower = FollowerEngine(group.followers[0], tiny.model, config, eos_token_ids=tiny.eos_token_ids)
+        both.follower = FollowerEngine(
+            group.followers[0], tiny.model, config, eos_token_ids=tiny.eos_token_ids
+        )
         both.follow()
         add(both.leader)
         reason = both.failed()
     assert (
-        "engine.block_size is 8 here and 4 in process 0; start all processes with the same options, versions" in reason
+        "engine.block_size is 8 here and 4 in process 0; start all processes with the same options, versions"
+        in reason
     )
 
 
@@ -420,11 +462,28 @@ def test_other_options_in_one_process_are_named(tiny, tmp_path):
     "params",
     [
         GREEDY,
-        SamplingParams(n=3, best_of=4, temperature=0.1 + 0.2, top_k=-1, stop=("a", "b"), logit_bias={5: -0.1, 7: 3.0}),
-        SamplingParams(allowed_token_ids=(3, 1), extra_args={"x": (1, ("y", None)), "z": True}, cache_salt="\u00e9"),
-        SamplingParams(seed=2**32 - 1, prompt_logprobs=0, enable_prefix_caching=False, min_tokens=2),
-        BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=-0.5, stop_token_ids=(4, 2)),
-        PoolingParams(dimensions=3, pooling_type="MEAN", normalize=False, truncate_prompt_tokens=-1),
+        SamplingParams(
+            n=3,
+            best_of=4,
+            temperature=0.1 + 0.2,
+            top_k=-1,
+            stop=("a", "b"),
+            logit_bias={5: -0.1, 7: 3.0},
+        ),
+        SamplingParams(
+            allowed_token_ids=(3, 1),
+            extra_args={"x": (1, ("y", None)), "z": True},
+            cache_salt="\u00e9",
+        ),
+        SamplingParams(
+            seed=2**32 - 1, prompt_logprobs=0, enable_prefix_caching=False, min_tokens=2
+        ),
+        BeamSearchParams(
+            beam_width=3, early_stopping="never", length_penalty=-0.5, stop_token_ids=(4, 2)
+        ),
+        PoolingParams(
+            dimensions=3, pooling_type="MEAN", normalize=False, truncate_prompt_tokens=-1
+        ),
     ],
 )
 def test_parameters_survive_the_wire(params):
@@ -434,8 +493,14 @@ def test_parameters_survive_the_wire(params):
 def test_several_processes_without_a_connection_or_a_mesh_are_refused(tiny, monkeypatch):
     config = EngineConfig(**CONFIG)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.proc"):
+    with pytest.raises(
+        ValueError,
+        match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.proc",
+    ):
         make_engine(tiny.model, config)
     monkeypatch.setattr(engines, "joined", lambda: object())
-    with pytest.raises(ValueError, match=r"2 processes have \d+ devices, and mesh is None; set mesh=\{'tensor': \d+\}"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 processes have \d+ devices, and mesh is None; set mesh=\{'tensor': \d+\}",
+    ):
         make_engine(tiny.model, config)

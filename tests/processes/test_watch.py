@@ -10,14 +10,25 @@ from pagedjax.processes.watch import Progress, late
 
 CASES = {
     "all wait": ({0: Progress(3, "waiting", 900), 1: Progress(3, "waiting", 900)}, None),
-    "one loads for long": ({0: Progress(0, "starting", 900), 1: Progress(0, "starting", 900)}, None),
+    "one loads for long": (
+        {0: Progress(0, "starting", 900), 1: Progress(0, "starting", 900)},
+        None,
+    ),
     "a step takes long": ({0: Progress(3, "running", 9), 1: Progress(3, "running", 9)}, None),
     "silence": (
-        {0: Progress(3, "running", 11), 1: Progress(3, "running", 1, 10.5), 2: Progress(3, "running", 11)},
+        {
+            0: Progress(3, "running", 11),
+            1: Progress(3, "running", 1, 10.5),
+            2: Progress(3, "running", 11),
+        },
         "process 1 has not been heard of for 10 s: it is stopped, or cannot be reached",
     ),
     "the scheduler of one hangs": (
-        {0: Progress(3, "running", 11), 1: Progress(3, "scheduling", 11), 2: Progress(3, "running", 11)},
+        {
+            0: Progress(3, "running", 11),
+            1: Progress(3, "scheduling", 11),
+            2: Progress(3, "running", 11),
+        },
         "process 1 has been scheduling step 3 for 11 s",
     ),
     "process 0 does not send the step": (
@@ -25,11 +36,19 @@ CASES = {
         "process 0 has been scheduling step 4 for 11 s",
     ),
     "one hangs after a step": (
-        {0: Progress(4, "running", 11), 1: Progress(4, "running", 11), 2: Progress(3, "running", 12)},
+        {
+            0: Progress(4, "running", 11),
+            1: Progress(4, "running", 11),
+            2: Progress(3, "running", 12),
+        },
         "process 2 did not begin step 4 for 11 s",
     ),
     "two hang before an input": (
-        {0: Progress(4, "running", 11), 1: Progress(3, "waiting", 11), 2: Progress(3, "waiting", 12)},
+        {
+            0: Progress(4, "running", 11),
+            1: Progress(3, "waiting", 11),
+            2: Progress(3, "waiting", 12),
+        },
         "processes 1, 2 did not begin step 4 for 11 s",
     ),
     "process 0 hangs after a step": (
@@ -60,7 +79,10 @@ def test_nobody_is_late_within_the_timeout_and_who_is_named_is_late(found):
     reason = late(progress, 10)
     if all(one.seconds <= 10 and one.silent <= 10 for one in found):
         assert reason is None
-    if any(one.silent > 10 or (one.stage in ("scheduling", "running") and one.seconds > 10) for one in found):
+    if any(
+        one.silent > 10 or (one.stage in ("scheduling", "running") and one.seconds > 10)
+        for one in found
+    ):
         assert reason is not None
     if reason and reason.startswith("process ") and " did not begin " not in reason:
         one = progress[int(reason.split()[1])]

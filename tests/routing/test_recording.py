@@ -13,7 +13,9 @@ from pagedjax import cli, routing
 from pagedjax.routing import PREFIX, ROUTERS, RouterRequest, recording
 from pagedjax.routing.recording import Recorder
 
-DONE = st.lists(st.tuples(st.sampled_from(("route", "finish", "join", "leave")), st.integers(0, 5)), max_size=30)
+DONE = st.lists(
+    st.tuples(st.sampled_from(("route", "finish", "join", "leave")), st.integers(0, 5)), max_size=30
+)
 
 
 def record(router: routing.Router, done: list[tuple[str, int]], path: Path) -> Recorder:
@@ -59,14 +61,18 @@ def lines(tmp_path) -> list[str]:
 def test_another_assignment_is_found_with_its_line(lines):
     assert json.loads(lines[3])["to"] == "r0"
     lines[3] = lines[3].replace('"to":"r0"', '"to":"r1"')
-    with pytest.raises(ValueError, match="line 4: router 'prefix' sends 'q2' to 'r0', and the record to 'r1'"):
+    with pytest.raises(
+        ValueError, match="line 4: router 'prefix' sends 'q2' to 'r0', and the record to 'r1'"
+    ):
         recording.replay(lines)
 
 
 def test_another_router_is_found(lines):
     assert recording.replay(lines)[1] == 3
     last = routing.Router("last", lambda state, request: state.replicas[-1])
-    with pytest.raises(ValueError, match="line 4: router 'last' sends 'q2' to 'r1', and the record to 'r0'"):
+    with pytest.raises(
+        ValueError, match="line 4: router 'last' sends 'q2' to 'r1', and the record to 'r0'"
+    ):
         recording.replay(lines, last)
 
 
@@ -74,7 +80,10 @@ def test_another_router_is_found(lines):
     ("change", "message"),
     [
         (lambda lines: [], "the record is empty; its first line names the router"),
-        (lambda lines: ['{"routing":9,"router":"prefix","known_blocks":1}'], "line 1: format 9 is not 1"),
+        (
+            lambda lines: ['{"routing":9,"router":"prefix","known_blocks":1}'],
+            "line 1: format 9 is not 1",
+        ),
         (lambda lines: lines[1:], "line 1 is no transition of a router: .*joined"),
         (lambda lines: [*lines, '{"moved":1}'], "line 8 is no transition of a router"),
         (lambda lines: [*lines, "nonsense"], "line 8: Expecting value"),

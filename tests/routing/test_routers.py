@@ -10,12 +10,28 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pagedjax import routing
 from pagedjax.engine import block_hashes
 from pagedjax.params import SamplingParams
-from pagedjax.routing import PREFIX, ROUND_ROBIN, ROUTERS, Load, Replica, Router, RouterRequest, by_prefix, find
+from pagedjax.routing import (
+    PREFIX,
+    ROUND_ROBIN,
+    ROUTERS,
+    Load,
+    Replica,
+    Router,
+    RouterRequest,
+    by_prefix,
+    find,
+)
 from pagedjax.routing.prefixes import Prefixes, depth, learned
 from pagedjax.routing.state import RouterState, check
 from tests import drawn
@@ -43,7 +59,9 @@ def cluster(count: int, known_blocks: int = 100) -> RouterState:
     return state
 
 
-def send(state: RouterState, router: Router, *prompts: str, at: int = 0) -> tuple[RouterState, list]:
+def send(
+    state: RouterState, router: Router, *prompts: str, at: int = 0
+) -> tuple[RouterState, list]:
     """Requests of these prompts, named by their place -> (state, the replica of each)."""
     chosen = []
     for i, prompt in enumerate(prompts, start=at):
@@ -52,7 +70,9 @@ def send(state: RouterState, router: Router, *prompts: str, at: int = 0) -> tupl
     return state, chosen
 
 
-def play(router: Router, happened: Sequence[tuple], replicas: int) -> list[tuple[RouterState, str, Any]]:
+def play(
+    router: Router, happened: Sequence[tuple], replicas: int
+) -> list[tuple[RouterState, str, Any]]:
     """The states after each of `happened`, with what was done and to what."""
     state, found = cluster(replicas, known_blocks=5), []
     for i, (what, *rest) in enumerate(happened):
@@ -87,11 +107,17 @@ def test_every_router_keeps_the_laws(router: Router, happened: list, replicas: i
             assert subject not in state.replicas
             assert all(routed.replica != subject for routed in state.unfinished.values())
         before = state
-    assert found == play(router, happened, replicas), "the same events gave other states, or a state was changed"
+    assert found == play(router, happened, replicas), (
+        "the same events gave other states, or a state was changed"
+    )
 
 
-@drawn.given(30, 100, st.lists(WHAT, max_size=40), st.integers(1, 4), st.floats(1, 3), st.integers(0, 6))
-def test_no_replica_gets_a_request_beyond_the_limit(happened: list, replicas: int, factor: float, slack: int):
+@drawn.given(
+    30, 100, st.lists(WHAT, max_size=40), st.integers(1, 4), st.floats(1, 3), st.integers(0, 6)
+)
+def test_no_replica_gets_a_request_beyond_the_limit(
+    happened: list, replicas: int, factor: float, slack: int
+):
     for state, what, replica in play(by_prefix("mine", factor, slack), happened, replicas):
         if what == "route" and state.replicas:
             limit = max(slack, math.ceil(factor * len(state.unfinished) / len(state.replicas)))
@@ -99,7 +125,9 @@ def test_no_replica_gets_a_request_beyond_the_limit(happened: list, replicas: in
 
 
 @drawn.given(30, 100, st.lists(PROMPTS, max_size=12), PROMPTS.filter(bool), st.integers(1, 5))
-def test_a_known_prefix_is_found_when_the_load_allows_it(earlier: list[str], prompt: str, replicas: int):
+def test_a_known_prefix_is_found_when_the_load_allows_it(
+    earlier: list[str], prompt: str, replicas: int
+):
     state, chosen = send(cluster(replicas), by_prefix("any", factor=1.0, slack=100), *earlier)
     depths = [0] * replicas
     for other, at in zip(earlier, chosen, strict=True):
@@ -109,7 +137,9 @@ def test_a_known_prefix_is_found_when_the_load_allows_it(earlier: list[str], pro
 
 
 def shared(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 @drawn.given(30, 100, st.lists(PROMPTS, max_size=30), st.integers(0, 8))
@@ -159,7 +189,9 @@ class NaivePrefixRouter(RuleBasedStateMachine):
     def arrive(self, prompt: str, tokens: int) -> None:
         self.count += 1
         name = f"r{self.count}"
-        self.state, chosen = routing.route(self.state, self.router, RouterRequest(name, tokens, hashes(prompt)))
+        self.state, chosen = routing.route(
+            self.state, self.router, RouterRequest(name, tokens, hashes(prompt))
+        )
         assert chosen == self.expected(prompt)
         self.requests[name], self.routed = (chosen, tokens), True
         self.turn_after(chosen)
@@ -200,7 +232,9 @@ class NaivePrefixRouter(RuleBasedStateMachine):
         self.order.remove(replica)
         self.replicas.remove(replica)
         del self.used[replica]
-        self.requests = {name: (at, tokens) for name, (at, tokens) in self.requests.items() if at != replica}
+        self.requests = {
+            name: (at, tokens) for name, (at, tokens) in self.requests.items() if at != replica
+        }
         self.routed = self.routed and bool(self.order)
 
     @invariant()
@@ -245,7 +279,9 @@ def test_a_prefix_goes_to_a_second_replica_beyond_the_limit():
     router = by_prefix("strict", factor=1.0, slack=2)
     state, chosen = send(cluster(3), router, *["aaa"] * 5)
     assert chosen == [0, 0, 1, 1, 2]
-    assert [state.known_prefix(replica, RouterRequest("", 0, hashes("aab"))) for replica in range(3)] == [2, 2, 2]
+    assert [
+        state.known_prefix(replica, RouterRequest("", 0, hashes("aab"))) for replica in range(3)
+    ] == [2, 2, 2]
 
 
 def test_routers_without_prefixes_remember_none():
@@ -281,27 +317,49 @@ def test_prompts_with_another_salt_or_adapter_have_other_hashes():
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda s: routing.init(-1), "known_blocks is -1; it must be at least 0, which remembers no prefix"),
-        (lambda s: routing.joined(s, 1), "replica 1 is present already; give it another name, or let it leave first"),
-        (lambda s: routing.left(s, 7), "replica 7 is not present, so it cannot leave; present: 0, 1"),
+        (
+            lambda s: routing.init(-1),
+            "known_blocks is -1; it must be at least 0, which remembers no prefix",
+        ),
+        (
+            lambda s: routing.joined(s, 1),
+            "replica 1 is present already; give it another name, or let it leave first",
+        ),
+        (
+            lambda s: routing.left(s, 7),
+            "replica 7 is not present, so it cannot leave; present: 0, 1",
+        ),
         (
             lambda s: send(routing.init(), PREFIX, ""),
             "request 'r0' has nowhere to go: 0 replicas are present, and 1 is",
         ),
-        (lambda s: send(s, PREFIX, ""), "request 'r0' is unfinished on replica 0; give the new one another id"),
-        (lambda s: routing.route(s, PREFIX, RouterRequest("a", -1)), "request 'a' has -1 tokens; give at least 0"),
         (
-            lambda s: routing.route(s, Router("mine", lambda state, request: 9), RouterRequest("a", 1)),
+            lambda s: send(s, PREFIX, ""),
+            "request 'r0' is unfinished on replica 0; give the new one another id",
+        ),
+        (
+            lambda s: routing.route(s, PREFIX, RouterRequest("a", -1)),
+            "request 'a' has -1 tokens; give at least 0",
+        ),
+        (
+            lambda s: routing.route(
+                s, Router("mine", lambda state, request: 9), RouterRequest("a", 1)
+            ),
             "router 'mine' chose replica 9 for request 'a'; present are 0, 1; its choose must return one of",
         ),
         (
-            lambda s: routing.route(s, Router("mine", lambda state, request: [0]), RouterRequest("a", 1)),
+            lambda s: routing.route(
+                s, Router("mine", lambda state, request: [0]), RouterRequest("a", 1)
+            ),
             "router 'mine' chose replica [0] for request 'a'; present are 0, 1; its choose must return one of",
         ),
         (lambda s: by_prefix("mine", factor=0.5), "factor is 0.5; it must be at least 1, or"),
         (lambda s: by_prefix("mine", factor=math.nan), "factor is nan; it must be at least 1"),
         (lambda s: by_prefix("mine", slack=-1), "slack is -1; it must be at least 0 requests"),
-        (lambda s: find("fastest"), "router is 'fastest'; write one of round_robin, least_loaded, prefix, module:NAME"),
+        (
+            lambda s: find("fastest"),
+            "router is 'fastest'; write one of round_robin, least_loaded, prefix, module:NAME",
+        ),
     ],
 )
 def test_wrong_values_are_refused_with_a_remedy(act, message: str):
@@ -313,8 +371,14 @@ def test_wrong_values_are_refused_with_a_remedy(act, message: str):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("MINE = Router('prefix', lambda state, request: 0)", "calls itself 'prefix', which is another one; rename it"),
-        ("MINE = Router('mine', lambda state: 0)", "its choose takes other arguments; write choose(state, request)"),
+        (
+            "MINE = Router('prefix', lambda state, request: 0)",
+            "calls itself 'prefix', which is another one; rename it",
+        ),
+        (
+            "MINE = Router('mine', lambda state: 0)",
+            "its choose takes other arguments; write choose(state, request)",
+        ),
         ("MINE = 3", "MINE in .* is no Router; those in it: none"),
     ],
 )
@@ -328,5 +392,7 @@ def test_a_wrong_router_of_ones_own_is_refused(tmp_path, code: str, message: str
 def test_a_factor_beyond_the_number_of_replicas_limits_nothing():
     state, hashes = cluster(2), (b"a",)
     for i in range(20):
-        state, chosen = routing.route(state, by_prefix("mine", 1e308, 0), RouterRequest(str(i), 1, hashes))
+        state, chosen = routing.route(
+            state, by_prefix("mine", 1e308, 0), RouterRequest(str(i), 1, hashes)
+        )
         assert chosen == 0

@@ -36,5 +36,7 @@ def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="session")
 def tool_client(tool_server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with openai.OpenAI(
+        base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as made:
         yield made

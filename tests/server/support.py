@@ -21,7 +21,12 @@ from pagedjax import LLM, cli
 from pagedjax.server import serve
 from pagedjax.server.app import Options, create_app
 
-ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+ENGINE = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 64),
+    "num_blocks": 256,
+}
 ROOT = Path(__file__).parents[2]
 GREEDY = {"model": "tiny", "temperature": 0.0}
 
@@ -31,7 +36,9 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
     """A server for the time of a test -> its url, app, worker and uvicorn's server."""
     options = Options(**{"name": "tiny"} | options)
     app = create_app(llm, options)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10
+    )
     server, listener = uvicorn.Server(config), config.bind_socket()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -42,7 +49,9 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
             thread.join(0.01)
         assert server.started
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        yield SimpleNamespace(url=url, app=app, worker=app.state.worker, server=server, thread=thread)
+        yield SimpleNamespace(
+            url=url, app=app, worker=app.state.worker, server=server, thread=thread
+        )
     finally:
         server.should_exit = True
         thread.join(30)
@@ -77,7 +86,17 @@ def started(
         errors: the file for its log.
         module: "pagedjax" compiles as for users.
     """
-    command = [sys.executable, "-m", module, "serve", *words, "--port", "0", "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "serve",
+        *words,
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -138,9 +157,17 @@ def wait_until(
 def idle(worker) -> bool:
     """Whether no request is under way and no block has an owner."""
     state = worker.llm.engine.scheduler_state
-    return not worker.llm.engine.has_work and not worker.waiting and state.pool.num_free == state.config.num_blocks
+    return (
+        not worker.llm.engine.has_work
+        and not worker.waiting
+        and state.pool.num_free == state.config.num_blocks
+    )
 
 
 def gauge(page: str, name: str) -> float:
     """The value of a gauge on the page of metrics of one server."""
-    return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")))
+    return float(
+        next(
+            line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")
+        )
+    )

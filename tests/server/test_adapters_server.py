@@ -55,7 +55,9 @@ def library(tiny) -> LLM:
 @pytest.fixture(scope="module")
 def open_server(tiny) -> Iterator[SimpleNamespace]:
     """A server whose clients may load adapters."""
-    with serving(LLM(tiny, progress=False, **ENGINE, **LORA), allow_runtime_lora_updating=True) as found:
+    with serving(
+        LLM(tiny, progress=False, **ENGINE, **LORA), allow_runtime_lora_updating=True
+    ) as found:
         yield found
         wait_until(lambda: idle(found.worker))
         assert found.worker.healthy
@@ -67,7 +69,9 @@ def http(open_server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=open_server.url, timeout=60) as client:
         yield client
         for name in list(open_server.worker.llm.engine.adapters):
-            assert client.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+            assert (
+                client.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+            )
 
 
 @pytest.fixture
@@ -86,7 +90,9 @@ def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
 
 
 def load(http: httpx.Client, name: str, folder: Path, **more: Any) -> httpx.Response:
-    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder), **more})
+    return http.post(
+        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder), **more}
+    )
 
 
 def loaded(http: httpx.Client, name: str, folder: Path, **more: Any) -> None:
@@ -98,7 +104,13 @@ def unload(http: httpx.Client, name: str, **more: Any) -> httpx.Response:
     return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **more})
 
 
-def texts(library: LLM, folders: dict[str, Path], name: str | None, params: Any = PARAMS, prompt: Any = PROMPT) -> str:
+def texts(
+    library: LLM,
+    folders: dict[str, Path],
+    name: str | None,
+    params: Any = PARAMS,
+    prompt: Any = PROMPT,
+) -> str:
     request = name and LoRARequest(name, 1, folders[name])
     (output,) = library.generate(prompt, params, lora_request=request, use_tqdm=False)
     return output.outputs[0].text
@@ -122,26 +134,42 @@ def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
     assert (found["model"], found["choices"][0]["text"]) == ("one", wanted)
     for base in ("tiny", "", None):
         found = completed(http, **GREEDY, model=base, prompt=PROMPT)
-        assert (found["model"], found["choices"][0]["text"]) == ("tiny", texts(library, folders, None))
+        assert (found["model"], found["choices"][0]["text"]) == (
+            "tiny",
+            texts(library, folders, None),
+        )
 
     request = LoRARequest("one", 1, folders["one"])
     (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request, use_tqdm=False)
-    found = http.post("/v1/chat/completions", json={**GREEDY, "model": "one", "messages": MESSAGES}).json()
-    assert (found["model"], found["choices"][0]["message"]["content"]) == ("one", chat.outputs[0].text)
+    found = http.post(
+        "/v1/chat/completions", json={**GREEDY, "model": "one", "messages": MESSAGES}
+    ).json()
+    assert (found["model"], found["choices"][0]["message"]["content"]) == (
+        "one",
+        chat.outputs[0].text,
+    )
     body = {"model": "one", "input": "the cat", "temperature": 0, "max_output_tokens": 8}
     found = http.post("/v1/responses", json=body).json()
     params = SamplingParams(temperature=0.0, max_tokens=8)
     (answer,) = library.chat(MESSAGES, params, lora_request=request, use_tqdm=False)
-    assert (found["model"], found["output"][0]["content"][0]["text"]) == ("one", answer.outputs[0].text)
+    assert (found["model"], found["output"][0]["content"][0]["text"]) == (
+        "one",
+        answer.outputs[0].text,
+    )
     assert http.post("/tokenize", json={"model": "one", "prompt": "a"}).json()["count"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
 def test_embeddings_have_the_adapter_too(http, library, folders):
     loaded(http, "two", folders["two"])
-    found = http.post("/v1/embeddings", json={"model": "two", "input": PROMPT, "encoding_format": "float"}).json()
+    found = http.post(
+        "/v1/embeddings", json={"model": "two", "input": PROMPT, "encoding_format": "float"}
+    ).json()
     request = LoRARequest("two", 1, folders["two"])
-    with_it, without = (library.embed(PROMPT, PoolingParams(), lora_request=r, use_tqdm=False) for r in (request, None))
+    with_it, without = (
+        library.embed(PROMPT, PoolingParams(), lora_request=r, use_tqdm=False)
+        for r in (request, None)
+    )
     assert found["model"] == "two"
     vector = found["data"][0]["embedding"]
     np.testing.assert_allclose(vector, with_it[0].outputs.embedding, rtol=0, atol=1e-5)
@@ -186,12 +214,17 @@ def test_the_list_of_models_has_the_adapters(http, folders):
     assert [http.get(f"/v1/models/{one['id']}").json() for one in wanted] == wanted
     answer = http.get("/v1/models/other")
     assert answer.status_code == 404
-    message = "the model 'other' is not served here; 'tiny' is, and its adapters 'mail', 'team/poems'"
+    message = (
+        "the model 'other' is not served here; 'tiny' is, and its adapters 'mail', 'team/poems'"
+    )
     assert error_of(answer) == {"message": message, "type": "not_found_error", "param": "model"} | {
         "code": "model_not_found"
     }
     assert unload(http, "mail", lora_int_id=7).text == "Success: LoRA adapter 'mail' is unloaded."
-    assert error_of(http.post("/v1/completions", json={"model": "mail", "prompt": "a"}))["code"] == "model_not_found"
+    assert (
+        error_of(http.post("/v1/completions", json={"model": "mail", "prompt": "a"}))["code"]
+        == "model_not_found"
+    )
 
 
 # --- while requests run -----------------------------------------------------------------------------------------------
@@ -212,20 +245,28 @@ def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_a
         other = completed(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
         assert unload(http, "mine").status_code == 200
         plain = completed(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
-        assert open_server.worker.llm.engine.scheduler_state.running.seqs, "the stream ended too early for this test"
+        assert open_server.worker.llm.engine.scheduler_state.running.seqs, (
+            "the stream ended too early for this test"
+        )
         slow.set()
         text += "".join(pieces)
     assert text == texts(library, folders, "one", params)
-    assert [later, other, plain] == [texts(library, folders, name) for name in ("two", "three", None)]
+    assert [later, other, plain] == [
+        texts(library, folders, name) for name in ("two", "three", None)
+    ]
 
 
-def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(open_server, http, library, folders):
+def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
+    open_server, http, library, folders
+):
     """A request is answered by the adapter of its name, or refused because the adapter has gone."""
     loaded(http, "stays", folders["one"])
     wanted = {"stays": texts(library, folders, "one"), "comes": texts(library, folders, "two")}
 
     async def ask(client: httpx.AsyncClient, name: str) -> int:
-        answer = await client.post("/v1/completions", json={**GREEDY, "model": name, "prompt": PROMPT})
+        answer = await client.post(
+            "/v1/completions", json={**GREEDY, "model": name, "prompt": PROMPT}
+        )
         if answer.status_code == 200:
             assert answer.json()["choices"][0]["text"] == wanted[name]
         else:
@@ -237,10 +278,15 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(open_ser
     async def change(client: httpx.AsyncClient) -> None:
         for _ in range(15):
             body = {"lora_name": "comes", "lora_path": str(folders["two"])}
-            codes = [one.status_code for one in await asyncio.gather(*(twice(client, body) for _ in range(2)))]
+            codes = [
+                one.status_code
+                for one in await asyncio.gather(*(twice(client, body) for _ in range(2)))
+            ]
             assert sorted(codes) == [200, 400], "one of two loads finds the other's adapter"
             await asyncio.sleep(0.01)
-            assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "comes"})).status_code == 200
+            assert (
+                await client.post("/v1/unload_lora_adapter", json={"lora_name": "comes"})
+            ).status_code == 200
 
     def twice(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
         return client.post("/v1/load_lora_adapter", json=body)
@@ -254,13 +300,20 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(open_ser
     assert codes[::2] == [200] * 30
 
 
-def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(open_server, http, folders, monkeypatch):
+def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
+    open_server, http, folders, monkeypatch
+):
     loaded(http, "one", folders["one"])
-    monkeypatch.setattr(adapters, "check_model", lambda llm, model, base: None)  # it was there when this ran
+    monkeypatch.setattr(
+        adapters, "check_model", lambda llm, model, base: None
+    )  # it was there when this ran
     assert unload(http, "one").status_code == 200
     answer = http.post("/v1/completions", json={"model": "one", "prompt": ["a", "b"]})
     assert answer.status_code == 400
-    assert error_of(answer)["message"] == "adapter 'one' is not loaded; loaded are none; load it first (load_adapter)"
+    assert (
+        error_of(answer)["message"]
+        == "adapter 'one' is not loaded; loaded are none; load it first (load_adapter)"
+    )
     assert idle(open_server.worker)
 
 
@@ -277,7 +330,9 @@ def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(t
     with serving(tiny_llm) as found:
 
         def begun(function: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(found.worker.change(function), found.worker._loop)
+            return asyncio.run_coroutine_threadsafe(
+                found.worker.change(function), found.worker._loop
+            )
 
         with pytest.raises(KeyError, match="here"):
             begun(fails).result(30)
@@ -319,7 +374,10 @@ def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, fold
         answer = load(http, "mine", tmp_path / "mine", **more)
         assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_name")
         what = "lora_name: adapter 'mine' has already been loaded"
-        assert error_of(answer)["message"] == f"{what}; set load_inplace to true to replace it, or unload it first"
+        assert (
+            error_of(answer)["message"]
+            == f"{what}; set load_inplace to true to replace it, or unload it first"
+        )
     found = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
     assert found == texts(library, folders, "one")
     loaded(http, "mine", tmp_path / "mine", load_inplace=True)
@@ -327,8 +385,12 @@ def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, fold
     assert found == texts(library, folders, "two")
 
 
-def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(open_server, http, tiny_folder, folders, tmp_path):
-    def refused(answer: httpx.Response, status: int, message: str, param: str | None = None) -> None:
+def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
+    open_server, http, tiny_folder, folders, tmp_path
+):
+    def refused(
+        answer: httpx.Response, status: int, message: str, param: str | None = None
+    ) -> None:
         assert answer.status_code == status, answer.text
         assert message in error_of(answer)["message"]
         assert error_of(answer)["param"] == param
@@ -339,11 +401,20 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(open_server, ht
     dora = tiny_adapter(tmp_path / "dora", tiny_folder, 4, use_dora=True)
     patterns = tiny_adapter(tmp_path / "patterns", tiny_folder, 4, alpha_pattern=[1])
     missing = "has no adapter_config.json; it must be the folder of a LoRA adapter"
-    for wrong in (tmp_path / "nowhere", tmp_path, Path("~no-such-user/a"), folders["one"] / "adapter_config.json"):
+    for wrong in (
+        tmp_path / "nowhere",
+        tmp_path,
+        Path("~no-such-user/a"),
+        folders["one"] / "adapter_config.json",
+    ):
         refused(load(http, "a", wrong), 404, missing, "lora_path")
     refused(load(http, "a", Path("/" + "a" * 4000)), 400, "File name too long")
     refused(load(http, "a", broken), 400, "truncated or not a safetensors file")
-    refused(load(http, "a", large), 400, "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9")
+    refused(
+        load(http, "a", large),
+        400,
+        "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9",
+    )
     refused(load(http, "a", dora), 400, "use_dora is True, which is not supported")
     refused(load(http, "a", patterns), 400, "alpha_pattern is [1]; it must be an object")
     taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
@@ -352,12 +423,23 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(open_server, ht
     refused(load(http, "a" * 257, folders["one"]), 400, "lora_name: ", "lora_name")
     refused(load(http, "a", folders["one"], load_inplace=1), 400, "load_inplace: ", "load_inplace")
     refused(load(http, "a", folders["one"], other=1), 400, "unknown field 'other'", "other")
-    refused(http.post("/v1/load_lora_adapter", json={"lora_name": "a"}), 400, "lora_path: Field", "lora_path")
-    refused(http.post("/v1/unload_lora_adapter", json={}), 400, "lora_name: Field required", "lora_name")
+    refused(
+        http.post("/v1/load_lora_adapter", json={"lora_name": "a"}),
+        400,
+        "lora_path: Field",
+        "lora_path",
+    )
+    refused(
+        http.post("/v1/unload_lora_adapter", json={}), 400, "lora_name: Field required", "lora_name"
+    )
     refused(unload(http, "a"), 404, "adapter 'a' is not loaded; loaded are none", "lora_name")
     for name in RANKS:
         loaded(http, name, folders[name])
-    refused(load(http, "a", folders["one"]), 400, "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded")
+    refused(
+        load(http, "a", folders["one"]),
+        400,
+        "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded",
+    )
     assert set(open_server.worker.llm.engine.adapters) == set(RANKS)
 
 
@@ -374,11 +456,27 @@ def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
 
 
 def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
-    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if name != "token_buckets"]
+    sizes = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in ENGINE.items()
+        if name != "token_buckets"
+    ]
     pairs = [f"{name}={folders[name]}" for name in ("one", "two")]
-    words = [*sizes, "--served-model-name", "tiny", "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
+    words = [
+        *sizes,
+        "--served-model-name",
+        "tiny",
+        "--enable-lora",
+        "--max-loras",
+        "3",
+        "--max-lora-rank",
+        "8",
+    ]
     words += ["--lora-modules", *pairs, "--token-buckets", "8,64"]
-    with command(str(tiny_folder), *words) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        command(str(tiny_folder), *words) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         for name in ("one", "two", None):
             found = completed(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
             assert found["choices"][0]["text"] == texts(library, folders, name)
@@ -388,9 +486,18 @@ def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lora-modules", "a=b"], "--lora-modules is given, and the engine has no adapters; add --enable-lora"),
-        (["--allow-runtime-lora-updating"], "--allow-runtime-lora-updating is given, and the engine has no adapters"),
-        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "--lora-modules has the name 'a' twice; give each"),
+        (
+            ["--lora-modules", "a=b"],
+            "--lora-modules is given, and the engine has no adapters; add --enable-lora",
+        ),
+        (
+            ["--allow-runtime-lora-updating"],
+            "--allow-runtime-lora-updating is given, and the engine has no adapters",
+        ),
+        (
+            ["--enable-lora", "--lora-modules", "a=b", "a=c"],
+            "--lora-modules has the name 'a' twice; give each",
+        ),
         (
             ["--enable-lora", "--lora-modules", "a=b", "--lora-modules", "model=c"],
             "--lora-modules: 'model' is the name of the model, and an adapter needs its own",
@@ -403,7 +510,15 @@ def test_wrong_flags_are_errors_before_the_model_is_loaded(capsys, words, messag
 
 
 def test_a_wrong_folder_of_the_command_is_an_error_before_it_serves(tiny_folder, tmp_path, capsys):
-    words = ["--port", "0", "--enable-lora", "--compilation", "lazy", "--lora-modules", f"a={tmp_path}"]
+    words = [
+        "--port",
+        "0",
+        "--enable-lora",
+        "--compilation",
+        "lazy",
+        "--lora-modules",
+        f"a={tmp_path}",
+    ]
     assert cli.main(["serve", str(tiny_folder), *words]) == 2
     found = capsys.readouterr()
     assert f"{tmp_path} has no adapter_config.json" in found.err
@@ -416,7 +531,9 @@ def test_a_wrong_folder_of_the_command_is_an_error_before_it_serves(tiny_folder,
 def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
     def labels() -> dict[str, str]:
         families = text_string_to_metric_families(http.get("/metrics").text)
-        (sample,) = next(one.samples for one in families if one.name == "pagedjax:lora_requests_info")
+        (sample,) = next(
+            one.samples for one in families if one.name == "pagedjax:lora_requests_info"
+        )
         return sample.labels
 
     for name in ("one", "two"):
@@ -425,7 +542,11 @@ def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
     body = {**GREEDY, "max_tokens": 120, "prompt": ["a", "b", "c", "d", "e"]}
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(completed, http, **body, model=name) for name in ("one", "two")]
-        wait_until(lambda: labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"])
+        wait_until(
+            lambda: (
+                labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"]
+            )
+        )
         slow.set()
         assert all(answer.result()["choices"] for answer in answers)
     assert labels()["running_lora_adapters"] == ""

@@ -65,7 +65,9 @@ def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny
         ({}, "joined", "eager"),
     ],
 )
-def test_an_llm_compiles_behind_its_steps_only_where_it_can(monkeypatch, engine, group, compilation):
+def test_an_llm_compiles_behind_its_steps_only_where_it_can(
+    monkeypatch, engine, group, compilation
+):
     monkeypatch.setattr(llm_module, "joined", lambda: group)
     assert quick_compiler.of_users("default_compilation")(engine) == compilation
 
@@ -88,18 +90,27 @@ def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "statuses"), [(signal.SIGINT, (0, 130)), (signal.SIGTERM, (0,))])
-def test_a_signal_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, monkeypatch, number, statuses):
+@pytest.mark.parametrize(
+    ("number", "statuses"), [(signal.SIGINT, (0, 130)), (signal.SIGTERM, (0,))]
+)
+def test_a_signal_ends_a_server_whose_programs_are_missing(
+    tiny_folder, tmp_path, monkeypatch, number, statuses
+):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
         process, url = started(
-            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"), errors=errors, module="pagedjax"
+            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"),
+            errors=errors,
+            module="pagedjax",
         )
         try:
             with httpx.Client(base_url=url, timeout=60) as http:
                 assert gauge(http.get("/metrics").text, "missing_programs") > 0
-                assert http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code == 200
+                assert (
+                    http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code
+                    == 200
+                )
             process.send_signal(number)
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
             assert process.wait(30) in statuses

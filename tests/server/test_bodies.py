@@ -17,7 +17,10 @@ from tests import drawn
 from tests.server.support import ENGINE, serving_without_leaks
 
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": "a", "max_tokens": 2, "temperature": 0, "stop": ["x"], "logprobs": 1, "echo": False, "seed": 1,
@@ -33,7 +36,23 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a", "add_special_tokens": True},
     "/detokenize": {"tokens": [5, 6]},
 }  # fmt: skip
-LIMITS = [0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63), 1e308, 5e-324, -0.0, 1.5]
+LIMITS = [
+    0,
+    -1,
+    1,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63,
+    2**64,
+    10**30,
+    -(2**63),
+    1e308,
+    5e-324,
+    -0.0,
+    1.5,
+]
 TEXTS = st.text(max_size=8) | st.sampled_from(
     ["\ud800", "a\udfffb", "\U0001f600", "\u2028", "\x00", "\x85", "<|im_end|>"]
 )
@@ -47,7 +66,13 @@ VALUES = st.recursive(
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of each value in a body."""
     yield path
-    children = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    children = (
+        enumerate(value)
+        if isinstance(value, list)
+        else value.items()
+        if isinstance(value, dict)
+        else ()
+    )
     for key, child in children:
         yield from places(child, (*path, key))
 
@@ -93,7 +118,11 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
         answer = small.post(route, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code < 500, answer.text
         if answer.headers["content-type"].startswith("text/event-stream"):
-            lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+            lines = [
+                line.removeprefix("data: ")
+                for line in answer.text.splitlines()
+                if line.startswith("data: ")
+            ]
             assert lines[-1] == "[DONE]" or route == "/v1/responses"
             for line in lines:
                 assert line == "[DONE]" or json.loads(line)
@@ -114,23 +143,39 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
         ("/v1/completions", {"prompt": "a", "user": "\udfff"}, "user"),
         ("/v1/completions", {"prompt": ["a", "\ud83d"], "stream": True}, "prompt.1"),
         ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop.0"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "messages.0"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "messages.0.content",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},
+            "messages.0",
+        ),
         ("/v1/responses", {"input": "\ud800", "stream": True}, "input"),
         ("/v1/embeddings", {"input": "\ud800"}, "input"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
     ],
 )
 def test_half_of_a_surrogate_pair_is_a_400_that_names_its_place(small, route, body, place):
-    answer = small.post(route, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    answer = small.post(
+        route, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["param"] == place
-    assert error["message"] == f"{place} has half of a surrogate pair; remove it, or send the whole character"
+    assert (
+        error["message"]
+        == f"{place} has half of a surrogate pair; remove it, or send the whole character"
+    )
 
 
 def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
-    for raw in (b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass")):
+    for raw in (
+        b'{"prompt": "\xed\xa0\x80"}',
+        '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
+    ):
         answer = small.post("/tokenize", content=raw, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     arguments = {
@@ -141,7 +186,9 @@ def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
     assert answer.status_code == 400
     assert "arguments at x has half of a surrogate pair" in answer.json()["error"]["message"]
     schema = StructuredOutputsParams(json='{"properties": {"\\ud800": {}}}')
-    with pytest.raises(ValueError, match=r"structured_outputs\.json at properties has half of a surrogate pair"):
+    with pytest.raises(
+        ValueError, match=r"structured_outputs\.json at properties has half of a surrogate pair"
+    ):
         grammar_text(schema)
 
 
@@ -149,4 +196,7 @@ def test_whole_pairs_and_spelled_backslashes_are_texts(small):
     for text in ("\U0001f600", "\\ud800", "\\\\ud83d"):
         answer = small.post("/tokenize", json={"prompt": text})
         assert answer.status_code == 200
-        assert small.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"] == text
+        assert (
+            small.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
+            == text
+        )

@@ -20,7 +20,12 @@ import yaml
 from pagedjax import SamplingParams
 
 pytestmark = pytest.mark.clients
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "NO_COLOR": "1",
+}
 OFFLINE |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
@@ -33,16 +38,28 @@ def program(name: str) -> str:
 
 def run(*words: str, cwd: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_an_evaluation_harness_gets_the_scores_of_the_library(served, reference, tiny_folder, tmp_path):
+def test_an_evaluation_harness_gets_the_scores_of_the_library(
+    served, reference, tiny_folder, tmp_path
+):
     """Sums of log-probabilities of continuations. `local-completions` reads them with echo."""
     questions = [
-        {"context": "the cat and", "choices": [" the other cat", " the rain on the window"], "gold": 0},
-        {"context": "she sells sea", "choices": [" shells", " cats", " hears the rain and then"], "gold": 0},
+        {
+            "context": "the cat and",
+            "choices": [" the other cat", " the rain on the window"],
+            "gold": 0,
+        },
+        {
+            "context": "she sells sea",
+            "choices": [" shells", " cats", " hears the rain and then"],
+            "gold": 0,
+        },
         {"context": "he then hears", "choices": [" the house", " rain"], "gold": 1},
     ]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
@@ -61,7 +78,15 @@ def test_an_evaluation_harness_gets_the_scores_of_the_library(served, reference,
     (tmp_path / "cats.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     where = f"base_url={served.url}/v1/completions,model=tiny,tokenizer={tiny_folder},num_concurrent=2,max_length=512"
     model = ("--model", "local-completions", "--model_args", where)
-    rest = ("--include_path", str(tmp_path), "--tasks", "cats", "--log_samples", "--output_path", str(tmp_path / "out"))
+    rest = (
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "cats",
+        "--log_samples",
+        "--output_path",
+        str(tmp_path / "out"),
+    )
     run(program("lm_eval"), *model, *rest, cwd=tmp_path)
     (file,) = (tmp_path / "out").rglob("samples_cats*.jsonl")
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -69,7 +94,9 @@ def test_an_evaluation_harness_gets_the_scores_of_the_library(served, reference,
     for sample in samples:
         doc = sample["doc"]
         found = [float(response[0][0]) for response in sample["resps"]]
-        assert found == pytest.approx([score(reference, doc["context"], c) for c in doc["choices"]], abs=1e-3)
+        assert found == pytest.approx(
+            [score(reference, doc["context"], c) for c in doc["choices"]], abs=1e-3
+        )
 
 
 def score(llm, context: str, continuation: str) -> float:

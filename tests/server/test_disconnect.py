@@ -37,7 +37,9 @@ def test_each_branch_is_cancelled_once(tiny, monkeypatch):
     """Those that run, and those that wait."""
     llm = LLM(tiny, progress=False, **ENGINE)
     cancel, cancelled = llm.engine.cancel, []
-    monkeypatch.setattr(llm.engine, "cancel", lambda name, *args: cancelled.append(name) or cancel(name, *args))
+    monkeypatch.setattr(
+        llm.engine, "cancel", lambda name, *args: cancelled.append(name) or cancel(name, *args)
+    )
     with serving(llm) as found:
         leave_while_running(found, n=8, prompt=["abc", "b"])
         wait_until(lambda: idle(found.worker))
@@ -57,28 +59,43 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
     """Every other answer is complete, and no block leaks."""
     draw = random.Random(0)
     prompts = [
-        [20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))] for i in range(CLIENTS)
+        [20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))]
+        for i in range(CLIENTS)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
+    wanted = [
+        output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
+    ]
     leaving = {i for i in range(CLIENTS) if draw.random() < 1 / 3}
 
     async def one(client, i):
-        options = {**GREEDY, "prompt": prompts[i], "max_tokens": 24, "ignore_eos": True, "stream": bool(i % 2)}
+        options = {
+            **GREEDY,
+            "prompt": prompts[i],
+            "max_tokens": 24,
+            "ignore_eos": True,
+            "stream": bool(i % 2),
+        }
         async with asyncio.timeout(0.002 + 0.8 * draw.random() if i in leaving else 120):
             if not i % 2:
-                return (await client.post("/v1/completions", json=options)).json()["choices"][0]["text"]
+                return (await client.post("/v1/completions", json=options)).json()["choices"][0][
+                    "text"
+                ]
             text = ""
             async with client.stream("POST", "/v1/completions", json=options) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
-                        text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+                        text += "".join(
+                            choice["text"] for choice in json.loads(line[6:])["choices"]
+                        )
             return text
 
     async def all_clients():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(one(client, i) for i in range(CLIENTS)), return_exceptions=True)
+            return await asyncio.gather(
+                *(one(client, i) for i in range(CLIENTS)), return_exceptions=True
+            )
 
     found = asyncio.run(all_clients())
     left = [i for i, text in enumerate(found) if isinstance(text, TimeoutError)]

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embe
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as made:
         yield made
 
 
@@ -43,10 +45,15 @@ def post(plain: httpx.Client, **body: Any) -> httpx.Response:
 
 
 def vectors(reference: LLM, prompts: Any, **params: Any) -> list[list[float]]:
-    return [one.outputs.embedding for one in reference.embed(prompts, PoolingParams(**params), use_tqdm=False)]
+    return [
+        one.outputs.embedding
+        for one in reference.embed(prompts, PoolingParams(**params), use_tqdm=False)
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}], ids=str
+)
 def test_openais_client_gets_the_vectors_of_the_library(client, reference, options):
     """Without a format the client asks for base64, and decodes it; if base64 is asked for, it leaves it as it is."""
     found = client.embeddings.create(model="tiny", input=TEXTS, **options)
@@ -63,12 +70,19 @@ def test_openais_client_gets_the_vectors_of_the_library(client, reference, optio
 
 @pytest.mark.parametrize(
     ("value", "prompts"),
-    [("abc", ["abc"]), (["abc", "d"], ["abc", "d"]), ([20, 30], [[20, 30]]), ([[20], LONG], [[20], LONG])],
+    [
+        ("abc", ["abc"]),
+        (["abc", "d"], ["abc", "d"]),
+        ([20, 30], [[20, 30]]),
+        ([[20], LONG], [[20], LONG]),
+    ],
     ids=["text", "texts", "ids", "lists"],
 )
 def test_an_input_has_four_forms(client, reference, value, prompts):
     found = client.embeddings.create(model="tiny", input=value)
-    chex.assert_trees_all_close([one.embedding for one in found.data], vectors(reference, prompts), atol=1e-6)
+    chex.assert_trees_all_close(
+        [one.embedding for one in found.data], vectors(reference, prompts), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,9 @@ def test_an_input_has_four_forms(client, reference, value, prompts):
 )
 def test_parameters_reach_the_engine(client, reference, params):
     found = client.embeddings.create(model="tiny", input=TEXTS[1], extra_body=params)
-    chex.assert_trees_all_close([found.data[0].embedding], vectors(reference, TEXTS[1], **params), atol=1e-6)
+    chex.assert_trees_all_close(
+        [found.data[0].embedding], vectors(reference, TEXTS[1], **params), atol=1e-6
+    )
 
 
 def test_openais_own_fields_are_accepted(client):
@@ -102,29 +118,67 @@ def test_usage_names_the_tokens_found_in_the_cache(plain):
 
 
 ERRORS = [
-    ({"input": "a " * 600}, r"input has \d+ tokens, but max_model_len is 512; shorten it, or set trunc", "input"),
+    (
+        {"input": "a " * 600},
+        r"input has \d+ tokens, but max_model_len is 512; shorten it, or set trunc",
+        "input",
+    ),
     ({"input": [[5], [7] * 513]}, "input 1 has 513 tokens, but max_model_len is 512", "input"),
     ({"input": ""}, "input is empty: it has no tokens; give it at least one", "input"),
     ({"input": ["a", ""]}, "input 1 is empty: it has no tokens", "input"),
-    ({"input": []}, "input must be a text, a list of token ids, or a list of texts or of such lists", "input"),
+    (
+        {"input": []},
+        "input must be a text, a list of token ids, or a list of texts or of such lists",
+        "input",
+    ),
     ({"input": [[]]}, "input must be a text", "input"),
     ({"input": {"a": 1}}, "input must be a text", "input"),
     ({}, "input: Field required", "input"),
     ({"input": [320]}, "has token id 320", None),
-    ({"input": ["a"] * 257}, "input lists 257, but the queue has room for 256; send fewer at once", "input"),
+    (
+        {"input": ["a"] * 257},
+        "input lists 257, but the queue has room for 256; send fewer at once",
+        "input",
+    ),
     ({"input": ["a"] * 5000}, "input: List should have at most 4096 items", "input"),
-    ({"input": "a", "dimensions": 65}, "dimensions is 65, but the model's hidden states have 64 numbers", "dimensions"),
-    ({"input": "a", "dimensions": 0}, "dimensions: Input should be greater than or equal to 1", "dimensions"),
-    ({"input": "a", "encoding_format": "int8"}, "encoding_format: Input should be 'float' or 'base64'", None),
-    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0", "truncate_prompt_tokens"),
-    ({"input": "a", "normalize": True, "use_activation": False}, "normalize and use_activation mean", "normalize"),
+    (
+        {"input": "a", "dimensions": 65},
+        "dimensions is 65, but the model's hidden states have 64 numbers",
+        "dimensions",
+    ),
+    (
+        {"input": "a", "dimensions": 0},
+        "dimensions: Input should be greater than or equal to 1",
+        "dimensions",
+    ),
+    (
+        {"input": "a", "encoding_format": "int8"},
+        "encoding_format: Input should be 'float' or 'base64'",
+        None,
+    ),
+    (
+        {"input": "a", "truncate_prompt_tokens": 0},
+        "truncate_prompt_tokens is 0",
+        "truncate_prompt_tokens",
+    ),
+    (
+        {"input": "a", "normalize": True, "use_activation": False},
+        "normalize and use_activation mean",
+        "normalize",
+    ),
     ({"input": "a", "priority": 3}, "priority is 3, but this server allows only 0", "priority"),
-    ({"input": "a", "encoding": "float"}, "unknown field 'encoding'; did you mean 'encoding_format'", "encoding"),
+    (
+        {"input": "a", "encoding": "float"},
+        "unknown field 'encoding'; did you mean 'encoding_format'",
+        "encoding",
+    ),
     ({"input": "a", "messages": []}, "unknown field 'messages'", "messages"),
 ]
 
 
-@pytest.mark.parametrize(("body", "message", "param"), ERRORS, ids=[message[:40] for _, message, _ in ERRORS])
+@pytest.mark.parametrize(
+    ("body", "message", "param"), ERRORS, ids=[message[:40] for _, message, _ in ERRORS]
+)
 def test_an_invalid_request_is_answered_400_in_openais_format(plain, body, message, param):
     answer = post(plain, **body)
     assert answer.status_code == 400
@@ -133,7 +187,9 @@ def test_an_invalid_request_is_answered_400_in_openais_format(plain, body, messa
     assert error["type"] == "invalid_request_error"
     if param:
         assert error["param"] == param
-    assert error["code"] == ("context_length_exceeded" if "max_model_len is" in error["message"] else None)
+    assert error["code"] == (
+        "context_length_exceeded" if "max_model_len is" in error["message"] else None
+    )
 
 
 def test_another_model_is_answered_404(client):
@@ -178,13 +234,22 @@ def test_a_client_that_leaves_ends_its_embeddings(tiny_llm):
 
 def test_the_json_is_that_of_the_whole_answer():
     rows = np.array([[0.5, -1.0], [1 / 3, 2.0]], np.float32)
-    outputs = [PoolingRequestOutput(str(i), PoolingOutput(row), (5, 6, 7), 2) for i, row in enumerate(rows)]
+    outputs = [
+        PoolingRequestOutput(str(i), PoolingOutput(row), (5, 6, 7), 2) for i, row in enumerate(rows)
+    ]
     found = json.loads(embeddings.answer('na"me', False, outputs).body)
     assert found == {
         "object": "list",
         "model": 'na"me',
-        "data": [{"object": "embedding", "index": i, "embedding": row.tolist()} for i, row in enumerate(rows)],
-        "usage": {"prompt_tokens": 6, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 4}},
+        "data": [
+            {"object": "embedding", "index": i, "embedding": row.tolist()}
+            for i, row in enumerate(rows)
+        ],
+        "usage": {
+            "prompt_tokens": 6,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
     }
     text = json.loads(embeddings.answer("a", True, outputs).body)["data"][1]["embedding"]
     chex.assert_trees_all_equal(np.frombuffer(base64.b64decode(text), np.float32), rows[1])

@@ -18,7 +18,9 @@ PROMPT = "abc def"
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as made:
         yield made
 
 
@@ -54,18 +56,26 @@ def test_defaults_are_those_of_openai(client):
     assert len(found.choices) == 1
 
 
-@pytest.mark.parametrize("prompts", [["abc", "b", "cc dd"], [[20, 30, 40], [50]]], ids=["texts", "ids"])
+@pytest.mark.parametrize(
+    "prompts", [["abc", "b", "cc dd"], [[20, 30, 40], [50]]], ids=["texts", "ids"]
+)
 def test_several_prompts_are_answered_in_order(client, reference, prompts):
-    wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)
+    wanted = reference.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False
+    )
     found = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, n=1, **GREEDY)
-    assert [choice.text for choice in found.choices] == [output.outputs[0].text for output in wanted]
+    assert [choice.text for choice in found.choices] == [
+        output.outputs[0].text for output in wanted
+    ]
     assert [choice.index for choice in found.choices] == list(range(len(prompts)))
 
 
 def test_a_prompt_may_be_token_ids(client, reference):
     wanted = generated(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
     extra = {"return_token_ids": True}
-    found = client.completions.create(model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY)
+    found = client.completions.create(
+        model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY
+    )
     assert found.choices[0].token_ids == list(wanted.outputs[0].token_ids)
     assert found.choices[0].prompt_token_ids == [20, 30, 40]
 
@@ -78,7 +88,9 @@ def test_branches_have_different_seeds(client, reference):
     assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
     other = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=8, max_tokens=6)
     assert [choice.text for choice in other.choices] != [choice.text for choice in found.choices]
-    negative = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7 - 2**32, max_tokens=6)
+    negative = client.completions.create(
+        model="tiny", prompt=PROMPT, n=3, seed=7 - 2**32, max_tokens=6
+    )
     assert [choice.text for choice in negative.choices] == [choice.text for choice in found.choices]
 
 
@@ -88,16 +100,30 @@ def test_branches_have_different_seeds(client, reference):
         {"top_p": 0.5, "seed": 1},
         {"presence_penalty": 1.5, "frequency_penalty": -1.0, "temperature": 0.0},
         {"logit_bias": {"40": 100}, "temperature": 0.0},
-        {"extra_body": {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4}, "seed": 3},
-        {"extra_body": {"stop_token_ids": [33], "ignore_eos": True, "allowed_token_ids": [33, 34, 35]}, "seed": 3},
+        {
+            "extra_body": {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4},
+            "seed": 3,
+        },
+        {
+            "extra_body": {
+                "stop_token_ids": [33],
+                "ignore_eos": True,
+                "allowed_token_ids": [33, 34, 35],
+            },
+            "seed": 3,
+        },
         {"best_of": 3, "seed": 5},
     ],
     ids=str,
 )
 def test_sampling_options_reach_the_engine(client, reference, options):
-    extra = {key: value for key, value in options.items() if key != "extra_body"} | options.get("extra_body", {})
+    extra = {key: value for key, value in options.items() if key != "extra_body"} | options.get(
+        "extra_body", {}
+    )
     wanted = generated(reference, PROMPT, **extra, max_tokens=10).outputs[0]
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, **options).choices[0]
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=10, **options
+    ).choices[0]
     assert (found.text, found.finish_reason) == (wanted.text, wanted.finish_reason)
     assert found.stop_reason == wanted.stop_reason
 
@@ -106,29 +132,42 @@ def test_a_stop_string_ends_an_answer(client, reference):
     text = generated(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
     stop = text[5:7]
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, stop=[stop], **GREEDY).choices[0]
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=20, stop=[stop], **GREEDY
+    ).choices[0]
     assert (found.text, found.finish_reason, found.stop_reason) == (wanted.text, "stop", stop)
     assert stop not in found.text
 
 
 def test_log_probabilities_match_the_library(client, reference):
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY).choices[0]
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY
+    ).choices[0]
     one = wanted.outputs[0]
     chosen = [position[token] for token, position in zip(one.token_ids, one.logprobs, strict=True)]
     assert found.logprobs.token_logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-5)
     assert found.logprobs.tokens == [c.decoded_token for c in chosen]
     for top, position in zip(found.logprobs.top_logprobs, one.logprobs, strict=True):
-        ranked = sorted((entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank)
-        best = {entry.decoded_token: entry.logprob for entry in ranked}  # of one text, the best comes last
+        ranked = sorted(
+            (entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank
+        )
+        best = {
+            entry.decoded_token: entry.logprob for entry in ranked
+        }  # of one text, the best comes last
         assert top == pytest.approx(best, abs=1e-5)
-    before = [decoded(reference.tokenizer, list(one.token_ids[:i]), True) for i in range(len(one.token_ids))]
+    before = [
+        decoded(reference.tokenizer, list(one.token_ids[:i]), True)
+        for i in range(len(one.token_ids))
+    ]
     assert found.logprobs.text_offset == [len(text) for text in before]
 
 
 def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
     """Evaluation harnesses score texts with it."""
-    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)
+    wanted = generated(
+        reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1
+    )
     ids = wanted.prompt_token_ids
     expected = [p[t].logprob for t, p in zip(ids[1:], wanted.prompt_logprobs[1:], strict=True)]
     for max_tokens in (1, 0):
@@ -143,7 +182,9 @@ def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
         assert len(choice.logprobs.tokens) == len(ids) + max_tokens
         assert "".join(choice.logprobs.tokens[: len(ids)]) == PROMPT
         assert found.usage.completion_tokens == max_tokens
-    with_ids = client.completions.create(model="tiny", prompt=list(ids), max_tokens=0, echo=True, logprobs=1, **GREEDY)
+    with_ids = client.completions.create(
+        model="tiny", prompt=list(ids), max_tokens=0, echo=True, logprobs=1, **GREEDY
+    )
     assert with_ids.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
     assert with_ids.choices[0].text == PROMPT
 
@@ -154,7 +195,9 @@ def test_prompt_log_probabilities_have_vllms_format(client, reference):
         model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}, **GREEDY
     ).choices[0]
     assert found.prompt_logprobs[0] is None
-    for entries, position in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+    for entries, position in zip(
+        found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True
+    ):
         assert {int(token) for token in entries} == set(position)
         for token, entry in position.items():
             assert entries[str(token)]["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
@@ -162,9 +205,16 @@ def test_prompt_log_probabilities_have_vllms_format(client, reference):
 
 
 def test_beam_search_matches_the_library(client, reference):
-    (wanted,) = reference.generate(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
+    (wanted,) = reference.generate(
+        PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False
+    )
     found = client.completions.create(
-        model="tiny", prompt=PROMPT, n=3, max_tokens=6, extra_body={"use_beam_search": True}, **GREEDY
+        model="tiny",
+        prompt=PROMPT,
+        n=3,
+        max_tokens=6,
+        extra_body={"use_beam_search": True},
+        **GREEDY,
     )
     assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
 
@@ -174,7 +224,13 @@ def test_a_stream_is_the_answer_in_pieces(client, reference, n):
     whole = generated(reference, PROMPT, n=n, seed=3, max_tokens=9)
     texts, ends, chunks = [""] * n, {}, 0
     stream = client.completions.create(
-        model="tiny", prompt=PROMPT, n=n, seed=3, max_tokens=9, stream=True, stream_options={"include_usage": True}
+        model="tiny",
+        prompt=PROMPT,
+        n=n,
+        seed=3,
+        max_tokens=9,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     usage = None
     for chunk in stream:
@@ -195,7 +251,9 @@ def test_a_stream_of_several_prompts_numbers_their_choices(client, reference):
     prompts = ["abc", "b", "cc dd"]
     wanted = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
     texts = {i: "" for i in range(6)}
-    for chunk in client.completions.create(model="tiny", prompt=prompts, n=2, seed=4, max_tokens=5, stream=True):
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompts, n=2, seed=4, max_tokens=5, stream=True
+    ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert list(texts.values()) == [one.text for output in wanted for one in output.outputs]
@@ -209,8 +267,12 @@ def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
         )
         for choice in chunk.choices
     )
-    assert text == PROMPT + generated(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
-    whole = client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, **GREEDY).choices[0]
+    assert (
+        text == PROMPT + generated(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
+    )
+    whole = client.completions.create(
+        model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, **GREEDY
+    ).choices[0]
     tokens, values, offsets = [], [], []
     for chunk in client.completions.create(
         model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, stream=True, **GREEDY
@@ -228,21 +290,37 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def test_a_chat_uses_the_models_template(client, reference):
-    (wanted,) = reference.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
-    found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY)
+    (wanted,) = reference.chat(
+        MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+    )
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY
+    )
     (choice,) = found.choices
     assert (choice.message.role, choice.message.content) == ("assistant", wanted.outputs[0].text)
-    assert (found.object, choice.finish_reason) == ("chat.completion", wanted.outputs[0].finish_reason)
+    assert (found.object, choice.finish_reason) == (
+        "chat.completion",
+        wanted.outputs[0].finish_reason,
+    )
     assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
     older = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8, **GREEDY)
     assert older.choices[0].message.content == choice.message.content
-    parts = [{"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}]
-    same = client.chat.completions.create(model="tiny", messages=[*parts, MESSAGES[1]], max_tokens=8, **GREEDY)
+    parts = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        }
+    ]
+    same = client.chat.completions.create(
+        model="tiny", messages=[*parts, MESSAGES[1]], max_tokens=8, **GREEDY
+    )
     assert same.choices[0].message.content == choice.message.content
 
 
 def test_a_chat_without_max_tokens_ends_at_the_models_limit(client, reference):
-    found = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True}, **GREEDY)
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True}, **GREEDY
+    )
     assert found.usage.total_tokens == reference.engine.config.max_model_len
     assert found.choices[0].finish_reason == "length"
 
@@ -253,10 +331,19 @@ def test_a_chat_streams_with_its_role_first(client):
     ).choices[0]
     assert len(whole.logprobs.content) == 8 or whole.finish_reason == "stop"
     assert all(len(entry.top_logprobs) == 2 for entry in whole.logprobs.content)
-    assert all(bytes(entry.bytes).decode(errors="replace") == entry.token for entry in whole.logprobs.content)
+    assert all(
+        bytes(entry.bytes).decode(errors="replace") == entry.token
+        for entry in whole.logprobs.content
+    )
     roles, text, content = [], "", []
     for chunk in client.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=2, stream=True, **GREEDY
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=8,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        **GREEDY,
     ):
         assert chunk.object == "chat.completion.chunk"
         for choice in chunk.choices:
@@ -274,7 +361,9 @@ def test_a_chat_streams_with_its_role_first(client):
 def test_a_chat_has_its_prompt_fields_beside_its_choices(client):
     """As in vLLM."""
     extra = {"prompt_logprobs": 1, "return_token_ids": True}
-    found = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, max_tokens=2, extra_body=extra)
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=2, max_tokens=2, extra_body=extra
+    )
     assert len(found.prompt_token_ids) == len(found.prompt_logprobs) == found.usage.prompt_tokens
     assert found.prompt_logprobs[0] is None
     for choice in found.choices:
@@ -301,7 +390,10 @@ def test_a_stream_begins_with_the_ids_of_its_prompt(client, reference):
 
 
 def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    options = {
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True, "include_usage": True},
+    }
     prompts = [[20, 30, 40], [50]]
     extra = {"ignore_eos": True}
     last, generated = {}, {}
@@ -314,18 +406,26 @@ def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
     assert last == {0: (3, 3), 1: (3, 3), 2: (1, 3), 3: (1, 3)}
     assert all(counts == [1, 2, 3] for counts in generated.values())
     assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (4, 12)
-    echo = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, **options)
+    echo = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=0, echo=True, **options
+    )
     assert {chunk.usage.completion_tokens for chunk in echo} == {0}
 
 
 def test_each_of_many_clients_gets_its_answer(served, reference):
     prompts = [[20 + i, 30, 40 + i] for i in range(24)]
-    wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
+    wanted = reference.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False
+    )
 
     async def all_clients():
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", timeout=60
+        ) as client:
             create = client.completions.create
-            calls = (create(model="tiny", prompt=prompt, max_tokens=10, **GREEDY) for prompt in prompts)
+            calls = (
+                create(model="tiny", prompt=prompt, max_tokens=10, **GREEDY) for prompt in prompts
+            )
             return await asyncio.gather(*calls)
 
     found = asyncio.run(all_clients())
@@ -347,34 +447,80 @@ WRONG = [
     ({"n": 2, "best_of": 3, "stream": True}, "best_of above n", "best_of"),
     ({"extra_body": {**BEAMS, "min_p": 0.5}}, "min_p does not go", "min_p"),
     ({"extra_body": {**BEAMS, "vllm_xargs": {"a": 1}}}, "vllm_xargs does not go", "vllm_xargs"),
-    ({"extra_body": {"vllm_xargs": {"a": 1}}}, "extra_args has 'a'; the names that this engine knows are: none", None),
+    (
+        {"extra_body": {"vllm_xargs": {"a": 1}}},
+        "extra_args has 'a'; the names that this engine knows are: none",
+        None,
+    ),
     ({"extra_body": {"taps": {"hidden_states": [0]}}}, "unknown field 'taps'", "taps"),
     ({"stream": True, "extra_body": BEAMS}, "stream does not go", "stream"),
     ({"extra_body": {"length_penalty": 0.5}}, "goes with use_beam_search", "length_penalty"),
-    ({"echo": True, "stream": True, "logprobs": 1}, "echo with logprobs does not go with stream", "echo"),
+    (
+        {"echo": True, "stream": True, "logprobs": 1},
+        "echo with logprobs does not go with stream",
+        "echo",
+    ),
     ({"max_tokens": 10**400}, "max_tokens: .*less than 2147483648", "max_tokens"),
     ({"extra_body": {"top_k": 10**30}}, "top_k: .*less than 2147483648", "top_k"),
-    ({"extra_body": {**BEAMS, "length_penalty": -1e308}}, "length_penalty: .*equal to -10", "length_penalty"),
+    (
+        {"extra_body": {**BEAMS, "length_penalty": -1e308}},
+        "length_penalty: .*equal to -10",
+        "length_penalty",
+    ),
     ({"stop": "a" * 1001}, "stop: .*at most 1000 characters", "stop"),
     (
         {"stream": True, "extra_body": {"prompt_logprobs": 1}},
         "prompt_logprobs do not go with stream",
         "prompt_logprobs",
     ),
-    ({"stream_options": {"include_usage": True}}, "stream_options go with stream: true", "stream_options"),
+    (
+        {"stream_options": {"include_usage": True}},
+        "stream_options go with stream: true",
+        "stream_options",
+    ),
     ({"messages": []}, "messages", "messages"),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages: 6.. tokens, but max_model_len", "messages"),
+    (
+        {"messages": [{"role": "user", "content": "a" * 600}]},
+        "messages: 6.. tokens, but max_model_len",
+        "messages",
+    ),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with logprobs", "top_logprobs"),
-    ({"messages": IMAGE}, "messages.0.content: a part has the type 'image_url', and models here read", "messages"),
-    ({"messages": MESSAGES, "modalities": ["text", "audio"]}, "modalities: answers are text", "modalities"),
-    ({"messages": MESSAGES, "audio": {"voice": "alloy", "format": "mp3"}}, "audio: answers are text", "audio"),
-    ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions: this is the older form of tools", "functions"),
-    ({"messages": MESSAGES, "function_call": "auto"}, "function_call: .*; use tool_choice", "function_call"),
-    ({"messages": MESSAGES, "extra_body": {"web_search_options": {}}}, "searches no web", "web_search_options"),
+    (
+        {"messages": IMAGE},
+        "messages.0.content: a part has the type 'image_url', and models here read",
+        "messages",
+    ),
+    (
+        {"messages": MESSAGES, "modalities": ["text", "audio"]},
+        "modalities: answers are text",
+        "modalities",
+    ),
+    (
+        {"messages": MESSAGES, "audio": {"voice": "alloy", "format": "mp3"}},
+        "audio: answers are text",
+        "audio",
+    ),
+    (
+        {"messages": MESSAGES, "functions": [{"name": "f"}]},
+        "functions: this is the older form of tools",
+        "functions",
+    ),
+    (
+        {"messages": MESSAGES, "function_call": "auto"},
+        "function_call: .*; use tool_choice",
+        "function_call",
+    ),
+    (
+        {"messages": MESSAGES, "extra_body": {"web_search_options": {}}},
+        "searches no web",
+        "web_search_options",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "message", "param"), WRONG, ids=[str(options)[:50] for options, *_ in WRONG])
+@pytest.mark.parametrize(
+    ("options", "message", "param"), WRONG, ids=[str(options)[:50] for options, *_ in WRONG]
+)
 def test_an_invalid_field_is_a_400_that_names_it(client, options, message, param):
     create = client.chat.completions.create if "messages" in options else client.completions.create
     options = options if "messages" in options else {"prompt": PROMPT} | options
@@ -385,7 +531,9 @@ def test_an_invalid_field_is_a_400_that_names_it(client, options, message, param
 
 
 def test_another_model_is_a_404(client):
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'tiny' is") as error:
+    with pytest.raises(
+        openai.NotFoundError, match="'gpt-5' is not served here; 'tiny' is"
+    ) as error:
         client.completions.create(model="gpt-5", prompt="a")
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
 
@@ -393,19 +541,32 @@ def test_another_model_is_a_404(client):
 @pytest.mark.slow
 def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
     """Greedy, with a real tokenizer and chat template."""
-    options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    options = {
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+    }
     llm = LLM(smollm2, progress=False, **options)
-    prompts = ["The capital of France is", "Once upon a time, in 2024, ", "Write “émigré” in capitals:"]
+    prompts = [
+        "The capital of France is",
+        "Once upon a time, in 2024, ",
+        "Write “émigré” in capitals:",
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=24)
     wanted = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     messages = [{"role": "user", "content": "Name three colours."}]
     (answer,) = llm.chat(messages, params, use_tqdm=False)
     with (
         serving(llm, name="smollm2-135m") as found,
-        openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        openai.OpenAI(
+            base_url=f"{found.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client,
     ):
         options = {"model": "smollm2-135m", "max_tokens": 24, **GREEDY}
-        texts = [choice.text for choice in client.completions.create(prompt=prompts, **options).choices]
+        texts = [
+            choice.text for choice in client.completions.create(prompt=prompts, **options).choices
+        ]
         stream = client.chat.completions.create(messages=messages, stream=True, **options)
         text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
     assert texts == wanted

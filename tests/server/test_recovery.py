@@ -12,7 +12,16 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
 from pagedjax.text.outputs import OutputBuilder
-from tests.server.support import ENGINE, GREEDY, completed, error_of, idle, served_to, serving, wait_until
+from tests.server.support import (
+    ENGINE,
+    GREEDY,
+    completed,
+    error_of,
+    idle,
+    served_to,
+    serving,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -44,9 +53,13 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
     options = {"max_tokens": 12, "ignore_eos": True}
     with served_to(llm) as (found, http), caplog.at_level(logging.ERROR, "pagedjax.server"):
         if stream:
-            answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "stream": True, **options})
+            answer = http.post(
+                "/v1/completions", json={**GREEDY, "prompt": "abc", "stream": True, **options}
+            )
             events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-            text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+            text = "".join(
+                choice["text"] for event in events for choice in json.loads(event)["choices"]
+            )
         else:
             text = completed(http, **options)["choices"][0]["text"]
         assert text == wanted.outputs[0].text
@@ -54,8 +67,12 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
         assert http.get("/viewer/steps").status_code == 200
         wait_until(lambda: idle(found.worker))
     assert failed == [1, 5, 6, 9]
-    logged = [record.getMessage() for record in caplog.records if "step failed" in record.getMessage()]
-    assert [text.split("(")[1].split(")")[0] for text in logged] == [f"{count} of 3 in a row" for count in (1, 1, 2, 1)]
+    logged = [
+        record.getMessage() for record in caplog.records if "step failed" in record.getMessage()
+    ]
+    assert [text.split("(")[1].split(")")[0] for text in logged] == [
+        f"{count} of 3 in a row" for count in (1, 1, 2, 1)
+    ]
 
 
 def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
@@ -89,8 +106,13 @@ def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny,
 
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         monkeypatch.setattr(OutputBuilder, "push", faulty)
-        answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 8, "ignore_eos": True})
-        assert (answer.status_code, error_of(answer)["message"]) == (503, "the engine failed: no text")
+        answer = http.post(
+            "/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 8, "ignore_eos": True}
+        )
+        assert (answer.status_code, error_of(answer)["message"]) == (
+            503,
+            "the engine failed: no text",
+        )
 
 
 def test_an_error_while_a_request_is_queued_is_answered(tiny, monkeypatch):

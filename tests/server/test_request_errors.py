@@ -41,29 +41,85 @@ def user(content: object, **more: object) -> list[dict]:
         (CompletionRequest, {"prompt": [[20], *[[{}]] * 4000]}, PROMPT),
         (CompletionRequest, {"prompt": [[{}] * MANY]}, PROMPT),
         (CompletionRequest, {"prompt": [20, *["a"] * MANY]}, PROMPT),
-        (CompletionRequest, {"prompt": "a", "stop": [{}] * MANY}, "stop must be a text, or a list of texts"),
-        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids.0: Input should be"),
-        (CompletionRequest, {"prompt": "a", "allowed_token_ids": [20] * MANY}, "allowed_token_ids: List should have"),
-        (CompletionRequest, {"prompt": "a", "taps": {"hidden_states": [0]}}, "unknown field 'taps'"),
-        (CompletionRequest, {"prompt": "a", "vllm_xargs": FIELDS}, "vllm_xargs: it has 20000 fields; the limit is"),
-        (CompletionRequest, {"prompt": "a", "vllm_xargs": {"b": {}}}, "vllm_xargs: 'b' must be a text, a number,"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "stop": [{}] * MANY},
+            "stop must be a text, or a list of texts",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "stop_token_ids": ["a"] * MANY},
+            "stop_token_ids.0: Input should be",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "allowed_token_ids": [20] * MANY},
+            "allowed_token_ids: List should have",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "taps": {"hidden_states": [0]}},
+            "unknown field 'taps'",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "vllm_xargs": FIELDS},
+            "vllm_xargs: it has 20000 fields; the limit is",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "vllm_xargs": {"b": {}}},
+            "vllm_xargs: 'b' must be a text, a number,",
+        ),
         (
             CompletionRequest,
             {"prompt": "a", "vllm_xargs": {"b": [1] * MANY}},
             "vllm_xargs: 'b' must be a text, a number,",
         ),
-        (CompletionRequest, {"prompt": "a", "logit_bias": FIELDS}, "logit_bias: it has 20000 fields; the limit is"),
-        (CompletionRequest, {"prompt": "a", **FIELDS}, "the body: it has 20001 fields; the limit is 256"),
-        (CompletionRequest, {"prompt": "a", "stream_options": FIELDS}, "stream_options: it has 20000 fields; the"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "logit_bias": FIELDS},
+            "logit_bias: it has 20000 fields; the limit is",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", **FIELDS},
+            "the body: it has 20001 fields; the limit is 256",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "stream_options": FIELDS},
+            "stream_options: it has 20000 fields; the",
+        ),
         (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role: Field required"),
         (ChatRequest, {"messages": user([{}] * MANY)}, CONTENT),
         (ChatRequest, {"messages": user([{"type": "text", "text": "a", **FIELDS}])}, CONTENT),
-        (ChatRequest, {"messages": user("a", **FIELDS)}, "messages.0: it has 20002 fields; the limit is 256"),
-        (ChatRequest, {"messages": user("a"), "tools": [{}] * MANY}, "tools: List should have at most 128 items"),
-        (ChatRequest, {"messages": user("a"), "modalities": ["a"] * MANY}, "modalities: answers are text"),
-        (TokenizeRequest, {"prompt": "a" * (MAX_TEXT + 1)}, f"prompt: String should have at most {MAX_TEXT}"),
+        (
+            ChatRequest,
+            {"messages": user("a", **FIELDS)},
+            "messages.0: it has 20002 fields; the limit is 256",
+        ),
+        (
+            ChatRequest,
+            {"messages": user("a"), "tools": [{}] * MANY},
+            "tools: List should have at most 128 items",
+        ),
+        (
+            ChatRequest,
+            {"messages": user("a"), "modalities": ["a"] * MANY},
+            "modalities: answers are text",
+        ),
+        (
+            TokenizeRequest,
+            {"prompt": "a" * (MAX_TEXT + 1)},
+            f"prompt: String should have at most {MAX_TEXT}",
+        ),
         (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
-        (DetokenizeRequest, {"tokens": [20] * (MAX_TEXT + 1)}, f"tokens: List should have at most {MAX_TEXT}"),
+        (
+            DetokenizeRequest,
+            {"tokens": [20] * (MAX_TEXT + 1)},
+            f"tokens: List should have at most {MAX_TEXT}",
+        ),
     ],
 )
 def test_a_repeated_mistake_gives_one_message(kind, fields, message):
@@ -79,7 +135,9 @@ def test_a_prompt_has_four_forms(prompt):
     assert CompletionRequest(prompt=prompt).prompt == prompt
 
 
-@pytest.mark.parametrize("prompt", [3, None, {}, [], [[]], [1.5], [True], [-1], ["a", 20], [20, "a"], [[20], "a"]])
+@pytest.mark.parametrize(
+    "prompt", [3, None, {}, [], [[]], [1.5], [True], [-1], ["a", 20], [20, "a"], [[20], "a"]]
+)
 def test_other_forms_of_a_prompt_are_refused(prompt):
     message, field = first_error(errors(CompletionRequest, {"prompt": prompt}))
     assert (message, field) == (PROMPT, "prompt")
@@ -96,11 +154,23 @@ COMPLETION = {"prompt": "a"}
         (CompletionRequest, COMPLETION | {"min_tokens": HUGE}, "less than 2147483648"),
         (CompletionRequest, COMPLETION | {"top_k": 2**31}, "less than 2147483648"),
         (CompletionRequest, COMPLETION | {"length_penalty": 1e308}, "less than or equal to 10"),
-        (CompletionRequest, COMPLETION | {"length_penalty": -1e308}, "greater than or equal to -10"),
+        (
+            CompletionRequest,
+            COMPLETION | {"length_penalty": -1e308},
+            "greater than or equal to -10",
+        ),
         (CompletionRequest, COMPLETION | {"stop": "a" * (MAX_STOP + 1)}, "at most 1000 characters"),
-        (CompletionRequest, COMPLETION | {"stop": ["b", "a" * (MAX_STOP + 1)]}, "at most 1000 characters"),
+        (
+            CompletionRequest,
+            COMPLETION | {"stop": ["b", "a" * (MAX_STOP + 1)]},
+            "at most 1000 characters",
+        ),
         (ChatRequest, {"messages": user("a"), "max_tokens": HUGE}, "less than 2147483648"),
-        (ChatRequest, {"messages": user("a"), "max_completion_tokens": HUGE}, "less than 2147483648"),
+        (
+            ChatRequest,
+            {"messages": user("a"), "max_completion_tokens": HUGE},
+            "less than 2147483648",
+        ),
         (LectureRequest, COMPLETION | {"max_length": HUGE}, "less than 2147483648"),
     ],
 )
@@ -113,11 +183,20 @@ def test_a_number_above_its_limit_is_refused_with_the_limit(kind, fields, limit)
 
 
 def test_a_json_error_names_the_place():
-    error = {"type": "json_invalid", "loc": ("body", 15), "msg": "JSON decode error", "ctx": {"error": "Expecting ','"}}
+    error = {
+        "type": "json_invalid",
+        "loc": ("body", 15),
+        "msg": "JSON decode error",
+        "ctx": {"error": "Expecting ','"},
+    }
     assert first_error([error]) == ("the body is not JSON: Expecting ',' at character 15", None)
 
 
 def test_a_parameter_of_the_url_is_named():
     for place in ("query", "path"):
-        error = {"type": "int_parsing", "loc": (place, "since"), "msg": "Input should be a valid integer"}
+        error = {
+            "type": "int_parsing",
+            "loc": (place, "since"),
+            "msg": "Input should be a valid integer",
+        }
         assert first_error([error]) == ("since: Input should be a valid integer", "since")

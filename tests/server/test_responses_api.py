@@ -32,24 +32,43 @@ TOOL = {
 
 def asked(client, **options):
     return client.responses.create(
-        **{"model": "tiny", "input": "the cat", "max_output_tokens": 300, "temperature": 0, **options}
+        **{
+            "model": "tiny",
+            "input": "the cat",
+            "max_output_tokens": 300,
+            "temperature": 0,
+            **options,
+        }
     )
 
 
 def test_text_is_that_of_a_chat(tool_client):
     found = asked(tool_client, max_output_tokens=12)
-    chat = tool_client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
+    chat = tool_client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=12, temperature=0
+    )
     assert found.output_text == chat.choices[0].message.content
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (found.usage.input_tokens, found.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
     system = asked(
-        tool_client, max_output_tokens=12, instructions="Be brief.", input=[{**MESSAGES[0], "type": "message"}]
+        tool_client,
+        max_output_tokens=12,
+        instructions="Be brief.",
+        input=[{**MESSAGES[0], "type": "message"}],
     )
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    chat = tool_client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    chat = tool_client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, temperature=0
+    )
     assert system.output_text == chat.choices[0].message.content
     parts = [
-        {"role": "user", "content": [{"type": "input_text", "text": "the "}, {"type": "input_text", "text": "cat"}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "the "},
+                {"type": "input_text", "text": "cat"},
+            ],
+        }
     ]
     assert asked(tool_client, max_output_tokens=12, input=parts).output_text == found.output_text
 
@@ -72,13 +91,19 @@ def test_a_stream_has_the_events_of_the_answer(tool_client):
         "response.incomplete",
     ]
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert "".join(event.delta for event in events[4:-4]) == whole.output_text == events[-1].response.output_text
+    assert (
+        "".join(event.delta for event in events[4:-4])
+        == whole.output_text
+        == events[-1].response.output_text
+    )
     assert events[0].response.output == []
     assert events[-1].response.usage == whole.usage
 
 
 def test_a_model_is_parsed(tool_client):
-    parsed = tool_client.responses.parse(model="tiny", input="the cat", text_format=Turn, extra_body={"seed": 3})
+    parsed = tool_client.responses.parse(
+        model="tiny", input="the cat", text_format=Turn, extra_body={"seed": 3}
+    )
     assert isinstance(parsed.output_parsed, Turn)
     assert parsed.status == "completed"
     with tool_client.responses.stream(
@@ -89,33 +114,52 @@ def test_a_model_is_parsed(tool_client):
     assert kinds[-1] == "response.completed"
     assert final.output_parsed == parsed.output_parsed
     wanted = {"format": {"type": "json_object"}}
-    assert asked(tool_client, text=wanted, max_output_tokens=5, temperature=1).output_text.startswith("{")
+    assert asked(
+        tool_client, text=wanted, max_output_tokens=5, temperature=1
+    ).output_text.startswith("{")
 
 
 def test_a_loop_of_calls(tool_client):
     conversation = list(MESSAGES)
-    options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1}
+    options = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1,
+    }
     for seed in range(2):
         found = asked(tool_client, input=conversation, extra_body={"seed": seed}, **options)
         (call,) = found.output
         assert (call.type, call.name, found.status) == ("function_call", "turn", "completed")
         turn = Turn.model_validate_json(call.arguments)
         conversation += [item.model_dump(exclude_none=True) for item in found.output]
-        conversation.append({"type": "function_call_output", "call_id": call.call_id, "output": turn.side})
-    final = asked(tool_client, input=conversation, max_output_tokens=8, tools=[TOOL], tool_choice="none")
+        conversation.append(
+            {"type": "function_call_output", "call_id": call.call_id, "output": turn.side}
+        )
+    final = asked(
+        tool_client, input=conversation, max_output_tokens=8, tools=[TOOL], tool_choice="none"
+    )
     assert final.output_text
     named = {"type": "function", "name": "turn"}
     with tool_client.responses.stream(
         model="tiny", input=conversation, tools=[TOOL], tool_choice=named, extra_body={"seed": 1}
     ) as stream:
-        deltas = "".join(event.delta for event in stream if event.type == "response.function_call_arguments.delta")
+        deltas = "".join(
+            event.delta
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
+        )
         (call,) = stream.get_final_response().output
     assert call.arguments == deltas
     Turn.model_validate(json.loads(deltas))
 
 
 WRONG = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no answers", "previous_response_id"),
+    (
+        {"previous_response_id": "resp_1"},
+        "previous_response_id: this server stores no answers",
+        "previous_response_id",
+    ),
     ({"background": True}, "background: an answer is made while its client waits", "background"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -123,7 +167,11 @@ WRONG = [
         "input",
     ),
     ({"input": [{"type": "computer_call"}]}, "input.0 has the type 'computer_call'", "input"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input.0 has the type 'message' and no role of", "input"),
+    (
+        {"input": [{"role": "tool", "content": "x"}]},
+        "input.0 has the type 'message' and no role of",
+        "input",
+    ),
     (
         {"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "c"}]},
         "input.0.tool_calls.0",
@@ -134,8 +182,16 @@ WRONG = [
         "input.0 has the role 'tool' and no tool_call_id",
         "input",
     ),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; there are no tools but functions", "tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice names 'g'", "tool_choice"),
+    (
+        {"tools": [{"type": "web_search"}]},
+        "tools.0.type is 'web_search'; there are no tools but functions",
+        "tools",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+        "tool_choice names 'g'",
+        "tool_choice",
+    ),
     (
         {"text": {"format": {"type": "xml"}}},
         "text.type: Input should be 'text', 'json_object' or 'json_schema'",
@@ -152,9 +208,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), WRONG, ids=[str(fields)[:60] for fields, *_ in WRONG])
+@pytest.mark.parametrize(
+    ("fields", "message", "param"), WRONG, ids=[str(fields)[:60] for fields, *_ in WRONG]
+)
 def test_what_is_wrong_is_named(tool_server, fields, message, param):
-    answer = httpx.post(f"{tool_server.url}/v1/responses", json={"model": "tiny", "input": "the cat", **fields})
+    answer = httpx.post(
+        f"{tool_server.url}/v1/responses", json={"model": "tiny", "input": "the cat", **fields}
+    )
     assert answer.status_code == (404 if param == "model" else 400)
     error = error_of(answer)
     assert message in error["message"]

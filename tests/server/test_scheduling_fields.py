@@ -36,10 +36,17 @@ def refused(http, **options) -> str:
 def test_by_default_a_client_cannot_choose_a_priority(llm):
     with served_to(llm) as (_, http):
         message = refused(http, priority=-100)
-        assert message.startswith("priority is -100, but this server allows only 0; change the field or leave it out")
+        assert message.startswith(
+            "priority is -100, but this server allows only 0; change the field or leave it out"
+        )
         assert message.endswith("--min-priority -100")
         assert "--max-priority 7" in refused(http, priority=7)
-        chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "priority": 1}
+        chat = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 1,
+            "priority": 1,
+        }
         assert http.post("/v1/chat/completions", json=chat).status_code == 400
         for priority in (0, None):
             assert completed(http, max_tokens=1, priority=priority)["choices"]

@@ -28,8 +28,16 @@ def fuzz(url: str, examples: int) -> int:
 
     for operation in (result.ok() for result in schema.get_all_operations()):
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        @given(case=operation.as_strategy() | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        )
+        @given(
+            case=operation.as_strategy()
+            | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE)
+        )
         def send(case):
             answer = case.call(base_url=url, timeout=60)
             valid.append(answer.status_code == 200)

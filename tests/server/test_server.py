@@ -56,9 +56,13 @@ def test_tokenize_and_detokenize_match_the_tokenizer(http, reference):
     assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 512)
     assert "".join(found["token_strs"]) == "abc the"
     messages = [{"role": "user", "content": "abc"}]
-    found = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    found = http.post(
+        "/tokenize", json={"messages": messages, "add_generation_prompt": False}
+    ).json()
     assert found["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    assert http.post("/detokenize", json={"tokens": tokenizer.encode("abc the")}).json() == {"prompt": "abc the"}
+    assert http.post("/detokenize", json={"tokens": tokenizer.encode("abc the")}).json() == {
+        "prompt": "abc the"
+    }
     assert "vocabulary" in error_of(http.post("/detokenize", json={"tokens": [320]}))["message"]
     assert "give one of them" in error_of(http.post("/tokenize", json={}))["message"]
 
@@ -75,13 +79,17 @@ def test_tokenize_and_detokenize_match_the_tokenizer(http, reference):
     ],
 )
 def test_an_invalid_body_is_a_400(http, content, status):
-    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    answer = http.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == status
     assert error_of(answer)["type"] == "invalid_request_error"
 
 
 def test_errors_name_the_field_and_the_place(http):
-    answer = http.post("/v1/completions", content=b'{"prompt": "a",}', headers={"Content-Type": "application/json"})
+    answer = http.post(
+        "/v1/completions", content=b'{"prompt": "a",}', headers={"Content-Type": "application/json"}
+    )
     assert error_of(answer)["message"].startswith("the body is not JSON: ")
     assert error_of(answer)["message"].endswith(" at character 15")
     assert error_of(answer)["param"] is None
@@ -118,11 +126,17 @@ def test_a_wrong_key_is_a_401_except_on_open_paths(tiny):
 def test_a_body_above_the_limit_is_a_413(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE), max_body_bytes=1000) as (_, http):
         large = json.dumps({"model": "tiny", "prompt": "a" * 2000}).encode()
-        answer = http.post("/v1/completions", content=large, headers={"Content-Type": "application/json"})
+        answer = http.post(
+            "/v1/completions", content=large, headers={"Content-Type": "application/json"}
+        )
         assert answer.status_code == 413
         assert "more than 1000 bytes" in error_of(answer)["message"]
-        in_pieces = (large[i : i + 100] for i in range(0, len(large), 100))  # without a Content-Length
-        answer = http.post("/v1/completions", content=in_pieces, headers={"Content-Type": "application/json"})
+        in_pieces = (
+            large[i : i + 100] for i in range(0, len(large), 100)
+        )  # without a Content-Length
+        answer = http.post(
+            "/v1/completions", content=in_pieces, headers={"Content-Type": "application/json"}
+        )
         assert answer.status_code == 413
         assert completed(http, max_tokens=1)["choices"]
 
@@ -134,7 +148,12 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
         answers = []
 
         def post(n: int):
-            options = {**GREEDY, "prompt": "abc", "max_tokens": 300 if n > 1 else 3, "ignore_eos": True}
+            options = {
+                **GREEDY,
+                "prompt": "abc",
+                "max_tokens": 300 if n > 1 else 3,
+                "ignore_eos": True,
+            }
             options |= {"n": n, "temperature": 1.0}
             answers.append(httpx.post(f"{found.url}/v1/completions", json=options, timeout=60))
 
@@ -168,15 +187,20 @@ def test_a_failing_observer_is_logged_once_and_stops_nothing(tiny, monkeypatch, 
         for _ in range(2):
             assert completed(http, max_tokens=3)["choices"]
         assert found.worker.healthy
-    assert [record.message.split(";")[1] for record in caplog.records if "as an observer" in record.message] == [
-        " further errors of it are not logged"
-    ]
+    assert [
+        record.message.split(";")[1]
+        for record in caplog.records
+        if "as an observer" in record.message
+    ] == [" further errors of it are not logged"]
 
 
 def test_metrics_add_up(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         prompts = ["abc the cat and the other cat are in the house " * 3] * 3 + ["b"]
-        counts = [completed(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"] for prompt in prompts]
+        counts = [
+            completed(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"]
+            for prompt in prompts
+        ]
         completed(http, prompt="abc", max_tokens=9, ignore_eos=True, n=2)
         samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
@@ -199,7 +223,10 @@ def test_metrics_add_up(tiny):
     assert value("request_generation_tokens_sum") == 42
     assert value("num_requests_running") == value("num_requests_waiting") == 0
     assert value("kv_cache_usage_perc") == 0
-    inference, queue = value("request_inference_time_seconds_sum"), value("request_queue_time_seconds_sum")
+    inference, queue = (
+        value("request_inference_time_seconds_sum"),
+        value("request_queue_time_seconds_sum"),
+    )
     assert value("e2e_request_latency_seconds_sum") == pytest.approx(inference + queue, rel=0.2)
 
 
@@ -218,16 +245,26 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
     with served_to(LLM(tiny, progress=False, speculative=options, **one_bucket)) as (_, http):
         plain = completed(http, prompt="abc", max_tokens=40, ignore_eos=True)
         repeats = "the cat and the other cat and the cat and the other " * 2
-        completed(http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100})
+        completed(
+            http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100}
+        )
         samples = {
-            (sample.name.removeprefix("pagedjax:spec_decode_num_"), sample.labels.get("position")): sample.value
+            (
+                sample.name.removeprefix("pagedjax:spec_decode_num_"),
+                sample.labels.get("position"),
+            ): sample.value
             for family in text_string_to_metric_families(http.get("/metrics").text)
             for sample in family.samples
         }
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
-        assert completed(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"] == plain["choices"]
+        assert (
+            completed(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"]
+            == plain["choices"]
+        )
         assert "spec_decode" not in http.get("/metrics").text
-    drafts, tried, accepted = (samples[f"{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    drafts, tried, accepted = (
+        samples[f"{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     by_position = [samples["accepted_tokens_per_pos_total", str(i)] for i in range(3)]
     assert 0 < accepted < tried <= 3 * drafts
     assert sum(by_position) == accepted
@@ -253,11 +290,27 @@ def test_the_viewer_follows_the_engine(tiny):
 
 
 # those of ENGINE
-SIZES = ("--max-num-seqs", "8", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
+SIZES = (
+    "--max-num-seqs",
+    "8",
+    "--num-blocks",
+    "256",
+    "--max-num-batched-tokens",
+    "64",
+    "--token-buckets",
+    "8,64",
+)
 
 
 def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
-    words = [str(tiny_folder), *SIZES, "--served-model-name", "tiny", "--record", str(tmp_path / "r.jsonl")]
+    words = [
+        str(tiny_folder),
+        *SIZES,
+        "--served-model-name",
+        "tiny",
+        "--record",
+        str(tmp_path / "r.jsonl"),
+    ]
     process, url = started(*words)
     try:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": True}
@@ -278,12 +331,16 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
 
 
 DRAINS = pytest.mark.parametrize(
-    ("drain", "signals"), [(1, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)], ids=["drain time", "two SIGINTs"]
+    ("drain", "signals"),
+    [(1, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)],
+    ids=["drain time", "two SIGINTs"],
 )
 
 
 @DRAINS
-def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logged(tiny_folder, capfd, drain, signals):
+def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logged(
+    tiny_folder, capfd, drain, signals
+):
     """A signal is a call of the handler that the process would have."""
     with command(str(tiny_folder), *SIZES, "--drain-seconds", str(drain)) as (server, url):
         end_with_503(url, signals, lambda number: server.handle_exit(number, None))
@@ -294,9 +351,13 @@ def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logge
 
 @pytest.mark.slow
 @DRAINS
-def test_a_process_answers_unfinished_requests_with_503_and_ends(tiny_folder, tmp_path, drain, signals):
+def test_a_process_answers_unfinished_requests_with_503_and_ends(
+    tiny_folder, tmp_path, drain, signals
+):
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors)
+        process, url = started(
+            str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors
+        )
         try:
             end_with_503(url, signals, process.send_signal)
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
@@ -317,7 +378,9 @@ def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], 
         with ThreadPoolExecutor(24) as pool, httpx.Client(base_url=url, timeout=60) as client:
             post = partial(client.post, "/v1/completions", json=options)
             answers = [pool.submit(post) for _ in range(23)]
-            stream = pool.submit(partial(client.post, "/v1/completions", json=options | {"stream": True}))
+            stream = pool.submit(
+                partial(client.post, "/v1/completions", json=options | {"stream": True})
+            )
             # all have come, but the one that runs: a server resets connections that it has not accepted
             wait_until(lambda: gauge(client.get("/metrics").text, "num_requests_waiting") >= 23)
             for number in signals:
@@ -326,9 +389,16 @@ def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], 
             codes = [answer.result().status_code for answer in answers]
             assert set(codes) <= {200, 503}
             assert codes.count(503) > 5
-            messages = [error_of(answer.result()) for answer in answers if answer.result().status_code == 503]
+            messages = [
+                error_of(answer.result())
+                for answer in answers
+                if answer.result().status_code == 503
+            ]
             assert {error["message"] for error in messages} == {"the server is stopping"}
-            assert stream.result().text.rstrip().endswith("data: [DONE]") or stream.result().status_code == 503
+            assert (
+                stream.result().text.rstrip().endswith("data: [DONE]")
+                or stream.result().status_code == 503
+            )
 
 
 def refuses(url: str) -> bool:
@@ -347,7 +417,10 @@ def refuses(url: str) -> bool:
         (["--port", "70000"], "port is 70000; it must be from 0"),
         (["--host", "192.0.2.1"], "cannot listen at '192.0.2.1'"),
         (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
-        (["--api-key-file", "{empty}"], "the API key in {empty} is empty; write the key into it, or leave it out"),
+        (
+            ["--api-key-file", "{empty}"],
+            "the API key in {empty} is empty; write the key into it, or leave it out",
+        ),
         (
             ["--api-key-file", "nowhere"],
             "key file 'nowhere' cannot be read: No such file or directory; name a text file",
@@ -360,7 +433,10 @@ def refuses(url: str) -> bool:
             ["--record", "nowhere/run.jsonl"],
             "recording nowhere/run.jsonl has no folder; make .*nowhere, or name a file",
         ),
-        (["--record", "{folder}"], "the recording {folder} is a folder; name a file, such as {folder}/run.jsonl"),
+        (
+            ["--record", "{folder}"],
+            "the recording {folder} is a folder; name a file, such as {folder}/run.jsonl",
+        ),
         (["--port", "0", "--block-size", "0"], "block_size is 0"),
         (["--min-priority", "1"], "min_priority is 1; it must be from -2..31 to 0"),
         (["--max-priority", "-1"], "max_priority is -1; it must be from 0 to 2..31 - 1"),

@@ -33,7 +33,9 @@ class Run:
     def add(self, names: tuple[str, ...], params: SamplingParams | BeamSearchParams) -> None:
         self.metrics.added(names, GenerationRequest(PROMPT, params), 0.0, self.state)
 
-    def step(self, began: float, ended: float, rows: dict[str, int], *events: Event, beams=()) -> None:
+    def step(
+        self, began: float, ended: float, rows: dict[str, int], *events: Event, beams=()
+    ) -> None:
         """`rows`: tokens computed, by name."""
         seqs = tuple(Seq(Request(name, len(PROMPT), 8), 0, 12, len(PROMPT)) for name in rows)
         plan = EMPTY_PLAN._replace(
@@ -49,7 +51,9 @@ class Run:
         wanted = {"model_name": "m", **labels}
         families = text_string_to_metric_families(self.metrics.text(0))
         samples = (sample for family in families for sample in family.samples)
-        (found,) = (one.value for one in samples if one.name == f"pagedjax:{name}" and one.labels == wanted)
+        (found,) = (
+            one.value for one in samples if one.name == f"pagedjax:{name}" and one.labels == wanted
+        )
         return found
 
 
@@ -61,9 +65,14 @@ def run(reference) -> Run:
 def test_branches_share_the_queue_and_prefill_times_of_the_first(run):
     run.add(("0", "1"), SamplingParams(n=2, max_tokens=2))
     run.step(10, 20, {"0": 4}, Sampled(0, ("0",), (7,)))
-    run.step(20, 21, {"0": 1, "1": 1}, Sampled(1, ("0", "1"), (7, 8)), Finished(1, "0", "length", 2))
+    run.step(
+        20, 21, {"0": 1, "1": 1}, Sampled(1, ("0", "1"), (7, 8)), Finished(1, "0", "length", 2)
+    )
     run.step(21, 22, {"1": 1}, Sampled(2, ("1",), (7,)), Finished(2, "1", "length", 2))
-    assert (run.value("request_queue_time_seconds_count"), run.value("request_queue_time_seconds_sum")) == (2, 20)
+    assert (
+        run.value("request_queue_time_seconds_count"),
+        run.value("request_queue_time_seconds_sum"),
+    ) == (2, 20)
     assert run.value("request_prefill_time_seconds_sum") == (20 - 10) + (21 - 10)
     assert run.value("request_inference_time_seconds_sum") == (21 - 10) + (22 - 10)
     assert run.value("e2e_request_latency_seconds_sum") == 21 + 22
@@ -79,9 +88,18 @@ def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
     run.step(4, 7, {"0": 1, "1": 1}, *ends, beams=(BeamResult("0", found),))
     assert run.value("request_params_n_sum") == 2
     assert run.value("generation_tokens_total") == 5
-    assert (run.value("request_generation_tokens_count"), run.value("request_generation_tokens_sum")) == (2, 5)
+    assert (
+        run.value("request_generation_tokens_count"),
+        run.value("request_generation_tokens_sum"),
+    ) == (2, 5)
     assert run.value("time_to_first_token_seconds_sum") == 2
-    assert (run.value("inter_token_latency_seconds_count"), run.value("inter_token_latency_seconds_sum")) == (2, 5)
-    assert (run.value("e2e_request_latency_seconds_count"), run.value("e2e_request_latency_seconds_sum")) == (1, 7)
+    assert (
+        run.value("inter_token_latency_seconds_count"),
+        run.value("inter_token_latency_seconds_sum"),
+    ) == (2, 5)
+    assert (
+        run.value("e2e_request_latency_seconds_count"),
+        run.value("e2e_request_latency_seconds_sum"),
+    ) == (1, 7)
     assert run.value("request_queue_time_seconds_sum") == 1
     assert run.value("request_success_total", finished_reason="length") == 2

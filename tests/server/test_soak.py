@@ -18,13 +18,25 @@ from pagedjax import SamplingParams
 from tests.server.support import GREEDY, gauge, started
 
 CLIENTS, QUEUE, TOKENS = 200, 150, 24
-SIZES = ("--max-num-seqs", "16", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "16,64")
+SIZES = (
+    "--max-num-seqs",
+    "16",
+    "--num-blocks",
+    "256",
+    "--max-num-batched-tokens",
+    "64",
+    "--token-buckets",
+    "16,64",
+)
 
 
 def resident(pid: int) -> float:
     """MiB of memory that a process has."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        / 1024
+    )
 
 
 def soak(reference, folder, seconds: float) -> dict:
@@ -32,15 +44,24 @@ def soak(reference, folder, seconds: float) -> dict:
     draw = random.Random(0)
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
+    wanted = [
+        output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
+    ]
     process, url = started(
-        *(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE)), module="pagedjax"
+        *(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE)),
+        module="pagedjax",
     )
     end, counts = time.monotonic() + seconds, {"right": 0, "wrong": 0, "left": 0, "refused": 0}
     memory, waiting = [], []
 
     async def request(client, i, stream) -> str | None:
-        options = {**GREEDY, "prompt": prompts[i], "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
+        options = {
+            **GREEDY,
+            "prompt": prompts[i],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         if not stream:
             answer = await client.post("/v1/completions", json=options)
             return None if answer.status_code == 429 else answer.json()["choices"][0]["text"]
@@ -97,13 +118,21 @@ def soak(reference, folder, seconds: float) -> dict:
 
 
 def check(found: dict) -> None:
-    print({**found, "memory": [round(m) for m in found["memory"][:: max(1, len(found["memory"]) // 10)]]})
+    print(
+        {
+            **found,
+            "memory": [round(m) for m in found["memory"][:: max(1, len(found["memory"]) // 10)]],
+        }
+    )
     assert found["wrong"] == 0
     assert found["right"] > 300
     assert found["left"] > 50
     assert found["waiting"] <= QUEUE
     memory = found["memory"]
-    early, late = sorted(memory[len(memory) // 4 : len(memory) // 2]), sorted(memory[-len(memory) // 4 :])
+    early, late = (
+        sorted(memory[len(memory) // 4 : len(memory) // 2]),
+        sorted(memory[-len(memory) // 4 :]),
+    )
     assert late[len(late) // 2] < 1.03 * early[len(early) // 2] + 8, memory
 
 

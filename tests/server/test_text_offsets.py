@@ -76,7 +76,9 @@ def test_an_echo_counts_on_behind_its_prompt(smollm):
     found = offsets_of(style(smollm, echo=True), prompt, tokens, " 漢 ok")
     assert found[: len(prompt)] == offsets_of(style(smollm), (), list(prompt), TEXT)
     assert found[len(prompt)] == len(TEXT)
-    assert [at - len(TEXT) for at in found[len(prompt) :]] == offsets_of(style(smollm), prompt, tokens, " 漢 ok")
+    assert [at - len(TEXT) for at in found[len(prompt) :]] == offsets_of(
+        style(smollm), prompt, tokens, " 漢 ok"
+    )
 
 
 def test_a_bos_token_that_was_added_and_a_first_space_have_no_place():
@@ -88,12 +90,29 @@ def test_a_bos_token_that_was_added_and_a_first_space_have_no_place():
 
 def sentencepiece() -> Tokenizer:
     """With pieces of whole words, as Llama 2 has."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "▁b",
+    ]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁", "a"), ("▁", "b")]
     backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in pieces[:3]])
     return Tokenizer(backend, (2,), {})
@@ -124,7 +143,9 @@ def test_special_tokens_have_places_if_they_are_shown(smollm):
 def test_offsets_are_the_lengths_of_decoded_prefixes(number, skips):
     tokenizer = TOKENIZERS["in the vocabulary"]
     texts = st.text(max_size=8).map(lambda text: tokenizer.encode(text))
-    tokens = st.lists(texts | st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=5), max_size=5)
+    tokens = st.lists(
+        texts | st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=5), max_size=5
+    )
 
     def holds(pieces: list[list[int]]) -> None:
         ids = [token for piece in pieces for token in piece]

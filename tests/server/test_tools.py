@@ -35,7 +35,14 @@ NAMED = {"type": "function", "function": {"name": "Turn"}}
 
 
 def options(**more) -> dict:
-    return {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 400, "seed": 1, **more}
+    return {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "max_tokens": 400,
+        "seed": 1,
+        **more,
+    }
 
 
 def check(call) -> None:
@@ -46,7 +53,9 @@ def check(call) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_call_is_valid(tool_client, choice):
-    found = tool_client.chat.completions.create(**options(tool_choice=choice, parallel_tool_calls=False, n=4))
+    found = tool_client.chat.completions.create(
+        **options(tool_choice=choice, parallel_tool_calls=False, n=4)
+    )
     for one in found.choices:
         assert (one.finish_reason, one.message.content) == ("tool_calls", None)
         (call,) = one.message.tool_calls
@@ -65,12 +74,18 @@ def test_a_stream_has_the_calls_of_the_whole_answer(tool_client):
                 reasons[choice.index] = choice.finish_reason or ""
                 assert not choice.delta.content
                 for piece in choice.delta.tool_calls or ():
-                    known = calls[choice.index].setdefault(piece.index, [piece.id, piece.function.name, ""])
+                    known = calls[choice.index].setdefault(
+                        piece.index, [piece.id, piece.function.name, ""]
+                    )
                     assert piece.id in (None, known[0])
-                    assert (piece.id is None) == (piece.function.name is None) == (piece.type is None)
+                    assert (
+                        (piece.id is None) == (piece.function.name is None) == (piece.type is None)
+                    )
                     known[2] += piece.function.arguments
         for one, streamed, reason in zip(whole.choices, calls, reasons, strict=True):
-            made = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
+            made = [
+                (call.function.name, call.function.arguments) for call in one.message.tool_calls
+            ]
             assert [tuple(call[1:]) for call in streamed.values()] == made
             assert list(streamed) == list(range(len(made)))
             assert reason == one.finish_reason
@@ -82,14 +97,21 @@ def test_an_answer_may_be_text(tool_client):
     assert whole.message.content
     assert whole.message.tool_calls is None
     stream = tool_client.chat.completions.create(**options(max_tokens=30, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
-    assert tool_client.chat.completions.create(**options(max_tokens=30, tool_choice="auto")).choices[0] == whole
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+    )
+    assert (
+        tool_client.chat.completions.create(**options(max_tokens=30, tool_choice="auto")).choices[0]
+        == whole
+    )
 
 
 def test_an_answer_that_ends_by_length_shows_the_start_of_a_call(tool_client):
     ends = set()
     for most in range(30, 70, 8):
-        one = tool_client.chat.completions.create(**options(tool_choice=NAMED, max_tokens=most)).choices[0]
+        one = tool_client.chat.completions.create(
+            **options(tool_choice=NAMED, max_tokens=most)
+        ).choices[0]
         ends.add(one.finish_reason)
         for call in one.message.tool_calls or ():
             assert call.function.name == "Turn"
@@ -103,7 +125,11 @@ def test_the_loop_of_a_program_that_calls_its_functions(tool_client):
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     parse = tool_client.chat.completions.parse
     for seed in range(2):
-        found = parse(**options(messages=messages, tool_choice="required", parallel_tool_calls=False, seed=seed))
+        found = parse(
+            **options(
+                messages=messages, tool_choice="required", parallel_tool_calls=False, seed=seed
+            )
+        )
         message = found.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
@@ -111,7 +137,9 @@ def test_the_loop_of_a_program_that_calls_its_functions(tool_client):
             result = functions[call.function.name](call.function.parsed_arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
     create = tool_client.chat.completions.create
-    final = create(**options(messages=messages, tool_choice="none", max_tokens=10)).choices[0].message
+    final = (
+        create(**options(messages=messages, tool_choice="none", max_tokens=10)).choices[0].message
+    )
     assert final.tool_calls is None
     assert final.content
     with tool_client.chat.completions.stream(
@@ -133,7 +161,9 @@ def test_an_answer_is_a_model_or_a_call(tool_client):
 def test_log_probabilities_are_those_of_all_tokens(tool_client):
     found = tool_client.chat.completions.create(**options(tool_choice=NAMED, logprobs=True))
     assert len(found.choices[0].logprobs.content) == found.usage.completion_tokens
-    stream = tool_client.chat.completions.create(**options(tool_choice=NAMED, logprobs=True, stream=True))
+    stream = tool_client.chat.completions.create(
+        **options(tool_choice=NAMED, logprobs=True, stream=True)
+    )
     counts = [len(c.logprobs.content) for chunk in stream for c in chunk.choices if c.logprobs]
     assert sum(counts) == found.usage.completion_tokens
 
@@ -141,7 +171,11 @@ def test_log_probabilities_are_those_of_all_tokens(tool_client):
 def test_the_tokens_of_a_prompt_include_its_tools(tool_server):
     body = {"messages": MESSAGES, "tools": TOOLS}
     whole = httpx.post(f"{tool_server.url}/tokenize", json=body).json()["count"]
-    assert whole > httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES}).json()["count"] + 100
+    assert (
+        whole
+        > httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES}).json()["count"]
+        + 100
+    )
 
 
 def tool(name: str, **more) -> dict:
@@ -159,11 +193,19 @@ WRONG = [
         "tool_choice names 'h', which is none",
         "tool_choice",
     ),
-    ({"tool_choice": "any"}, 'tool_choice is \'any\'; it must be "auto", "none", "required"', "tool_choice"),
+    (
+        {"tool_choice": "any"},
+        'tool_choice is \'any\'; it must be "auto", "none", "required"',
+        "tool_choice",
+    ),
     ({"tool_choice": 3}, 'tool_choice must be "auto", "none", "required"', "tool_choice"),
     ({"tools": [tool("f"), tool("f")]}, "tools.1.function.name is 'f' again", "tools"),
     ({"tools": [tool("a b")]}, "tools.0.function.name is 'a b'; it must be 1 to 64", "tools"),
-    ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools: List should have at most 128 items", "tools"),
+    (
+        {"tools": [tool(f"f{i}") for i in range(129)]},
+        "tools: List should have at most 128 items",
+        "tools",
+    ),
     (
         {"tools": [tool("f", parameters=UNIQUE)]},
         "the schema of 'f' has the keyword 'uniqueItems' at #/properties/a/u",
@@ -175,16 +217,32 @@ WRONG = [
         "messages.1 has the role 'tool' and no tool",
         "messages",
     ),
-    ({"messages": [*MESSAGES, CALLED]}, "messages.1.tool_calls.0.function.arguments is no JSON", "messages"),
-    ({"parallel_tool_calls": "no"}, "parallel_tool_calls: Input should be a valid boolean", "parallel_tool_calls"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs go with tools as JSON alone", "structured_outputs"),
+    (
+        {"messages": [*MESSAGES, CALLED]},
+        "messages.1.tool_calls.0.function.arguments is no JSON",
+        "messages",
+    ),
+    (
+        {"parallel_tool_calls": "no"},
+        "parallel_tool_calls: Input should be a valid boolean",
+        "parallel_tool_calls",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}},
+        "structured_outputs go with tools as JSON alone",
+        "structured_outputs",
+    ),
     ({"use_beam_search": True}, "tools do not go with a beam search", "tools"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), WRONG, ids=[str(fields)[:60] for fields, *_ in WRONG])
+@pytest.mark.parametrize(
+    ("fields", "message", "param"), WRONG, ids=[str(fields)[:60] for fields, *_ in WRONG]
+)
 def test_what_is_wrong_is_named(tool_server, fields, message, param):
-    body = {name: value for name, value in options(max_tokens=5, **fields).items() if value is not None}
+    body = {
+        name: value for name, value in options(max_tokens=5, **fields).items() if value is not None
+    }
     if fields.get("use_beam_search"):
         del body["seed"]
     answer = httpx.post(f"{tool_server.url}/v1/chat/completions", json=body)

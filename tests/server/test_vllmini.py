@@ -18,7 +18,9 @@ from tests.server.support import ENGINE, completed, error_of, idle, served_to, w
 def slow(monkeypatch):
     """Steps of at least 20 ms: 480 tokens take at least 9.6 s."""
     send = step.send
-    monkeypatch.setattr(step, "send", lambda *args, **options: time.sleep(0.02) or send(*args, **options))
+    monkeypatch.setattr(
+        step, "send", lambda *args, **options: time.sleep(0.02) or send(*args, **options)
+    )
 
 
 def post(http, **options) -> str:
@@ -32,11 +34,18 @@ def status(http, name) -> str:
 
 
 def test_a_generation_is_started_and_its_text_is_read_later(served, reference):
-    (wanted,) = reference.generate("abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)
+    (wanted,) = reference.generate(
+        "abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False
+    )
     seen = []
     with httpx.Client(base_url=served.url, timeout=60) as http:
         name = post(http, max_length=len(wanted.prompt_token_ids) + 60)
-        wait_until(lambda: seen.append(http.get(f"/result/{name}").json()) or seen[-1]["status"] != "in progress")
+        wait_until(
+            lambda: (
+                seen.append(http.get(f"/result/{name}").json())
+                or seen[-1]["status"] != "in progress"
+            )
+        )
         answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
     assert seen[-1] == {"status": "completed", "generated": wanted.outputs[0].text}
     for one in seen:
@@ -74,7 +83,9 @@ def test_a_generation_is_cancelled_when_no_client_asks_for_its_result(tiny, slow
         assert status(http, name) == "not found"
 
 
-def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(tiny, slow, monkeypatch):
+def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
+    tiny, slow, monkeypatch
+):
     """The engine's thread is blocked in a step, so that the answer to the POST has to wait."""
     send, blocked, resume = step.send, threading.Event(), threading.Event()
 
@@ -89,7 +100,9 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(tiny
         other.start()
         assert blocked.wait(30)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{found.url}/generate", json={"prompt": "abc", "max_length": 480}, timeout=0.5)
+            httpx.post(
+                f"{found.url}/generate", json={"prompt": "abc", "max_length": 480}, timeout=0.5
+            )
         time.sleep(0.2)
         resume.set()
         other.join(30)
@@ -116,7 +129,10 @@ def test_a_generation_above_the_limit_is_refused_while_all_are_in_progress(tiny,
         assert [status(http, name) for name in names] == ["in progress"] * 2
         engine = found.worker.llm.engine
         wait_until(
-            lambda: len(engine.scheduler_state.running.seqs) + len(engine.scheduler_state.waiting) == 2, seconds=5
+            lambda: (
+                len(engine.scheduler_state.running.seqs) + len(engine.scheduler_state.waiting) == 2
+            ),
+            seconds=5,
         )
 
 
@@ -124,5 +140,7 @@ def test_the_endpoints_can_be_switched_off(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE), lecture_endpoints=False) as (_, http):
         assert http.post("/generate", json={"prompt": "abc"}).status_code == 404
         assert http.get("/result/1").status_code == 404
-        assert not {"/generate", "/result/{sequence_id}"} & set(http.get("/openapi.json").json()["paths"])
+        assert not {"/generate", "/result/{sequence_id}"} & set(
+            http.get("/openapi.json").json()["paths"]
+        )
         assert completed(http, max_tokens=1)["choices"]

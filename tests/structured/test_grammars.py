@@ -26,8 +26,14 @@ from pagedjax.text.tokenizer import NoTokenizer
         ({"choice": ["a", ""]}, "choice is .*none of them empty"),
         ({"json": 3}, "json is 3; it must be a JSON schema"),
         ({"json": {"a": {1}}}, "cannot be written as JSON"),
-        ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace is 1; it must be True or False"),
-        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give one of them"),
+        (
+            {"json_object": True, "disable_any_whitespace": 1},
+            "disable_any_whitespace is 1; it must be True or False",
+        ),
+        (
+            {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
+            "give one of them",
+        ),
     ],
 )
 def test_a_form_is_checked_when_it_is_written(fields, message):
@@ -41,13 +47,25 @@ def test_a_form_is_checked_when_it_is_written(fields, message):
         ({"json": "{"}, "is not JSON"),
         ({"json": "3"}, "a schema is an object, true or false"),
         ({"json": {"type": "strin"}}, "at #: Invalid type: strin"),
-        ({"json": {"items": {"properties": {"a": {"format": "dat"}}}}}, "at #/items/properties/a: Unknown format: dat"),
-        ({"json": {"properties": {"a": {"$ref": "#/x"}}}}, "at #/properties/a: Pointer '/x' does not exist"),
+        (
+            {"json": {"items": {"properties": {"a": {"format": "dat"}}}}},
+            "at #/items/properties/a: Unknown format: dat",
+        ),
+        (
+            {"json": {"properties": {"a": {"$ref": "#/x"}}}},
+            "at #/properties/a: Pointer '/x' does not exist",
+        ),
         ({"json": {"$ref": "https://example.org/schema"}}, "does not fetch resources"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
+        (
+            {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
+            r"minimum \(5\) is greater than maximum \(3\)",
+        ),
         ({"json": False}, "it must be a JSON schema"),
         ({"json": "false"}, "false allows no answer"),
-        ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance.*use the fields of structured_outputs"),
+        (
+            {"json": {"x-guidance": {"lenient": True}}},
+            "x-guidance.*use the fields of structured_outputs",
+        ),
         ({"regex": "("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": r"[^\s\S]"}, "regex"),
@@ -81,8 +99,20 @@ HOSTILE = [
     {"regex": r"(\p{L}{1,1000}){1,1000}"},
     {"regex": "(.*a.{200}){20}"},
     {"regex": "((a{1,100}){1,100}){1,100}"},
-    {"json": {"anyOf": [{"type": "object", "properties": {f"a{i}": {}, f"b{i}": {}}} for i in range(500)]}},
-    {"json": {"properties": {f"p{i}": {"pattern": f"(a|b){{1,200}}[a-z]{{5,{i + 6}}}"} for i in range(1000)}}},
+    {
+        "json": {
+            "anyOf": [
+                {"type": "object", "properties": {f"a{i}": {}, f"b{i}": {}}} for i in range(500)
+            ]
+        }
+    },
+    {
+        "json": {
+            "properties": {
+                f"p{i}": {"pattern": f"(a|b){{1,200}}[a-z]{{5,{i + 6}}}"} for i in range(1000)
+            }
+        }
+    },
     {"grammar": 'start: a\na: a a | "x" | ""'},
 ]
 
@@ -141,7 +171,10 @@ def test_white_space_is_bounded_and_can_be_forbidden(grammars):
 def test_objects_can_be_closed(grammars):
     def allowed(text: str, **fields) -> bool:
         tokens = grammars.tokenizer.encode(text)
-        schema = {"properties": {"a": {"properties": {"b": {}}, "type": "object"}}, "type": "object"}
+        schema = {
+            "properties": {"a": {"properties": {"b": {}}, "type": "object"}},
+            "type": "object",
+        }
         grammar = grammars.compiled(StructuredOutputsParams(json=schema, **fields))
         return grammar.matcher().allowed([], tokens) == len(tokens)
 
@@ -156,11 +189,16 @@ def test_what_does_not_go_together_is_refused():
         ({"min_tokens": 2}, "min_tokens is 2; it must be 0 with structured_outputs"),
         ({"ignore_eos": True}, "ignore_eos is True; it must be False with structured_outputs"),
         ({"bad_words": "x"}, "bad_words is .*; it must be empty with structured_outputs"),
-        ({"allowed_token_ids": [3]}, "allowed_token_ids is .*; it must be None with structured_outputs"),
+        (
+            {"allowed_token_ids": [3]},
+            "allowed_token_ids is .*; it must be None with structured_outputs",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             SamplingParams(structured_outputs=form, **fields)
-    with pytest.raises(ValueError, match="structured_outputs is 'a'; it must be None or a StructuredOutputsParams"):
+    with pytest.raises(
+        ValueError, match="structured_outputs is 'a'; it must be None or a StructuredOutputsParams"
+    ):
         SamplingParams(structured_outputs="a")  # type: ignore
     with pytest.raises(TypeError):
         BeamSearchParams(beam_width=2, structured_outputs=form)  # type: ignore
@@ -183,7 +221,10 @@ def test_without_the_library_the_error_names_the_extra(tiny, monkeypatch):
 
 
 def test_a_refused_form_queues_nothing(tiny_llm: LLM):
-    good, bad = (SamplingParams(structured_outputs=StructuredOutputsParams(regex=text)) for text in ("a+", "("))
+    good, bad = (
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
+        for text in ("a+", "(")
+    )
     with pytest.raises(ValueError, match="unclosed group"):
         tiny_llm.generate(["a", "b"], [good, bad], use_tqdm=False)
     assert not tiny_llm.engine.has_work
@@ -205,9 +246,13 @@ def test_a_refused_form_queues_nothing(tiny_llm: LLM):
 )
 def test_white_space_is_that_of_json(grammars, pattern, error):
     with pytest.raises(ValueError, match=error):
-        grammars.compiled(StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=pattern))
+        grammars.compiled(
+            StructuredOutputsParams(json={"type": "object"}, whitespace_pattern=pattern)
+        )
     for allowed in (r"[ ]?", r"\n?", "(\n|\t){0,2}", r"[\x20\x0A\x0D\x09]{0,3}", ""):
-        grammars.compiled(StructuredOutputsParams(json={"type": "integer"}, whitespace_pattern=allowed or None))
+        grammars.compiled(
+            StructuredOutputsParams(json={"type": "integer"}, whitespace_pattern=allowed or None)
+        )
 
 
 def objects(patterns: dict, more: dict | None = None, **properties) -> dict:
@@ -232,7 +277,9 @@ NUMBER = {"type": "integer"}
     ],
 )
 def test_patterns_of_known_keys_alone_are_refused(grammars, schema):
-    with pytest.raises(ValueError, match=r"'patternProperties' at .* match keys of properties alone: the keys"):
+    with pytest.raises(
+        ValueError, match=r"'patternProperties' at .* match keys of properties alone: the keys"
+    ):
         grammars.compiled(StructuredOutputsParams(json=schema))
 
 
@@ -255,7 +302,9 @@ def test_patterns_of_other_keys_too_are_compiled(grammars, schema):
 def test_the_library_still_needs_the_guard_for_patterns_of_known_keys(grammars, monkeypatch):
     """If this fails, llguidance refuses the comma, and `_names_all_keys` is not needed any more."""
     monkeypatch.setattr(keywords, "_names_all_keys", lambda schema: False)
-    form = StructuredOutputsParams(json=objects({"^n$": NUMBER}, n=NUMBER), disable_any_whitespace=True)
+    form = StructuredOutputsParams(
+        json=objects({"^n$": NUMBER}, n=NUMBER), disable_any_whitespace=True
+    )
     matcher = grammars.compiled(form).matcher()
     output = grammars.tokenizer.encode('{"n":5,')
     assert matcher.allowed([], output) == len(output)

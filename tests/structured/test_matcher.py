@@ -12,7 +12,14 @@ from pagedjax.params import StructuredOutputsParams
 from pagedjax.structured.matcher import MaskRow, masks
 
 EOS = (2, 0)  # of the model; a form ends by any of them
-PATTERNS = ["[a-c]{2,6}", "(the|then|there) cat( sat)?", r"\d{1,3}(\.\d+)?", "(ab|ba)*", "x?y?z?", "[^a-m]{1,4}e"]
+PATTERNS = [
+    "[a-c]{2,6}",
+    "(the|then|there) cat( sat)?",
+    r"\d{1,3}(\.\d+)?",
+    "(ab|ba)*",
+    "x?y?z?",
+    "[^a-m]{1,4}e",
+]
 
 
 def bits(mask: np.ndarray, vocab: int) -> np.ndarray:
@@ -28,7 +35,9 @@ def search(pattern: str, tokenizer, output: list[int], vocab: int) -> list[int]:
         if token in tokenizer.special_ids:
             if token in EOS and compiled.fullmatch(text):
                 found.append(token)
-        elif (piece := tokenizer.token_bytes(token)) and compiled.fullmatch(text + piece, partial=True):
+        elif (piece := tokenizer.token_bytes(token)) and compiled.fullmatch(
+            text + piece, partial=True
+        ):
             found.append(token)
     return found
 
@@ -45,7 +54,9 @@ def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
         # bytes above 127 are half of a character, which `regex` does not know on bytes
         is_plain = lambda token: max(grammars.tokenizer.token_bytes(token), default=0) < 128  # noqa: E731
         plain = [int(token) for token in bits(mask, grammars.vocab_size) if is_plain(token)]
-        if forced := matcher.forced(output, 1):  # of several ways to cut a text that must come, one is allowed
+        if forced := matcher.forced(
+            output, 1
+        ):  # of several ways to cut a text that must come, one is allowed
             assert plain == forced
             assert forced[0] in expected
         else:
@@ -56,7 +67,11 @@ def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
         output.append(token)
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "required": ["a", "b"],
+}
 
 
 @settings(max_examples=20, deadline=None)
@@ -95,7 +110,10 @@ def test_only_allowed_drafts_count(grammars):
 def test_forced_tokens_are_the_text_that_must_come(grammars):
     matcher = grammars.compiled(StructuredOutputsParams(regex="one and only text[0-9]")).matcher()
     forced = matcher.forced([], 99)
-    assert grammars.tokenizer.decode(forced) == "one and only text"[: len(grammars.tokenizer.decode(forced))]
+    assert (
+        grammars.tokenizer.decode(forced)
+        == "one and only text"[: len(grammars.tokenizer.decode(forced))]
+    )
     assert len(forced) > 3
     assert matcher.forced([], 2) == forced[:2]
 
@@ -106,6 +124,9 @@ def test_a_failed_matcher_allows_everything_but_the_end(grammars):
     (mask,) = masks([MaskRow(matcher, grammars.tokenizer.encode("x"), [], 0, EOS)], 1)
     assert matcher.error is not None
     assert "doesn't satisfy the grammar" in matcher.error
-    assert sorted({*range(grammars.vocab_size)} - {*bits(mask, grammars.vocab_size).tolist()}) == [0, 2]
+    assert sorted({*range(grammars.vocab_size)} - {*bits(mask, grammars.vocab_size).tolist()}) == [
+        0,
+        2,
+    ]
     assert matcher.forced([], 5) == []
     assert matcher.allowed([], [5]) == 0

@@ -23,7 +23,9 @@ def accepts(grammars, grammar, value) -> bool:
 def test_a_grammar_accepts_what_a_validator_accepts(grammars, case):
     schema = json.loads(case.schema) if isinstance(case.schema, str) else case.schema
     validator = jsonschema.Draft202012Validator(schema)
-    checks_format = "format" in json.dumps(case.schema)  # optional for a validator, and needs more libraries
+    checks_format = "format" in json.dumps(
+        case.schema
+    )  # optional for a validator, and needs more libraries
     if not checks_format:
         assert [validator.is_valid(value) for value in case.good] == [True] * len(case.good)
         assert [validator.is_valid(value) for value in case.bad] == [False] * len(case.bad)
@@ -33,15 +35,21 @@ def test_a_grammar_accepts_what_a_validator_accepts(grammars, case):
 
 
 def test_there_are_many_schemas_and_they_use_every_supported_keyword():
-    used = {name for case in CASES for _, schema in keywords.subschemas(case.schema) for name in schema}
+    used = {
+        name for case in CASES for _, schema in keywords.subschemas(case.schema) for name in schema
+    }
     assert len({case.name for case in CASES}) == len(CASES) >= 300
-    assert keywords.SUPPORTED - {"additionalItems"} <= used  # the old name of `items` behind a tuple
+    assert (
+        keywords.SUPPORTED - {"additionalItems"} <= used
+    )  # the old name of `items` behind a tuple
 
 
 @pytest.mark.parametrize("name", sorted(keywords.UNSUPPORTED))
 def test_an_unsupported_keyword_is_refused_with_its_place(grammars, name):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", "items": {name: {}}}}}
-    with pytest.raises(ValueError, match=rf"keyword '{name.replace('$', '.')}' at #/properties/a~1b/items/"):
+    with pytest.raises(
+        ValueError, match=rf"keyword '{name.replace('$', '.')}' at #/properties/a~1b/items/"
+    ):
         grammars.compiled(StructuredOutputsParams(json=schema))
     grammar = grammars.compiled(StructuredOutputsParams(json=schema, ignore_unsupported=True))
     assert grammar.ignored == (f"#/properties/a~1b/items/{name}",)
@@ -53,12 +61,18 @@ def test_an_unknown_keyword_is_refused_with_the_near_one(grammars):
         grammars.compiled(StructuredOutputsParams(json={"type": "string", "minlength": 3}))
 
 
-@pytest.mark.parametrize("name", ["MinLength", "minLenght", "maxitems", "requird", "patern", "enums", "uniqueitems"])
+@pytest.mark.parametrize(
+    "name", ["MinLength", "minLenght", "maxitems", "requird", "patern", "enums", "uniqueitems"]
+)
 def test_nearly_a_keyword_is_a_mistake(name):
-    assert [place for place, _ in keywords.unsupported({"type": "string", name: 1})] == [f"#/{name}"]
+    assert [place for place, _ in keywords.unsupported({"type": "string", name: 1})] == [
+        f"#/{name}"
+    ]
 
 
-@pytest.mark.parametrize("name", ["readonly", "Title", "version", "x-order", "_format", "$license", "isAutoIncrement"])
+@pytest.mark.parametrize(
+    "name", ["readonly", "Title", "version", "x-order", "_format", "$license", "isAutoIncrement"]
+)
 def test_names_of_others_constrain_nothing(grammars, name):
     grammar = grammars.compiled(StructuredOutputsParams(json={"type": "integer", name: 1}))
     assert accepts(grammars, grammar, 3)

@@ -51,7 +51,14 @@ TOKENIZERS = {
     "behind the vocabulary": byte_level(("[UNK]", "[BOS]", "[EOS]"), ("<|eot_id|>", "<think>")),
     "SentencePiece": byte_fallback(),
 }
-TEXTS = ("see <|im_end|> here", "<|im_end|>!", "the </s> tag", "a<think>b<|eot_id|>", "[EOS]", "<s>")
+TEXTS = (
+    "see <|im_end|> here",
+    "<|im_end|>!",
+    "the </s> tag",
+    "a<think>b<|eot_id|>",
+    "[EOS]",
+    "<s>",
+)
 
 
 def forms(text: str) -> dict[str, tuple[StructuredOutputsParams, str]]:
@@ -129,7 +136,11 @@ def test_an_answer_has_the_whole_text(tiny, tiny_llm, speculative):
     from pagedjax import LLM
 
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
-    llm = LLM(tiny, progress=False, **sizes, num_blocks=256, speculative=speculative) if speculative else tiny_llm
+    llm = (
+        LLM(tiny, progress=False, **sizes, num_blocks=256, speculative=speculative)
+        if speculative
+        else tiny_llm
+    )
     wanted = forms("see <|im_end|> here")
     params = [SamplingParams(max_tokens=80, structured_outputs=form) for form, _ in wanted.values()]
     answers = llm.generate(["x"] * len(params), params, use_tqdm=False)
@@ -176,16 +187,23 @@ def test_an_end_before_the_form_is_complete_fails_the_matcher(grammars, monkeypa
 
 
 def described(**model: Any) -> str:
-    added = [{"id": 0, "content": "<a>", "special": False}, {"id": 1, "content": "b", "special": False}]
+    added = [
+        {"id": 0, "content": "<a>", "special": False},
+        {"id": 1, "content": "b", "special": False},
+    ]
     return json.dumps({"added_tokens": added, "model": model, "post_processor": {"type": "X"}})
 
 
 def test_ids_stay_and_names_of_marks_go():
-    one = json.loads(vocabulary.without_names(described(vocab={"<a>": 0, "b": 1}, merges=["< a>", "x y"])))
+    one = json.loads(
+        vocabulary.without_names(described(vocab={"<a>": 0, "b": 1}, merges=["< a>", "x y"]))
+    )
     assert list(one["model"]["vocab"].values()) == [0, 1]
     assert "<a>" not in one["model"]["vocab"]
     assert one["added_tokens"][1]["content"] == "b"
     assert one["model"]["merges"] == ["x y"]
-    other = json.loads(vocabulary.without_names(described(vocab=[["<a>", 0.0], ["b", -1.0]], unk_token="<a>")))
+    other = json.loads(
+        vocabulary.without_names(described(vocab=[["<a>", 0.0], ["b", -1.0]], unk_token="<a>"))
+    )
     assert other["model"]["vocab"][1] == ["b", -1.0]
     assert other["model"]["unk_token"] == other["model"]["vocab"][0][0] != "<a>"

@@ -13,7 +13,9 @@ from pagedjax.text.messages import content_text
 from pagedjax.text.tokenizer import Tokenizer
 from tests import drawn
 
-PRINTS = "{% for m in messages %}{{ m.role }}={{ m.content }}|{{ m.tool_calls is defined }};{% endfor %}"
+PRINTS = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }}|{{ m.tool_calls is defined }};{% endfor %}"
+)
 TRIMS = "{% for m in messages %}{{ m.role }}={{ m.content | trim }}|{{ m.tool_calls is defined }};{% endfor %}"
 PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
 
@@ -45,12 +47,21 @@ def test_a_template_gets_text(tiny, template, message, text):
     [
         (3, "messages.0.content is 3; it must be a text, or a list of parts of text"),
         (False, "messages.0.content is False; it must be a text"),
-        ({"type": "text", "text": "x"}, "messages.0.content is {'type': 'text', 'text': 'x'}; it must be a text"),
+        (
+            {"type": "text", "text": "x"},
+            "messages.0.content is {'type': 'text', 'text': 'x'}; it must be a text",
+        ),
         (b"x", "messages.0.content is b'x'; it must be a text"),
         (["x"], "messages.0.content.0 is 'x'; a part is {'type': 'text', 'text': ...}"),
         ([None], "messages.0.content.0 is None; a part is"),
-        ([*PARTS, {"type": "image_url"}], "messages.0.content.2 has the type 'image_url', and models here read text"),
-        ([{"text": "x"}], "messages.0.content.0 has the type None, and models here read text alone"),
+        (
+            [*PARTS, {"type": "image_url"}],
+            "messages.0.content.2 has the type 'image_url', and models here read text",
+        ),
+        (
+            [{"text": "x"}],
+            "messages.0.content.0 has the type None, and models here read text alone",
+        ),
         ([{"type": "text"}], "messages.0.content.0.text is None; it must be a text"),
         ([{"type": "text", "text": 3}], "messages.0.content.0.text is 3; it must be a text"),
     ],
@@ -91,17 +102,25 @@ def test_any_conversation_is_rendered_as_by_transformers(tiny, number):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
     text = st.text(max_size=8)
     parts = st.lists(text, max_size=3)
-    messages = st.tuples(st.sampled_from(["user", "assistant", "system"]), st.none() | text | parts, st.none() | text)
+    messages = st.tuples(
+        st.sampled_from(["user", "assistant", "system"]), st.none() | text | parts, st.none() | text
+    )
 
     def holds(conversation: list[Any], generating: bool) -> None:
         given, plain = [], []
         for role, content, name in conversation:
             said = "".join(content or ()) if isinstance(content, list) else content or ""
-            sent = [{"type": "text", "text": part} for part in content] if isinstance(content, list) else content
+            sent = (
+                [{"type": "text", "text": part} for part in content]
+                if isinstance(content, list)
+                else content
+            )
             given.append({"role": role, "content": sent, "name": name})
             plain.append({"role": role, "content": said} | ({} if name is None else {"name": name}))
         found = ours.apply_chat_template(given, generating)
-        rendered = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=generating)
+        rendered = theirs.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=generating
+        )
         assert found == ours.encode(rendered, add_special_tokens=False)
 
     drawn.check(number, holds, st.lists(messages, min_size=1, max_size=4), st.booleans())

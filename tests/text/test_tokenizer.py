@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 PUBLISHED = [
     ("Hello world", [19556, 905]),
     ("What is the capital of France?", [1780, 314, 260, 3575, 282, 4649, 47]),
-    ("The quick brown fox jumps over the lazy dog", [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767]),
+    (
+        "The quick brown fox jumps over the lazy dog",
+        [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767],
+    ),
     ("  leading spaces", [216, 2899, 5600]),
     ("The year 2024 had 365 days", [504, 713, 216, 34, 32, 34, 36, 761, 216, 35, 38, 37, 2009]),
     ("def f(n):\n    return n+1\n", [1604, 275, 24, 94, 727, 472, 1003, 304, 27, 33, 198]),
@@ -36,7 +39,14 @@ PUBLISHED = [
     ("", []),
 ]
 # computed by hand from the definition: each digit is a token; the byte alphabet begins with "!"
-BY_HAND = [("2024", [34, 32, 34, 36]), ("7", [39]), ("<|im_end|>", [2]), ("!", [17]), ("a", [81]), ("\n", [198])]
+BY_HAND = [
+    ("2024", [34, 32, 34, 36]),
+    ("7", [39]),
+    ("<|im_end|>", [2]),
+    ("!", [17]),
+    ("a", [81]),
+    ("\n", [198]),
+]
 
 
 @pytest.fixture
@@ -78,7 +88,9 @@ def test_embedded_tokenizer_special_ids():
     assert tokenizer.vocab_size == 49152
     assert tokenizer.special_ids == frozenset(range(17))
     assert tokenizer.decode([1, 19556, 905, 2]) == "Hello world"
-    assert tokenizer.decode([1, 19556, 2], skip_special_tokens=False) == "<|im_start|>Hello<|im_end|>"
+    assert (
+        tokenizer.decode([1, 19556, 2], skip_special_tokens=False) == "<|im_start|>Hello<|im_end|>"
+    )
 
 
 def test_token_pieces_for_logprobs():
@@ -113,7 +125,9 @@ def test_encode_refuses_values_that_are_not_text(tiny):
 
 def test_directory_and_gguf_give_one_tokenizer(tmp_path):
     folder = tiny_llama(tmp_path)
-    one, other = (load_tokenizer(open_checkpoint(p)) for p in (folder, tiny_gguf(tmp_path / "m.gguf", folder)))
+    one, other = (
+        load_tokenizer(open_checkpoint(p)) for p in (folder, tiny_gguf(tmp_path / "m.gguf", folder))
+    )
     for text in SAMPLES:
         assert one.encode(text) == other.encode(text)
     messages = [{"role": "user", "content": "the cat"}]
@@ -124,10 +138,18 @@ def test_directory_and_gguf_give_one_tokenizer(tmp_path):
 def test_directory_ignores_truncation_and_reads_template_files(tmp_path):
     folder = tiny_llama(tmp_path)
     stored = json.loads((folder / "tokenizer.json").read_text())
-    stored["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    stored["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "tools", "template": "T"}, {"name": "default", "template": "abc"}]
+    config["chat_template"] = [
+        {"name": "tools", "template": "T"},
+        {"name": "default", "template": "abc"},
+    ]
     config["eos_token"] = {"content": "<|im_start|>", "special": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(open_checkpoint(folder))
@@ -155,10 +177,31 @@ def test_directories_without_a_usable_tokenizer_say_so(tmp_path):
 
 
 def test_embedded_chat_template_gives_the_published_tokens():
-    system = [9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
+    system = [
+        9690,
+        198,
+        2683,
+        359,
+        253,
+        5356,
+        5646,
+        11173,
+        3365,
+        3511,
+        308,
+        34519,
+        28,
+        7018,
+        411,
+        407,
+        19712,
+        8182,
+    ]
     ids = smollm().apply_chat_template([{"role": "user", "content": "Hi there"}])
     assert ids == [1, *system, 2, 198, 1, 4093, 198, 26843, 665, 2, 198, 1, 520, 9531, 198]
-    without = smollm().apply_chat_template([{"role": "user", "content": "Hi there"}], add_generation_prompt=False)
+    without = smollm().apply_chat_template(
+        [{"role": "user", "content": "Hi there"}], add_generation_prompt=False
+    )
     assert without == ids[:-4]
 
 
@@ -166,10 +209,14 @@ def test_chat_template_errors_are_reported(tiny):
     with pytest.raises(ValueError, match="must be a mapping with 'role' and 'content'"):
         tiny.apply_chat_template([{"role": "user"}])
     with pytest.raises(ValueError, match="no chat template"):
-        Tokenizer(tiny.backend, (2,), {}).apply_chat_template([{"role": "user", "content": "hello"}])
+        Tokenizer(tiny.backend, (2,), {}).apply_chat_template(
+            [{"role": "user", "content": "hello"}]
+        )
     with pytest.raises(ValueError, match="at least one message"):
         tiny.apply_chat_template([])
-    refusing = Tokenizer(tiny.backend, (2,), {"eos_token": "<|im_end|>"}, "{{ raise_exception('no ' + eos_token) }}")
+    refusing = Tokenizer(
+        tiny.backend, (2,), {"eos_token": "<|im_end|>"}, "{{ raise_exception('no ' + eos_token) }}"
+    )
     with pytest.raises(ValueError, match=r"refuses these messages: no <\|im_end\|>"):
         refusing.apply_chat_template([{"role": "user", "content": "hello"}])
 
@@ -197,7 +244,9 @@ def test_messages_that_the_template_cannot_render_are_refused(tiny, template, ca
 def test_importing_is_light():
     heavy = ("jax", "transformers", "tokenizers", "gguf", "torch", "huggingface_hub", "tqdm")
     code = f"import sys, pagedjax.text.tokenizer, pagedjax.weights; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -208,7 +257,9 @@ def test_the_embedded_tokenizer_and_template_need_no_torch():
         "t = load_tokenizer(open_checkpoint('smollm2-135m'))\n"
         "print(len(t.apply_chat_template([{'role': 'user', 'content': 'Hi there'}])))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert (done.stdout.strip(), done.stderr) == ("32", "")
 
 
@@ -224,5 +275,7 @@ with ThreadPoolExecutor(8) as pool:
     asked = [{"role": "user", "content": "abc"}]
     (ids,) = set(pool.map(lambda _: tuple(tokenizer.apply_chat_template(asked)), range(8)))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tiny_folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_folder)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

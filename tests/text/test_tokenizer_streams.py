@@ -25,7 +25,9 @@ from tests.weights.tiny import tiny_llama
 @given(st.lists(st.integers(0, 49151) | st.integers(17, 272), max_size=30), st.booleans())
 def test_pushes_and_flush_join_to_the_decoded_whole(ids, skip):
     stream = Detokenizer(smollm(), skip_special_tokens=skip)
-    assert "".join(map(stream.push, ids)) + stream.flush() == smollm().decode(ids, skip_special_tokens=skip)
+    assert "".join(map(stream.push, ids)) + stream.flush() == smollm().decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,7 +67,9 @@ def test_branches_read_a_constant_number_of_prompt_tokens(special):
     """Reading all of it for 64 branches of a prompt of 100,000 tokens blocked the engine's thread for 268 ms."""
     ids = [0] if special else smollm().encode("some words of a prompt ")
     prompt = CountingPrompt(ids * (100_000 // len(ids)))
-    branches = [OutputBuilder(i, SamplingParams(n=64), smollm(), prompt, frozenset()) for i in range(64)]
+    branches = [
+        OutputBuilder(i, SamplingParams(n=64), smollm(), prompt, frozenset()) for i in range(64)
+    ]
     assert prompt.read <= 64 * 256
     assert "".join(branches[-1].push(i, None) for i in smollm().encode(" and more")) == " and more"
 
@@ -127,7 +131,9 @@ def test_detokenising_costs_the_same_for_every_token():
         start = time.perf_counter()
         list(map(stream.push, part))
         times.append(time.perf_counter() - start)
-    assert max(times) < 0.2, f"2000 tokens took {times} s"  # a few milliseconds; re-decoding would take seconds
+    assert max(times) < 0.2, (
+        f"2000 tokens took {times} s"
+    )  # a few milliseconds; re-decoding would take seconds
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
@@ -135,7 +141,12 @@ def test_detokenising_costs_the_same_for_every_token():
 
 def brute_stop(text: str, stop: tuple[str, ...], include: bool, after: int) -> tuple[str, bool]:
     """Searches the whole text: the match that ends first (after `after` characters), the longest of several."""
-    matches = [(i + len(s), i) for s in stop for i in range(len(text)) if text.startswith(s, i) and i + len(s) > after]
+    matches = [
+        (i + len(s), i)
+        for s in stop
+        for i in range(len(text))
+        if text.startswith(s, i) and i + len(s) > after
+    ]
     if not matches:
         return text, False
     end, start = min(matches)
@@ -167,13 +178,19 @@ def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens,
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("abc", max_size=20), st.lists(st.integers(0, 20), max_size=6), st.lists(st.integers(0, 20), max_size=6))
+@given(
+    st.text("abc", max_size=20),
+    st.lists(st.integers(0, 20), max_size=6),
+    st.lists(st.integers(0, 20), max_size=6),
+)
 def test_the_split_into_chunks_does_not_change_the_result(text, one, other):
     def cut(places: list[int]) -> list[str]:
         edges = [0, *sorted(min(p, len(text)) for p in places), len(text)]
         return [text[a:b] for a, b in pairwise(edges)]
 
-    assert run_stop(cut(one), StopChecker(("abc", "cb"))) == run_stop(cut(other), StopChecker(("abc", "cb")))
+    assert run_stop(cut(one), StopChecker(("abc", "cb"))) == run_stop(
+        cut(other), StopChecker(("abc", "cb"))
+    )
 
 
 def test_only_a_possible_start_of_a_stop_string_is_kept_back():
@@ -194,7 +211,11 @@ def test_a_token_is_fast_with_long_stop_strings():
 
 def test_stop_strings_do_not_count_before_min_tokens():
     checker = StopChecker(("b",), min_tokens=2)
-    assert [checker.push(text) for text in ("b", "ab", "ab")] == [("b", False), ("ab", False), ("a", True)]
+    assert [checker.push(text) for text in ("b", "ab", "ab")] == [
+        ("b", False),
+        ("ab", False),
+        ("a", True),
+    ]
     late = StopChecker(("ab",), min_tokens=1)  # begins in the first token, complete in the second
     assert [late.push("a"), late.push("b")] == [("", False), ("", True)]
 

@@ -74,11 +74,21 @@ def on_the_command_line(text: str) -> Any:
 
 
 def of_serve_run(text: str) -> Any:
-    module = pytest.importorskip("pagedjax.server.ray.options", reason="the extra `ray` is not installed")
+    module = pytest.importorskip(
+        "pagedjax.server.ray.options", reason="the extra `ray` is not installed"
+    )
     return module._read("replicas", text)
 
 
-SURFACES = [yaml_words.load, yaml_words.word, in_a_file, by_set, swept, on_the_command_line, of_serve_run]
+SURFACES = [
+    yaml_words.load,
+    yaml_words.word,
+    in_a_file,
+    by_set,
+    swept,
+    on_the_command_line,
+    of_serve_run,
+]
 
 
 @pytest.mark.parametrize("read", SURFACES)
@@ -117,14 +127,20 @@ def test_a_swept_key_is_a_text(form):
         with pytest.raises(ValueError, match=f"sweep has the key {key!r}; a key is a path"):
             overrides.combinations({form: part})
     part = [{"on": 1}] if form == "list" else {"on": [1]}
-    assert overrides.combinations(strict_yaml.load_text(yaml_words.dump({form: part}), "x")) == [{"on": 1}]
+    assert overrides.combinations(strict_yaml.load_text(yaml_words.dump({form: part}), "x")) == [
+        {"on": 1}
+    ]
 
 
 @drawn.examples(100, 10_000)
 def test_what_is_written_is_read_as_it_was(number):
-    scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)
+    scalars = (
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)
+    )
     words = scalars | st.sampled_from([*MEANINGS])
-    values = st.recursive(words, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3))
+    values = st.recursive(
+        words, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3)
+    )
 
     def holds(value: Any) -> None:
         text = yaml_words.dump(value, allow_unicode=True)

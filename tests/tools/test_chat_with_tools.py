@@ -13,7 +13,10 @@ from tests.weights.tiny import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA},
+    },
     {"type": "function", "function": {"name": "g"}},
 ]
 
@@ -22,14 +25,24 @@ def test_calls_obey_their_schemas(tiny_tools):
     params = [SamplingParams(max_tokens=200, seed=i) for i in range(6)]
     chats = [MESSAGES] * 6
     outputs = tiny_tools.chat(
-        chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False
+        chats,
+        params,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        use_tqdm=False,
     )
     for output in outputs:
         (one,) = output.outputs
         assert one.finish_reason == "stop"
         (call,) = one.tool_calls
-        assert one.text == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
-        jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+        assert (
+            one.text
+            == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+        )
+        jsonschema.validate(
+            json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
+        )
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "args"])
@@ -40,17 +53,37 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
     folder = tiny_llama(tmp_path / "m", tied=False)
     file, config = str(folder / "tokenizer.json"), folder / "tokenizer_config.json"
     backend = Tokenizer.from_file(file)
-    backend.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")])
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    backend.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")]
+    )
+    backend.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in ("[TOOL_CALLS]", "[ARGS]")]
+    )
     backend.save(file)
-    marks = {"hermes": "<tool_call> arguments", "mistral": "[TOOL_CALLS] [", "args": "[TOOL_CALLS] [ARGS]"}[kind]
+    marks = {
+        "hermes": "<tool_call> arguments",
+        "mistral": "[TOOL_CALLS] [",
+        "args": "[TOOL_CALLS] [ARGS]",
+    }[kind]
     template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "num_blocks": 256,
+    }
     llm = LLM(folder, progress=False, **sizes)  # those of `tiny_llm`
     params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
     chats = [MESSAGES] * 4
-    outputs = llm.chat(chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False)
+    outputs = llm.chat(
+        chats,
+        params,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        use_tqdm=False,
+    )
     for output in outputs:
         assert output.prompt == "2 toolsthe cat"
         (one,) = output.outputs
@@ -58,7 +91,9 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
         assert one.finish_reason == "stop"
         assert marks.split()[0] in one.text
         assert backend.token_to_id(marks.split()[0]) in one.token_ids
-        jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+        jsonschema.validate(
+            json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
+        )
     (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS, use_tqdm=False)
     assert free.outputs[0].text
 
@@ -81,15 +116,28 @@ def test_a_beam_search_has_no_tools(tiny_tools):
 def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
     """Its chat template knows no tools."""
     llm = LLM(
-        smollm2, progress=False, max_num_seqs=2, max_model_len=1024, token_buckets=(2, 256), max_num_batched_tokens=256
+        smollm2,
+        progress=False,
+        max_num_seqs=2,
+        max_model_len=1024,
+        token_buckets=(2, 256),
+        max_num_batched_tokens=256,
     )
-    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    city = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    }
     tools = [
-        {"type": "function", "function": {"name": name, "description": f"The {what} in a city.", "parameters": city}}
+        {
+            "type": "function",
+            "function": {"name": name, "description": f"The {what} in a city.", "parameters": city},
+        }
         for name, what in (("get_weather", "weather"), ("get_time", "time"))
     ]
     chats = [
-        [{"role": "user", "content": text}] for text in ("What is the weather in Paris?", "How late is it in Rome?")
+        [{"role": "user", "content": text}]
+        for text in ("What is the weather in Paris?", "How late is it in Rome?")
     ]
     params = SamplingParams(temperature=0.0, max_tokens=100)
     options = {"tool_choice": "required", "parallel_tool_calls": False, "use_tqdm": False}

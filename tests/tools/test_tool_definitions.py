@@ -22,8 +22,14 @@ def with_parameters(parameters) -> dict:
 def test_a_tool_has_defaults():
     (tool,) = tools_of([F])
     assert tool == Tool("f", None, NO_PARAMETERS, True)
-    (tool,) = tools_of([{"type": "function", "function": {"name": "f", "description": "D", "strict": None}}])
-    assert tool.shown()["function"] == {"name": "f", "description": "D", "parameters": NO_PARAMETERS}
+    (tool,) = tools_of(
+        [{"type": "function", "function": {"name": "f", "description": "D", "strict": None}}]
+    )
+    assert tool.shown()["function"] == {
+        "name": "f",
+        "description": "D",
+        "parameters": NO_PARAMETERS,
+    }
     (tool,) = tools_of([with_parameters({"properties": {"a": {}}})])
     assert tool.parameters == {"type": "object", "properties": {"a": {}}}
     assert tools_of(None) == tools_of([]) == ()
@@ -35,22 +41,46 @@ def test_a_tool_has_defaults():
     [
         ("f", "tools is 'f'; it must be a list"),
         ([1], "tools.0 is 1; it must be an object"),
-        ([F, {"type": "web_search"}], "tools.1.type is 'web_search'; there are no tools but functions"),
+        (
+            [F, {"type": "web_search"}],
+            "tools.1.type is 'web_search'; there are no tools but functions",
+        ),
         ([{"type": "function"}], "tools.0.function is None"),
-        ([{"type": "function", "function": {"name": "f", "x": 1}}], "tools.0.function has the unknown field 'x'"),
+        (
+            [{"type": "function", "function": {"name": "f", "x": 1}}],
+            "tools.0.function has the unknown field 'x'",
+        ),
         ([named("")], "tools.0.function.name is ''; it must be 1 to 64 of the characters"),
         ([named("a b")], "tools.0.function.name is 'a b'"),
         ([named("é")], "tools.0.function.name is 'é'"),
         ([named("a" * 65)], "tools.0.function.name is 'aaa"),
         ([named("f\n")], r"tools.0.function.name is 'f\\n'"),
         ([named(3)], "tools.0.function.name is 3"),
-        ([F, named("g"), F], "tools.2.function.name is 'f' again; give each tool a name of its own"),
+        (
+            [F, named("g"), F],
+            "tools.2.function.name is 'f' again; give each tool a name of its own",
+        ),
         ([named(f"f{i}") for i in range(129)], "tools has 129 of them; the limit is 128"),
-        ([with_parameters([])], r"tools.0.function.parameters is \[\]; it must be a JSON schema of type object"),
-        ([with_parameters({"default": json.loads("[" * 301 + "]" * 301)})], "more than 300 levels; make it flatter"),
-        ([with_parameters({"type": "array"})], "tools.0.function.parameters.type is 'array'; arguments are an object"),
-        ([{"type": "function", "function": {"name": "f", "strict": 1}}], "tools.0.function.strict is 1"),
-        ([{"type": "function", "function": {"name": "f", "description": 1}}], "tools.0.function.description is 1"),
+        (
+            [with_parameters([])],
+            r"tools.0.function.parameters is \[\]; it must be a JSON schema of type object",
+        ),
+        (
+            [with_parameters({"default": json.loads("[" * 301 + "]" * 301)})],
+            "more than 300 levels; make it flatter",
+        ),
+        (
+            [with_parameters({"type": "array"})],
+            "tools.0.function.parameters.type is 'array'; arguments are an object",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "strict": 1}}],
+            "tools.0.function.strict is 1",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "description": 1}}],
+            "tools.0.function.description is 1",
+        ),
     ],
 )
 def test_a_wrong_tool_is_named_by_its_place(tools, message):

@@ -15,7 +15,12 @@ MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
 def tool(name: str, **properties) -> dict:
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
@@ -43,13 +48,21 @@ def tokenizer(request, tiny_folder) -> Tokenizer:
 
     made = load_tokenizer(open_checkpoint(tiny_folder))
     if request.param == "marks":
-        made.backend.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
-        made.backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")])
+        made.backend.add_tokens(
+            [AddedToken(mark, normalized=False, special=False) for mark in MARKS]
+        )
+        made.backend.add_special_tokens(
+            [AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")]
+        )
     return made
 
 
 def accepts(
-    tokenizer: Tokenizer, text: str, params=None, template: str = "tools <tool_call> arguments", **options
+    tokenizer: Tokenizer,
+    text: str,
+    params=None,
+    template: str = "tools <tool_call> arguments",
+    **options,
 ) -> str:
     """ "complete", "prefix", or the text before the token that is refused."""
     made = Tokenizer(tokenizer.backend, (2,), {}, template)
@@ -90,7 +103,10 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
             assert accepts(tokenizer, "Well.\n" + text, template=template, choice="required") == ""
     for call in WRONG:
         assert accepts(tokenizer, written([call]), template=template) not in ("complete", "prefix")
-        assert accepts(tokenizer, written([F, call]), template=template) not in ("complete", "prefix")
+        assert accepts(tokenizer, written([F, call]), template=template) not in (
+            "complete",
+            "prefix",
+        )
     assert accepts(tokenizer, "Hello", template=template, choice="required") == ""
 
 
@@ -123,7 +139,9 @@ def test_text_may_have_other_marks(tokenizer):
 
 
 def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
-    form = StructuredOutputsParams(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    form = StructuredOutputsParams(
+        json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    )
     params = SamplingParams(structured_outputs=form)
     written = tool_use(tokenizer).dialect.format.written
     assert accepts(tokenizer, '{"n": 3}', params) == "complete"
@@ -135,9 +153,13 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
     assert accepts(tokenizer, "[1]", anything) == ""
     for text in ("{", "[" * 10**5):
         with pytest.raises(ValueError, match=r"structured_outputs\.json is not JSON"):
-            accepts(tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(json=text)))
+            accepts(
+                tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
+            )
     with pytest.raises(ValueError, match="structured_outputs go with tools as JSON alone"):
-        accepts(tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",))))
+        accepts(
+            tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",)))
+        )
     with pytest.raises(ValueError, match="response_format does not go with tools for this model"):
         accepts(tokenizer, "", params, TEMPLATES["llama"])
 
@@ -145,14 +167,19 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
 def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
     wrong = [tool("fine"), tool("bad", a={"type": "array", "uniqueItems": True})]
     with pytest.raises(
-        ValueError, match=r"'bad' has the keyword 'uniqueItems' at #/properties/a/uniqueItems.*strict: false"
+        ValueError,
+        match=r"'bad' has the keyword 'uniqueItems' at #/properties/a/uniqueItems.*strict: false",
     ):
         accepts(tokenizer, "", tools=wrong)
     wrong[1]["function"]["strict"] = False
     use = tool_use(tokenizer, wrong)
     assert use.applied(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
     with pytest.raises(ValueError, match=r"the schema of 'odd' cannot be used at #/properties/a"):
-        accepts(tokenizer, "", tools=[tool("fine"), tool("odd", a={"type": "string", "pattern": "(?=a)"})])
+        accepts(
+            tokenizer,
+            "",
+            tools=[tool("fine"), tool("odd", a={"type": "string", "pattern": "(?=a)"})],
+        )
 
 
 def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):

@@ -9,12 +9,27 @@ from pathlib import Path
 import pytest
 
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, MISTRAL_SPACED, Dialect, dialect
+from pagedjax.tools.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    MISTRAL_SPACED,
+    Dialect,
+    dialect,
+)
 from pagedjax.tools.prompt import DEFAULT_PROMPT, conversation, system_text
 from pagedjax.tools.use import tool_use
 
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+}
 CHAT = [
     {"role": "user", "content": "1 + 2?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "c2"}]},
@@ -31,12 +46,18 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
         (None, Dialect(HERMES, False)),
         ("{{ messages }}", Dialect(HERMES, False)),
         ("{{ tools }} <tool_call> arguments", Dialect(HERMES, True)),
-        ("{{ tools }} <tool_call>\\n<function= arguments", Dialect(HERMES, False)),  # calls in another form
+        (
+            "{{ tools }} <tool_call>\\n<function= arguments",
+            Dialect(HERMES, False),
+        ),  # calls in another form
         ("{{ tools }} ...", Dialect(HERMES, False)),
         ("{{ tools }} [TOOL_CALLS] [", Dialect(MISTRAL_SPACED, True)),
         ("{{ tools }} [TOOL_CALLS][", Dialect(MISTRAL, True)),
         ("{{ tools }} [TOOL_CALLS] [ARGS]", Dialect(MISTRAL_ARGS, True)),
-        ("""{{ tools }} '{"name": "' + tool_call.name + '", ' '"parameters": '""", Dialect(LLAMA, True)),
+        (
+            """{{ tools }} '{"name": "' + tool_call.name + '", ' '"parameters": '""",
+            Dialect(LLAMA, True),
+        ),
     ],
 )
 def test_the_format_is_found_in_the_chat_template(template, wanted):
@@ -45,14 +66,20 @@ def test_the_format_is_found_in_the_chat_template(template, wanted):
 
 def test_a_template_may_take_one_call_in_a_message():
     template = "{{ tools }} tool_call '\"parameters\": ' This model only supports single tool-calls at once!"
-    assert dialect(template).format == dialect(template, "llama3_json").format == replace(LLAMA, single=True)
+    assert (
+        dialect(template).format
+        == dialect(template, "llama3_json").format
+        == replace(LLAMA, single=True)
+    )
 
 
 def test_an_operator_may_name_the_format():
     assert dialect("{{ tools }} ...", "hermes") == Dialect(HERMES, True)
     assert dialect("{{ messages }}", "llama3_json") == Dialect(LLAMA, False)
     assert dialect("{{ tools }} [TOOL_CALLS] [", "mistral").format is MISTRAL_SPACED
-    with pytest.raises(ValueError, match="tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"):
+    with pytest.raises(
+        ValueError, match="tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"
+    ):
         dialect(None, "x")
 
 
@@ -81,7 +108,10 @@ def test_without_such_a_template_they_become_text():
 
 def test_the_documents_show_the_system_text():
     page = (Path(__file__).parents[2] / "docs" / "design" / "tools.md").read_text(encoding="utf-8")
-    assert [line for line in DEFAULT_PROMPT.splitlines() if line not in page] == ["{tools}", "{form}"]
+    assert [line for line in DEFAULT_PROMPT.splitlines() if line not in page] == [
+        "{tools}",
+        "{form}",
+    ]
 
 
 def test_the_system_text_stays_first():
@@ -98,14 +128,26 @@ def test_the_system_text_stays_first():
     ("message", "error"),
     [
         ({"role": "tool", "content": "3"}, "messages.0 has the role 'tool' and no tool_call_id"),
-        ({"role": "function", "name": "f", "content": "3"}, "messages.0 is of the older API of functions; write"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0 is of the older API of functions"),
+        (
+            {"role": "function", "name": "f", "content": "3"},
+            "messages.0 is of the older API of functions; write",
+        ),
+        (
+            {"role": "assistant", "function_call": {"name": "f"}},
+            "messages.0 is of the older API of functions",
+        ),
         ({"role": "assistant", "tool_calls": 3}, "messages.0.tool_calls is 3; it must be a list"),
         ({"role": "assistant", "tool_calls": [3]}, "messages.0.tool_calls.0 is 3; a call has"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages.0.tool_calls.0 is {'function': {}}"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            "messages.0.tool_calls.0 is {'function': {}}",
+        ),
         ("{a}", "messages.0.tool_calls.1.function.arguments is no JSON: "),
         ("[" * 10**5, "messages.0.tool_calls.1.function.arguments is no JSON: "),
-        ('{"a":' * 400 + "1" + "}" * 400, "messages.0.tool_calls.1.function.arguments has more than 300 levels"),
+        (
+            '{"a":' * 400 + "1" + "}" * 400,
+            "messages.0.tool_calls.1.function.arguments has more than 300 levels",
+        ),
         ("[]", r"messages.0.tool_calls.1.function.arguments is \[\]; it must be a JSON object"),
         (3, "messages.0.tool_calls.1.function.arguments is 3; it must be a JSON object"),
     ],
@@ -121,7 +163,9 @@ def test_a_wrong_message_is_named_by_its_place(native, message, error):
 def test_other_fields_of_calls_stay_out_of_prompts():
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
     (found,) = conversation(
-        [{"role": "assistant", "tool_calls": [{**CALL, "index": 0, "function": function}]}], (), Dialect(HERMES, True)
+        [{"role": "assistant", "tool_calls": [{**CALL, "index": 0, "function": function}]}],
+        (),
+        Dialect(HERMES, True),
     )
     wanted = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert found["tool_calls"] == [wanted]
@@ -130,6 +174,8 @@ def test_other_fields_of_calls_stay_out_of_prompts():
 def test_arguments_may_be_an_object_or_empty():
     for arguments, wanted in (({"a": 1}, {"a": 1}), ("", {}), (" {} ", {})):
         call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-        (found,) = conversation([{"role": "assistant", "tool_calls": [call]}], (), Dialect(HERMES, True))
+        (found,) = conversation(
+            [{"role": "assistant", "tool_calls": [call]}], (), Dialect(HERMES, True)
+        )
         assert found["tool_calls"][0]["function"]["arguments"] == wanted
         assert found["content"] == ""

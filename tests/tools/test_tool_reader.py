@@ -16,12 +16,18 @@ FORMATS = {
     "mistral spaced": MISTRAL_SPACED,
     "mistral args": MISTRAL_ARGS,
 }
-CALLS = [("f", '{"a": "}]\\" </tool_call> [ARGS]\\\\"}'), ("f-2", "{}"), ("long_name", '{"x": [{"y": {}}, "ü"]}')]
+CALLS = [
+    ("f", '{"a": "}]\\" </tool_call> [ARGS]\\\\"}'),
+    ("f-2", "{}"),
+    ("long_name", '{"x": [{"y": {}}, "ü"]}'),
+]
 
 
 def pieces(text: str, form, size: int):
     reader = CallReader(form)
-    found = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
+    found = [
+        piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])
+    ]
     return [*found, *reader.finish()], reader
 
 

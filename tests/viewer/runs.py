@@ -16,7 +16,9 @@ from pagedjax.viewer.picture import Frame, Picture, apply
 from tests.host.test_event_log import SMALL, filled, record
 
 GOLDENS = Path(__file__).parent / "goldens"  # written by the version before drafts
-DRAFTING = SchedulerConfig(block_size=2, num_blocks=16, max_num_batched_tokens=14, max_num_seqs=4, max_model_len=24)
+DRAFTING = SchedulerConfig(
+    block_size=2, num_blocks=16, max_num_batched_tokens=14, max_num_seqs=4, max_model_len=24
+)
 
 
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
@@ -25,7 +27,9 @@ def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Trans
     return list(replay.replay(path))
 
 
-def crowd(path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, seed: int = 0) -> SchedulerConfig:
+def crowd(
+    path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, seed: int = 0
+) -> SchedulerConfig:
     """Records `steps` steps of many requests with common prefixes in a pool that is too small."""
     config = SchedulerConfig(size, blocks, 256, seqs, 1024)
     draw, state, count = random.Random(seed), scheduler.init(config), 0
@@ -34,7 +38,9 @@ def crowd(path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, see
         while len(state.waiting) < 3:
             prompt = draw.randint(4, 8 * size)
             family = draw.randrange(3)
-            hashes = tuple(f"{family}/{i}" if i < 4 else f"{count}.{i}" for i in range(prompt // size))
+            hashes = tuple(
+                f"{family}/{i}" if i < 4 else f"{count}.{i}" for i in range(prompt // size)
+            )
             request = Request(f"r{count}", prompt, draw.randint(2, 6 * size), hashes=hashes)
             state, count = scheduler.submit(state, request), count + 1
             recorder.submit(request)
@@ -53,7 +59,9 @@ def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Trans
     recorder = Recorder(path, state.config)
     for _ in range(steps):
         while len(state.waiting) < 2:
-            request = Request(f"r{count}", draw.randint(1, 6), draw.randint(1, 10), 0, frozenset({3}))
+            request = Request(
+                f"r{count}", draw.randint(1, 6), draw.randint(1, 10), 0, frozenset({3})
+            )
             state, count = scheduler.submit(state, request), count + 1
             recorder.submit(request)
         offered = {name: k for name in sorted(state.ids) if (k := draw.randrange(5))}
@@ -104,7 +112,9 @@ def names(frames: list[Frame]) -> dict[int, str]:
 def brute_force_empty(state: SchedulerState, plan: Plan) -> int:
     """Slots of owned blocks without a token when the step has computed, block by block."""
     size = state.config.block_size
-    ends = {seq.arrival: a + c for seq, a, c in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    ends = {
+        seq.arrival: a + c for seq, a, c in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    }
     filled: dict[int, int] = {}
     for seq in scheduler.running(state):
         end = ends.get(seq.arrival, seq.computed)

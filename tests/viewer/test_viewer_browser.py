@@ -128,12 +128,21 @@ def same(shown: dict[str, Any], transition: Transition) -> bool:
     }
     assert shown["cached"] == sorted(state.pool.hashes)
     assert shown["waiting"] == [seq.request_id for seq in state.waiting]
-    rows = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, plan.drafts or (0,) * len(plan.seqs), strict=True)
+    rows = zip(
+        plan.seqs,
+        plan.starts,
+        plan.counts,
+        plan.lengths,
+        plan.drafts or (0,) * len(plan.seqs),
+        strict=True,
+    )
     assert shown["rows"] == [[seq.request_id, *row, *([k] if k else [])] for seq, *row, k in rows]
     return shown["step"] == plan.step
 
 
-def test_every_step_matches_the_scheduler_forward_and_backward(shown: Shown, lecture: tuple[Path, list[str]]):
+def test_every_step_matches_the_scheduler_forward_and_backward(
+    shown: Shown, lecture: tuple[Path, list[str]]
+):
     """By button and by key: blocks come when the scheduler gives them and go when it takes them."""
     plans = steps(lecture[0])
     assert shown.state()["count"] == len(plans) + 1
@@ -192,7 +201,9 @@ def test_the_story_of_a_request(shown: Shown, lecture: tuple[Path, list[str]]):
     shown.page.click("#queues .chip >> nth=2")
     story = shown.story()
     assert "You are request 2" in story
-    assert "The capital of France is Paris" in story  # the prompt, and what it has got up to this step
+    assert (
+        "The capital of France is Paris" in story
+    )  # the prompt, and what it has got up to this step
     sentences = [
         "You arrive with 5 tokens and may grow to 17.",
         "You are admitted, with 5 tokens to compute.",
@@ -308,7 +319,9 @@ def test_text_of_users_is_shown_and_never_executed(chromium: Any, tmp_path: Path
     _, plan = scheduler.schedule(state, FCFS)
     recorder.schedule(plan)
     recorder.close()
-    (tmp_path / "run.html").write_text(viewer.page(viewer.read(tmp_path / "run.jsonl"), labels={nasty: nasty}), "utf-8")
+    (tmp_path / "run.html").write_text(
+        viewer.page(viewer.read(tmp_path / "run.jsonl"), labels={nasty: nasty}), "utf-8"
+    )
     one = Shown(chromium, (tmp_path / "run.html").as_uri())
     one.page.click("#queues .chip")
     assert f"You are request {nasty}" in one.story()
@@ -321,11 +334,17 @@ def test_text_of_users_is_shown_and_never_executed(chromium: Any, tmp_path: Path
 def test_random_runs_match_the_scheduler(chromium: Any, tmp_path: Path, seed: int):
     """Branches, beams, swaps, cancels and a forgotten cache: each picture of the page, and a story of every request."""
     log = tmp_path / "run.jsonl"
-    transitions = [made for made in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2)) if made.plan]
+    transitions = [
+        made
+        for made in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2))
+        if made.plan
+    ]
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
     one = Shown(chromium, (tmp_path / "run.html").as_uri())
     shown = [one.go(index) for index in range(one.state()["count"])]
-    for picture, transition in zip([picture for picture in shown if not picture["rest"]], transitions, strict=True):
+    for picture, transition in zip(
+        [picture for picture in shown if not picture["rest"]], transitions, strict=True
+    ):
         assert same(picture, transition)
     for n in one.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
         one.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
@@ -345,7 +364,9 @@ def test_random_runs_with_drafts_match_the_scheduler(chromium: Any, tmp_path: Pa
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
     one = Shown(chromium, (tmp_path / "run.html").as_uri())
     shown = [one.go(index) for index in range(one.state()["count"])]
-    for picture, transition in zip([picture for picture in shown if not picture["rest"]], transitions, strict=True):
+    for picture, transition in zip(
+        [picture for picture in shown if not picture["rest"]], transitions, strict=True
+    ):
         assert same(picture, transition)
     for index in range(len(shown)):
         assert one.page.evaluate(KEPT, index)
@@ -376,7 +397,11 @@ def guessed(path: Path, block_size: int = 4) -> None:
     for request in (Request("a", 5, 9), Request("b", 3, 9)):
         state = scheduler.submit(state, request)
         recorder.submit(request)
-    for offered, sampled in (({}, [7, 8]), ({"a": 4, "b": 2}, [(10, 11, 12), (13, 14, 15)]), ({}, [16, 17])):
+    for offered, sampled in (
+        ({}, [7, 8]),
+        ({"a": 4, "b": 2}, [(10, 11, 12), (13, 14, 15)]),
+        ({}, [16, 17]),
+    ):
         state, plan = scheduler.schedule(state, FCFS, offered)
         recorder.schedule(plan, offered=offered)
         state, events = scheduler.commit(state, plan, sampled)
@@ -386,21 +411,29 @@ def guessed(path: Path, block_size: int = 4) -> None:
 
 def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(chromium: Any, tmp_path: Path):
     guessed(tmp_path / "run.jsonl")
-    page = viewer.page(viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids))
+    page = viewer.page(
+        viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids)
+    )
     (tmp_path / "run.html").write_text(page, "utf-8")
     one = Shown(chromium, (tmp_path / "run.html").as_uri())
     assert "draft" not in one.page.inner_text("#spent")
     assert one.page.is_visible("#crossed")  # the legend has the sign
     one.go(1)
     spent = one.page.inner_text("#spent")
-    assert "8 of 16 tokens, 2 sequences (2 decodes); 4 of 6 drafts accepted; 67 % of 6 drafts accepted so far" in spent
+    assert (
+        "8 of 16 tokens, 2 sequences (2 decodes); 4 of 6 drafts accepted; 67 % of 6 drafts accepted so far"
+        in spent
+    )
     first, second = one.page.locator("#rows .chip").all_inner_texts()
     assert "token 5, 2 of 4 drafts accepted" in first
     assert "→ ·w10 ·w11 ·w12 ✗2" in first
     assert "2 of 2 drafts accepted" in second
     assert "✗" not in second
     assert one.page.locator("#budget .rejected").count() == 1
-    assert one.page.evaluate("document.querySelector('#budget .rejected').title") == "a: 2 drafts computed and not kept"
+    assert (
+        one.page.evaluate("document.querySelector('#budget .rejected').title")
+        == "a: 2 drafts computed and not kept"
+    )
     tables = dict(one.state()["tables"])
     last, whole = tables["a"][2], tables["a"][1]
     assert one.page.evaluate(f"pagedjax.view.grid.says({last})") == (
@@ -411,7 +444,10 @@ def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(chromium: A
     assert "67 % of 6 drafts accepted so far" in one.page.inner_text("#spent")
     one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 0 })")
     story = one.story()
-    assert "You get 4 tokens in 2 steps: “·w10 w11 w12 w16”. You had 4 drafts: 2 accepted, 2 rejected." in story
+    assert (
+        "You get 4 tokens in 2 steps: “·w10 w11 w12 w16”. You had 4 drafts: 2 accepted, 2 rejected."
+        in story
+    )
     assert f"You get blocks {last}" in story or f"You get block {last}" in story
     one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 1 })")
     assert "You had 2 drafts: 2 accepted, 0 rejected." in one.story()
@@ -448,13 +484,17 @@ def test_slots_of_rejected_drafts_are_crossed_out(chromium: Any, tmp_path: Path,
 
 
 def test_a_click_on_the_timeline_moves_to_that_step(shown: Shown):
-    x = shown.page.evaluate("document.getElementById('lanes').clientWidth") - 13  # the last step, in the second lane
+    x = (
+        shown.page.evaluate("document.getElementById('lanes').clientWidth") - 13
+    )  # the last step, in the second lane
     shown.page.click("#lanes", position={"x": x, "y": 3 + 15 + 5})
     assert shown.state()["rest"]
     assert "You are request 1" in shown.story()
     shown.page.click("#curve", position={"x": 126, "y": 20})
     assert shown.state()["index"] == 0
-    shown.page.click("#lanes", position={"x": 20, "y": 3 + 5})  # a name shows a story and does not change the step
+    shown.page.click(
+        "#lanes", position={"x": 20, "y": 3 + 5}
+    )  # a name shows a story and does not change the step
     assert (shown.state()["index"], "You are request 0" in shown.story()) == (0, True)
     shown.page.hover("#lanes", position={"x": 130, "y": 3 + 5})
     assert "0: computes its prompt" in shown.page.inner_text("#tip")
@@ -537,7 +577,9 @@ def until(one: Shown, fake: Fake) -> None:
         }
 
 
-def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(chromium: Any, served: tuple[Fake, Server]):
+def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(
+    chromium: Any, served: tuple[Fake, Server]
+):
     fake, server = served
     one = Shown(chromium, server.url)
     until(one, fake)
@@ -557,7 +599,9 @@ def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(chromium
     one.page.close()
 
 
-def test_polling_slows_down_and_recovers_after_an_outage(chromium: Any, served: tuple[Fake, Server]):
+def test_polling_slows_down_and_recovers_after_an_outage(
+    chromium: Any, served: tuple[Fake, Server]
+):
     fake, server = served
     one = Shown(chromium, server.url)
     until(one, fake)
@@ -586,7 +630,9 @@ def test_the_page_sends_the_api_key(chromium: Any, served: tuple[Fake, Server]):
         one.wait(f"document.getElementById('note').textContent === '{note}'")
     until(one, fake)
     assert not one.page.is_visible("#key")
-    assert len([url for url in one.asked if "steps" in url]) <= 6  # no request is sent while the key is missing
+    assert (
+        len([url for url in one.asked if "steps" in url]) <= 6
+    )  # no request is sent while the key is missing
     assert all("401" in complaint for complaint in one.complaints)
     one.page.close()
 
@@ -600,21 +646,28 @@ def test_a_restarted_engine_starts_a_new_page(chromium: Any, served: tuple[Fake,
     server.live = other.live
     one.page.evaluate("pagedjax.watch.soon()")
     until(one, other)
-    assert {request[0] for request in one.state()["tables"]} <= {f"q{i}" for i in range(other.count)}
+    assert {request[0] for request in one.state()["tables"]} <= {
+        f"q{i}" for i in range(other.count)
+    }
     assert one.complaints == []
     one.page.close()
 
 
-def test_frames_of_a_live_page_are_those_of_a_recording(chromium: Any, served: tuple[Fake, Server], tmp_path: Path):
+def test_frames_of_a_live_page_are_those_of_a_recording(
+    chromium: Any, served: tuple[Fake, Server], tmp_path: Path
+):
     fake, server = served
     fake.run(30, rate=1.0)
     one = Shown(chromium, server.url)
     until(one, fake)
     shown = [one.go(i) for i in range(one.state()["count"])]
     planned = [
-        (plan.step, sorted(map(list, (seq.blocks for seq in state.running.seqs)))) for state, plan in fake.planned
+        (plan.step, sorted(map(list, (seq.blocks for seq in state.running.seqs))))
+        for state, plan in fake.planned
     ]
-    assert [(s["step"], sorted(t for _, t in s["tables"])) for s in shown if not s["rest"]] == planned
+    assert [
+        (s["step"], sorted(t for _, t in s["tables"])) for s in shown if not s["rest"]
+    ] == planned
     one.page.close()
 
 

@@ -24,7 +24,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def groups(shown: drawing.Drawing, kind: str) -> list[dict[str, str]]:
     """The attributes of the picture's groups of one class, in its order."""
-    return [dict(g.attrib) for g in ET.fromstring(shown.svg).iter(f"{SVG}g") if g.get("class") == kind]
+    return [
+        dict(g.attrib) for g in ET.fromstring(shown.svg).iter(f"{SVG}g") if g.get("class") == kind
+    ]
 
 
 def texts(shown: drawing.Drawing) -> list[str]:
@@ -47,7 +49,15 @@ def check(state: SchedulerState) -> None:
     assert sorted(pool) == list(range(state.config.num_blocks + 1))
     idle, free = set(blocks.idle_ids(state.pool)), set(blocks.free_ids(state.pool))
     for block, g in pool.items():
-        wanted = "trash" if not block else "idle" if block in idle else "empty" if block in free else "owned"
+        wanted = (
+            "trash"
+            if not block
+            else "idle"
+            if block in idle
+            else "empty"
+            if block in free
+            else "owned"
+        )
         assert g["data-state"] == wanted
         assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
 
@@ -76,7 +86,9 @@ def test_a_shared_block_has_the_colours_of_its_owners():
     shared = {g["data-block"]: g["data-owners"] for g in groups(drawing.draw(state), "block")}
     assert shared["1"] == shared["2"] == "2"
     svg = drawing.draw(state).svg
-    assert svg.count(drawing.colour(0, light=0.75)) == 3  # blocks 1 and 2 of both, and one of its own
+    assert (
+        svg.count(drawing.colour(0, light=0.75)) == 3
+    )  # blocks 1 and 2 of both, and one of its own
     assert svg.count(drawing.colour(1, light=0.75)) == 3
 
 
@@ -116,7 +128,9 @@ def test_too_many_entries_of_shared_blocks_are_refused_too():
     one = Request("a", 700, 4, hashes=tuple(map(str, range(700))))
     sizes = {"block_size": 1, "num_blocks": 1024, "budget": 2048, "model_len": 1000}
     state, *_ = step(start(one, one._replace(request_id="b"), **sizes))
-    with pytest.raises(ValueError, match="the block tables have 1400 blocks, and a drawing shows at most 1024"):
+    with pytest.raises(
+        ValueError, match="the block tables have 1400 blocks, and a drawing shows at most 1024"
+    ):
         drawing.draw(state)
 
 

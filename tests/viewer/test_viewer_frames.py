@@ -20,10 +20,27 @@ from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Picture
 from tests import drawn
 from tests.host.test_event_log import SMALL
-from tests.viewer.runs import GOLDENS, any_run, brute_force_empty, drafting_run, names, pictures, random_run
+from tests.viewer.runs import (
+    GOLDENS,
+    any_run,
+    brute_force_empty,
+    drafting_run,
+    names,
+    pictures,
+    random_run,
+)
 
-runs = {"seed": st.integers(0, 2**32 - 1), "blocks_": st.integers(6, 14), "host": st.sampled_from([0, 4, 8])}
-WAYS = [{}, {"mixed_steps": False}, {"reservation": "pow2", "num_blocks": 16}, {"chunked_prefill": False}]
+runs = {
+    "seed": st.integers(0, 2**32 - 1),
+    "blocks_": st.integers(6, 14),
+    "host": st.sampled_from([0, 4, 8]),
+}
+WAYS = [
+    {},
+    {"mixed_steps": False},
+    {"reservation": "pow2", "num_blocks": 16},
+    {"chunked_prefill": False},
+]
 WAYS += [{"views": (View(1, (0,)),)}, {"views": (ALL, View(2)), "num_blocks": 30}]
 
 
@@ -47,24 +64,40 @@ def check(made: list, transitions: list) -> None:
         assert {called[n]: b for n, b in shown.away} == {
             s.request_id: held(s.blocks) for s in state.waiting if s.blocks
         }
-        rows = [(s.request_id, *row) for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)]
+        rows = [
+            (s.request_id, *row)
+            for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
+        ]
         assert [(called[n], *row[:3]) for n, *row in shown.rows] == rows
         assert [drafts_of(row) for row in shown.rows] == list(plan.drafts or (0,) * len(rows))
         empty = brute_force_empty(state, plan)
-        assert shown.counts == (plan.num_tokens, plan.blocks_used, len(blocks.idle_ids(state.pool)), empty)
+        assert shown.counts == (
+            plan.num_tokens,
+            plan.blocks_used,
+            len(blocks.idle_ids(state.pool)),
+            empty,
+        )
         still = {called[n]: computed for n, computed, _ in shown.still}
         packed = {seq.arrival for seq in plan.seqs}
-        assert still == {s.request_id: s.computed for s in scheduler.running(state) if s.arrival not in packed}
+        assert still == {
+            s.request_id: s.computed for s in scheduler.running(state) if s.arrival not in packed
+        }
         assert len(frame.get("sampled", plan.seqs)) == len(plan.seqs)
     assert steps == []
-    *_, last = ["commit", *(made.kind for made in transitions if made.kind in ("schedule", "commit"))]
+    *_, last = [
+        "commit",
+        *(made.kind for made in transitions if made.kind in ("schedule", "commit")),
+    ]
     assert made[-1].get("rest", False) == (last == "commit")  # else the run ends within a step
 
 
 @drawn.examples(12, 60)
 def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int, way: dict) -> None:
-        config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
+        config = {
+            "num_blocks": blocks_,
+            "host_blocks": host if way.get("reservation") is None else 0,
+        } | way
         transitions = random_run(tmp_path / "run.jsonl", seed, **config)
         check(list(read_recording.fold(transitions)), transitions)
 
@@ -92,24 +125,37 @@ def test_frames_count_the_drafts_of_every_row(tmp_path: Path, number: int):
 def check_counts(tmp_path: Path, seed: int) -> None:
     """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are sums over steps."""
     transitions = drafting_run(tmp_path / "run.jsonl", seed)
-    made = [frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest]
+    made = [
+        frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest
+    ]
     plans = [made.plan for made in transitions if made.plan]
     commits = [made.events for made in transitions if made.kind == "commit"]
     total = [0, 0]
     for frame, plan, events in zip(made, plans, commits, strict=True):
         names = [seq.request_id for seq in plan.seqs]
-        (right,) = [dict(zip(e.request_ids, e.accepted, strict=True)) for e in events if isinstance(e, Verified)] or [
-            {}
-        ]
-        (pairs,) = [list(zip(e.request_ids, e.token_ids, strict=True)) for e in events if isinstance(e, Sampled)] or [
-            []
-        ]
+        (right,) = [
+            dict(zip(e.request_ids, e.accepted, strict=True))
+            for e in events
+            if isinstance(e, Verified)
+        ] or [{}]
+        (pairs,) = [
+            list(zip(e.request_ids, e.token_ids, strict=True))
+            for e in events
+            if isinstance(e, Sampled)
+        ] or [[]]
         assert frame.get("accepted", []) == ([right.get(name) for name in names] if right else [])
         tokens = [[token for owner, token in pairs if owner == name] for name in names]
         single = [row[0] if row else None for row in tokens]
-        wanted = [row if name in right else one for name, row, one in zip(names, tokens, single, strict=True)]
+        wanted = [
+            row if name in right else one
+            for name, row, one in zip(names, tokens, single, strict=True)
+        ]
         assert frame.get("sampled", [None] * len(names)) == wanted
-        assert all(len(row) == right[name] + 1 for name, row in zip(names, tokens, strict=True) if name in right)
+        assert all(
+            len(row) == right[name] + 1
+            for name, row in zip(names, tokens, strict=True)
+            if name in right
+        )
         total[0] += sum(k for name, k in zip(names, plan.drafts, strict=False) if name in right)
         total[1] += sum(right.values())
         assert frame.get("verified", total) == total
@@ -128,7 +174,11 @@ def test_drafts_by_hand(tmp_path: Path):
         state, events = scheduler.commit(state, plan, sampled)
         fold, frame = frames.committed(fold, state, events)
         made.append(frame)
-    assert [shown.rows for _, shown in pictures(made)] == [((0, 0, 3, 3),), ((0, 3, 4, 4, 3),), ((0, 6, 1, 7),)]
+    assert [shown.rows for _, shown in pictures(made)] == [
+        ((0, 0, 3, 3),),
+        ((0, 3, 4, 4, 3),),
+        ((0, 6, 1, 7),),
+    ]
     assert [frame.get("sampled") for frame in made] == [[7], [[8, 9, 5]], [6]]
     assert [frame.get("accepted") for frame in made] == [None, [2], None]
     assert [shown.verified for _, shown in pictures(made)] == [(0, 0), (3, 2), (3, 2)]
@@ -147,7 +197,11 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
     """The whole picture for a late page equals the sum of all frames."""
 
     def holds(seed: int, blocks_: int, host: int, at: int) -> None:
-        made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+        made = list(
+            read_recording.fold(
+                any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
+            )
+        )
         after = [shown for _, shown in pictures(made)]
         at = min(at, len(made) - 1)
         late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
@@ -162,18 +216,31 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
 @drawn.examples(12, 60)
 def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int) -> None:
-        made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+        made = list(
+            read_recording.fold(
+                any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
+            )
+        )
         old, since = Picture(), []
         for frame, new in pictures(made):
             log = since + frame.get("before", [])
             came = Counter((e[1], b) for e in log if e[0] in ("shared", "allocated") for b in e[2])
             came += Counter((e[1], e[3]) for e in log if e[0] == "copied")
-            gained = {(n, b) for n, table in new.tables.items() for b in table if b not in old.tables.get(n, ())}
+            gained = {
+                (n, b)
+                for n, table in new.tables.items()
+                for b in table
+                if b not in old.tables.get(n, ())
+            }
             assert gained <= set(came)
-            was, owned = ({b for table in shown.tables.values() for b in table} for shown in (old, new))
+            was, owned = (
+                {b for table in shown.tables.values() for b in table} for shown in (old, new)
+            )
             left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
             assert was - owned <= left
-            assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])  # it was free
+            assert all(
+                b not in was or b in left for e in log if e[0] == "allocated" for b in e[2]
+            )  # it was free
             lost = {b for e in log if e[0] == "evicted" for b in e[2]}
             assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
             old, since = new, frame.get("after", [])
@@ -186,8 +253,14 @@ def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
     """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
 
     def holds(seed: int, blocks_: int, host: int) -> None:
-        made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
-        log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
+        made = list(
+            read_recording.fold(
+                random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
+            )
+        )
+        log = [
+            entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())
+        ]
         works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
         for n, *_, first in (record for frame in made for record in frame.get("came", ())):
             entries = [entry[0] for entry in log if entry[1] == n]
@@ -196,7 +269,12 @@ def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
             assert entries.count("ended") <= 1
             inside = first is not None  # a branch begins on the blocks of the first one
             for what in entries:
-                inside = {"admitted": True, "resumed": True, "preempted": False, "ended": False}.get(what, inside)
+                inside = {
+                    "admitted": True,
+                    "resumed": True,
+                    "preempted": False,
+                    "ended": False,
+                }.get(what, inside)
                 assert inside or what not in works, entries
             if "ended" in entries:
                 assert set(entries[entries.index("ended") + 1 :]) <= {"freed", "kept"}
@@ -217,7 +295,13 @@ def test_log_entries_of_a_preempted_request(tmp_path: Path):
         state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
         fold, frame = frames.committed(fold, state, events)
         made.append(frame)
-    story = [(f["step"], *e) for f in made for part in ("before", "after") for e in f.get(part, ()) if e[1] == 1]
+    story = [
+        (f["step"], *e)
+        for f in made
+        for part in ("before", "after")
+        for e in f.get(part, ())
+        if e[1] == 1
+    ]
     assert story == [
         (0, "submitted", 1),
         (0, "admitted", 1, 2, 0),
@@ -246,7 +330,10 @@ def test_a_reused_id_is_another_request(tmp_path: Path):
         with_two.commit([5], {}, {}, events)
     with_two.close()
     made = read_recording.read(path).frames
-    assert [record[:2] for frame in made for record in frame.get("came", ())] == [[0, "same"], [1, "same"]]
+    assert [record[:2] for frame in made for record in frame.get("came", ())] == [
+        [0, "same"],
+        [1, "same"],
+    ]
     assert [frame.get("rest", False) for frame in made] == [False, True, False, True]
 
 

@@ -41,7 +41,9 @@ class Fake:
     def run(self, steps: int, rate: float = 0.5) -> None:
         for _ in range(steps):
             if self.draw.random() < rate:
-                request = Request(f"q{self.count}", self.draw.randint(1, 6), self.draw.randint(1, 6))
+                request = Request(
+                    f"q{self.count}", self.draw.randint(1, 6), self.draw.randint(1, 6)
+                )
                 self.state, self.count = scheduler.submit(self.state, request), self.count + 1
                 self.live.added((request.request_id,), None, 0.0, self.state)
             if self.state.waiting or self.state.running.seqs:
@@ -50,10 +52,16 @@ class Fake:
 
     def step(self) -> None:
         before = self.state
-        offered = {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)} if self.drafts else {}
+        offered = (
+            {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)}
+            if self.drafts
+            else {}
+        )
         running, plan = scheduler.schedule(before, FCFS, offered)
         self.planned.append((running, plan))
-        tokens = samples(plan, self.draw) if self.drafts else [self.draw.randrange(9) for _ in plan.seqs]
+        tokens = (
+            samples(plan, self.draw) if self.drafts else [self.draw.randrange(9) for _ in plan.seqs]
+        )
         hashes = filled(kept_part(plan, tokens), SMALL.block_size)
         self.state, events = scheduler.commit(running, plan, tokens, hashes)
         self.live.stepped(before, self.result(plan, events), events, self.state)
@@ -98,11 +106,18 @@ class Page:
 
 
 def shown(page: Page) -> list[tuple]:
-    return [(one.step, one.counts, tuple(sorted(one.tables.values()))) for one in page.seen if not one.rest]
+    return [
+        (one.step, one.counts, tuple(sorted(one.tables.values())))
+        for one in page.seen
+        if not one.rest
+    ]
 
 
 def wanted(fake: Fake) -> list[tuple]:
-    return [(plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs))) for state, plan in fake.planned]
+    return [
+        (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
+        for state, plan in fake.planned
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -151,7 +166,9 @@ def test_without_readers_only_the_last_steps_are_kept():
     assert page.picture.step == plan.step
     assert page.tables() == {seq.request_id: seq.blocks for seq in state.running.seqs}
     assert set(page.picture.published) == set(state.pool.hashes)
-    assert [page.picture.requests[n][1] for n in page.picture.waiting] == [seq.request_id for seq in state.waiting]
+    assert [page.picture.requests[n][1] for n in page.picture.waiting] == [
+        seq.request_id for seq in state.waiting
+    ]
 
 
 def test_a_page_with_unknown_frames_starts_again():
@@ -188,8 +205,16 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
     live.stepped(before, result, (*events, *stopped), state)
     before, (state, _) = state, scheduler.cancel(state, "b")
     live.stepped(before, None, (), state)
-    log = [entry for frame in live.since(0)["frames"] for part in ("before", "after") for entry in frame.get(part, ())]
-    assert [entry for entry in log if entry[0] == "ended"] == [["ended", 0, "stop", 1], ["ended", 1, "abort", None]]
+    log = [
+        entry
+        for frame in live.since(0)["frames"]
+        for part in ("before", "after")
+        for entry in frame.get(part, ())
+    ]
+    assert [entry for entry in log if entry[0] == "ended"] == [
+        ["ended", 0, "stop", 1],
+        ["ended", 1, "abort", None],
+    ]
 
 
 def test_threads_can_read_while_the_engine_runs():
@@ -275,7 +300,11 @@ def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path:
     engine.record(tmp_path / "run.jsonl")
     live = Live(engine.scheduler_state, engine.config.policy)
     for i in range(3):
-        engine.add(f"r{i}", [5, 6, 7, 5, 6, i + 10], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        engine.add(
+            f"r{i}",
+            [5, 6, 7, 5, 6, i + 10],
+            SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        )
     outputs: dict[str, list[int]] = {}
     while engine.has_work:
         before, result = engine.scheduler_state, engine.step()
@@ -296,4 +325,6 @@ def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path:
 
 
 def log_of(frames: list[dict]) -> list[list]:
-    return [entry for frame in frames for part in ("before", "after") for entry in frame.get(part, ())]
+    return [
+        entry for frame in frames for part in ("before", "after") for entry in frame.get(part, ())
+    ]

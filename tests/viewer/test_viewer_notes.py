@@ -24,7 +24,10 @@ CLOCK = (10.0, 10.25, 10.5, 10.75, 11.0)
 def log(tmp_path: Path) -> Path:
     """A header and one line of each kind, at 0.25 s, 0.125 s (when the step began), 0.5 s and so on."""
     clock = itertools.chain(CLOCK, itertools.repeat(12.0))
-    recorder, state = Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock)), scheduler.init(SMALL)
+    recorder, state = (
+        Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock)),
+        scheduler.init(SMALL),
+    )
     state = scheduler.submit(state, Request("a", 2, 2))
     recorder.submit(Request("a", 2, 2), [15496, 11])
     state, plan = scheduler.schedule(state, FCFS)
@@ -40,7 +43,13 @@ def log(tmp_path: Path) -> Path:
 def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
     lines = log.read_text().splitlines()
     assert '"at"' not in lines[0]
-    ends = ['},"at":0.25,"prompt":[15496,11]}', '},"at":0.3}', '},"at":0.5}', '{"forget":{},"at":0.75}', '},"at":1.0}']
+    ends = [
+        '},"at":0.25,"prompt":[15496,11]}',
+        '},"at":0.3}',
+        '},"at":0.5}',
+        '{"forget":{},"at":0.75}',
+        '},"at":1.0}',
+    ]
     assert all(line.endswith(end) for line, end in zip(lines[1:], ends, strict=True))
     assert replay.verify(log).identical
     assert [made.at for made in replay.replay(log)] == [None, 0.25, 0.3, 0.5, 0.75, 1.0]
@@ -55,15 +64,27 @@ def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"at":0.25', '"at":-1', "line 2 is at -1; that must be seconds since the recording began, 0 or more"),
+        (
+            '"at":0.25',
+            '"at":-1',
+            "line 2 is at -1; that must be seconds since the recording began, 0 or more",
+        ),
         ('"at":0.25', '"at":"now"', "line 2 is at 'now'"),
         ('"at":0.25', '"at":true', "line 2 is at True"),
         ('"at":0.25', '"at":null', "line 2 is at None"),
         ('"at":0.25', '"at":NaN', "line 2 is at nan"),
-        ("[15496,11]", "[15496]", r"line 2 notes the prompt \[15496\]; its request has 2 prompt tokens"),
+        (
+            "[15496,11]",
+            "[15496]",
+            r"line 2 notes the prompt \[15496\]; its request has 2 prompt tokens",
+        ),
         ("[15496,11]", '["a","b"]', "line 2 notes the prompt"),
         ("[15496,11]", "7", "line 2 notes the prompt 7"),
-        ('"at":0.5}', '"at":0.5,"prompt":[1]}', r"line 4 notes the prompt \[1\]; a commit has none"),
+        (
+            '"at":0.5}',
+            '"at":0.5,"prompt":[1]}',
+            r"line 4 notes the prompt \[1\]; a commit has none",
+        ),
     ],
 )
 def test_malformed_notes_are_errors_with_the_line(log: Path, old: str, new: str, message: str):
@@ -73,12 +94,25 @@ def test_malformed_notes_are_errors_with_the_line(log: Path, old: str, new: str,
 
 
 def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_path: Path):
-    llm = LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
+    llm = LLM(
+        tiny,
+        progress=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        token_buckets=(8, 64),
+        num_blocks=256,
+    )
     said = {}
-    for name, options in {"bare": {}, "again": {}, "noted": {"times": True, "prompts": True}}.items():
+    for name, options in {
+        "bare": {},
+        "again": {},
+        "noted": {"times": True, "prompts": True},
+    }.items():
         llm.engine.record(tmp_path / name, **options)
         for text in ("ab", "cde"):
-            llm.engine.add(text, llm.tokenizer.encode(text), SamplingParams(temperature=0, max_tokens=4))
+            llm.engine.add(
+                text, llm.tokenizer.encode(text), SamplingParams(temperature=0, max_tokens=4)
+            )
         while llm.engine.has_work:
             llm.engine.step()
         llm.engine.record(None)
@@ -87,13 +121,29 @@ def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_pa
     assert said["bare"] == said["again"] != said["noted"]
     bare, noted = viewer.read(tmp_path / "bare"), viewer.read(tmp_path / "noted")
     assert (bare.timed, bare.prompts) == (False, {})
-    assert [list(noted.prompts[n]) for n in (0, 1)] == [llm.tokenizer.encode(text) for text in ("ab", "cde")]
+    assert [list(noted.prompts[n]) for n in (0, 1)] == [
+        llm.tokenizer.encode(text) for text in ("ab", "cde")
+    ]
     spans = [frame["at"] for frame in noted.frames]
     assert all(begin <= end for begin, end in spans)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert 0 < spans[0][0] < spans[-1][1] < 60
-    assert cli.main(["view", str(tmp_path / "noted"), "-o", str(tmp_path / "x.html"), "--model", str(tiny_folder)]) == 0
+    assert (
+        cli.main(
+            [
+                "view",
+                str(tmp_path / "noted"),
+                "-o",
+                str(tmp_path / "x.html"),
+                "--model",
+                str(tiny_folder),
+            ]
+        )
+        == 0
+    )
     html = (tmp_path / "x.html").read_text("utf-8")
-    assert html == viewer.page(noted, decode=partial(llm.tokenizer.decode, skip_special_tokens=False))
+    assert html == viewer.page(
+        noted, decode=partial(llm.tokenizer.decode, skip_special_tokens=False)
+    )
     assert parts(html)[1]["labels"] == {"0": "ab", "1": "cde"}  # type: ignore[index]
     assert "words" not in parts(viewer.page(noted))[1]  # type: ignore[operator]

@@ -24,7 +24,9 @@ NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \
 
 def parts(html: str) -> tuple[dict, dict | None]:
     """The data of the page: the readable element, and the packed one."""
-    (about,) = re.findall(r'<script type="application/json" id="about">(.*?)</script>', html, re.DOTALL)
+    (about,) = re.findall(
+        r'<script type="application/json" id="about">(.*?)</script>', html, re.DOTALL
+    )
     (data,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', html, re.DOTALL)
     return json.loads(about), json.loads(gzip.decompress(base64.b64decode(data))) if data else None
 
@@ -40,7 +42,9 @@ def test_the_page_loads_nothing_from_outside(log: Path, live: bool):
     html = viewer.live_page() if live else viewer.page(viewer.read(log))
     code = re.sub(r'(id="data">)[^<]*', r"\1", html)
     assert len(code) > 50_000
-    assert not re.search(r"https?:|[\"'`]//|@import|url\(|\bsrc\s*=|<link|<iframe|<img|import\(", code)
+    assert not re.search(
+        r"https?:|[\"'`]//|@import|url\(|\bsrc\s*=|<link|<iframe|<img|import\(", code
+    )
     assert "default-src 'none'" in html
     assert ("connect-src 'self'" if live else "connect-src 'none'") in html
     assert html.count("</script>") == 3
@@ -75,10 +79,14 @@ def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
     assert data["words"] == {str(token): f"<{token}>" for token in sorted(set(kept))}
 
 
-def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_tokens_of_a_row_count_towards_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
-    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
+    tokens = sum(
+        max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ())
+    )
     monkeypatch.setattr(document, "MAX_TOKENS", tokens)
     assert document.bounded(run) == (run, False)
     monkeypatch.setattr(document, "MAX_TOKENS", tokens - 1)
@@ -127,7 +135,12 @@ def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement():
 
 def test_texts_are_words_and_their_corrections(tmp_path: Path):
     frames = [
-        {"step": 0, "came": [[0, "a", 2, 9, 0, "", None]], "rows": [0, 0, [[0, 0, 2, 2]]], "tables": [[0, 0, [1]]]}
+        {
+            "step": 0,
+            "came": [[0, "a", 2, 9, 0, "", None]],
+            "rows": [0, 0, [[0, 0, 2, 2]]],
+            "tables": [[0, 0, [1]]],
+        }
         | {"counts": [2, 1, 0, 0], "sampled": [0xC3]},
         {"step": 1, "counts": [1, 1, 0, 0], "sampled": [0xA9]},
     ]
@@ -150,11 +163,15 @@ def test_a_run_of_many_steps_stays_small(tmp_path: Path):
     assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
 
 
-def test_tokens_beyond_the_limit_are_left_out_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_beyond_the_limit_are_left_out_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     crowd(tmp_path / "run.jsonl", steps=40, blocks=60, seqs=8)
     run = viewer.read(tmp_path / "run.jsonl")
     monkeypatch.setattr(document, "MAX_TOKENS", 10)
-    about, data = parts(viewer.page(run, decode=lambda ids: "x" * len(ids), labels={"r0": "y" * 3000}))
+    about, data = parts(
+        viewer.page(run, decode=lambda ids: "x" * len(ids), labels={"r0": "y" * 3000})
+    )
     assert data is not None
     assert about["bare"]
     assert "words" not in data
@@ -165,7 +182,9 @@ def test_tokens_beyond_the_limit_are_left_out_and_marked(tmp_path: Path, monkeyp
 # the commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(log: Path, tmp_path: Path, capsys):
+def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(
+    log: Path, tmp_path: Path, capsys
+):
     assert cli.main(["view", str(log)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
     assert parts((tmp_path / "run.html").read_text("utf-8"))[0]["name"] == "run.jsonl"
@@ -181,7 +200,10 @@ def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(log: Path,
         (b"\x00\xff\xfe\n", "line 1 is not JSON in ASCII"),
         (b'{"a":1}\n', "line 1 has no format number; this version reads format 2"),
         (b"[1]\n", "line 1 is not a JSON object"),
-        (b'{"pagedjax_replay":2,"pagedjax":"0","policy":"lifo","config":{}}\n', "line 1 names the policy 'lifo'"),
+        (
+            b'{"pagedjax_replay":2,"pagedjax":"0","policy":"lifo","config":{}}\n',
+            "line 1 names the policy 'lifo'",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["view", "trace"])
@@ -202,7 +224,9 @@ def test_a_missing_recording_and_a_folder_in_its_place_are_named(command, tmp_pa
     missing = tmp_path / "none.jsonl"
     assert cli.main([command, str(missing)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"pagedjax: there is no file {missing}; name one that was recorded, by llm.engine.record(")
+    assert error.startswith(
+        f"pagedjax: there is no file {missing}; name one that was recorded, by llm.engine.record("
+    )
     assert error.endswith("or by `pagedjax serve --record run.jsonl`\n")
     assert cli.main([command, str(tmp_path)]) == 2
     assert capsys.readouterr().err == (

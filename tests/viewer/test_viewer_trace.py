@@ -43,7 +43,9 @@ def check(trace: dict) -> None:
             while ends and ends[-1] <= one["ts"] + 1e-6:
                 ends.pop()
             end = one["ts"] + one["dur"]
-            assert not ends or end <= ends[-1] + 2e-3, f"{one} reaches out of the slice that it began in"
+            assert not ends or end <= ends[-1] + 2e-3, (
+                f"{one} reaches out of the slice that it began in"
+            )
             ends.append(end)
 
 
@@ -69,7 +71,8 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
     steps = [one["args"] for one in tracks(trace)[1, 0]]
     shown = [frame for frame in run.frames if "rest" not in frame]
     assert [args.get("accepted") for args in steps] == [
-        sum(one or 0 for one in frame["accepted"]) if "accepted" in frame else None for frame in shown
+        sum(one or 0 for one in frame["accepted"]) if "accepted" in frame else None
+        for frame in shown
     ]
     own = [e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices]
     rows = [args for args in own if "of" in args and "drafts" in args]
@@ -77,14 +80,22 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
     assert sum(args.get("drafts", 0) for args in steps) == sum(args["drafts"] for args in rows)
     for name in ("drafts", "accepted"):
         assert sum(args.get(name, 0) for args in rows) == sum(args.get(name, 0) for args in phases)
-    shares = [e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"]
-    assert shares == [round(f["verified"][1] / f["verified"][0], 4) for f in shown if "verified" in f]
+    shares = [
+        e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"
+    ]
+    assert shares == [
+        round(f["verified"][1] / f["verified"][0], 4) for f in shown if "verified" in f
+    ]
     slices = [one for some in tracks(trace).values() for one in some]
-    assert not any("drafts" in one["args"] for one in slices if one["name"] in ("recompute", "prefill"))
+    assert not any(
+        "drafts" in one["args"] for one in slices if one["name"] in ("recompute", "prefill")
+    )
 
 
 def test_a_trace_without_drafts_is_the_same_as_before():
-    assert viewer.trace(viewer.read(GOLDENS / "run.jsonl")) == json.loads((GOLDENS / "trace.json").read_text())
+    assert viewer.trace(viewer.read(GOLDENS / "run.jsonl")) == json.loads(
+        (GOLDENS / "trace.json").read_text()
+    )
 
 
 def timed(path: Path) -> None:

@@ -12,9 +12,12 @@ import pytest
 from pagedjax.vllm_names import engine_arguments, request_arguments
 from pagedjax.vllm_names.rows import Row
 
-PAGES = [Path(__file__).parents[2] / "docs" / "design" / name for name in ("vllm.md", "vllm-engine.md")]
+PAGES = [
+    Path(__file__).parents[2] / "docs" / "design" / name for name in ("vllm.md", "vllm-engine.md")
+]
 NAMES = {
-    key: value.split() for key, value in json.loads((Path(__file__).parent / "vllm-0.33.0.json").read_text()).items()
+    key: value.split()
+    for key, value in json.loads((Path(__file__).parent / "vllm-0.33.0.json").read_text()).items()
 }
 TABLES = {
     "engine": engine_arguments.TABLE,
@@ -32,7 +35,10 @@ OF_VLLM = {
 
 def markdown(rows: Sequence[Row]) -> str:
     lines = ["| arguments | what happens | as what, why, or what instead |", "|---|---|---|"]
-    lines += [f"| {', '.join(f'`{name}`' for name in row.names)} | {row.what} | {row.text} |" for row in rows]
+    lines += [
+        f"| {', '.join(f'`{name}`' for name in row.names)} | {row.what} | {row.text} |"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -40,7 +46,9 @@ def page(text: str) -> str:
     """The page with the tables of the code."""
     for name, rows in TABLES.items():
         made = f"<!-- {name} -->\n\n{markdown(rows)}\n\n<!-- end -->"
-        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, text, flags=re.DOTALL)
+        text = re.sub(
+            rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, text, flags=re.DOTALL
+        )
     return text
 
 

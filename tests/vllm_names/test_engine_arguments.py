@@ -56,7 +56,10 @@ TAKEN = [
     ({"async_scheduling": True}, {"lookahead": 1}),
     ({"async_scheduling": False}, {"lookahead": 0}),
     ({"async_scheduling": None}, {}),
-    ({"async_scheduling": True, "speculative_config": {"method": "ngram"}}, {"speculative": {"method": "ngram"}}),
+    (
+        {"async_scheduling": True, "speculative_config": {"method": "ngram"}},
+        {"speculative": {"method": "ngram"}},
+    ),
     ({"speculative_config": None}, {}),
     ({"max_logprobs": 5}, {}),
     ({"seed": None}, {}),
@@ -71,22 +74,53 @@ def test_an_argument_becomes_an_option(given, expected):
 
 
 def test_options_of_the_hub_and_of_progress_are_of_loading():
-    found = engine_arguments({"revision": "main", "hf_token": None, "download_dir": "here", "use_tqdm_on_load": False})
+    found = engine_arguments(
+        {"revision": "main", "hf_token": None, "download_dir": "here", "use_tqdm_on_load": False}
+    )
     assert found == ({}, {"revision": "main", "cache_dir": "here"}, False)
-    assert engine_arguments({"hf_token": "t", "use_tqdm_on_load": True}) == ({}, {"token": "t"}, True)
+    assert engine_arguments({"hf_token": "t", "use_tqdm_on_load": True}) == (
+        {},
+        {"token": "t"},
+        True,
+    )
 
 
 def test_an_engine_takes_them(one_layer_folder, tmp_path):
     other = tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1)
-    names = {"tensor_parallel_size": 2, "swap_space": 0.01, "gpu_memory_utilization": 0.25, "dtype": "auto"}
-    names |= {"num_gpu_blocks_override": 16, "enable_chunked_prefill": True, "trust_remote_code": True, "seed": 7}
+    names = {
+        "tensor_parallel_size": 2,
+        "swap_space": 0.01,
+        "gpu_memory_utilization": 0.25,
+        "dtype": "auto",
+    }
+    names |= {
+        "num_gpu_blocks_override": 16,
+        "enable_chunked_prefill": True,
+        "trust_remote_code": True,
+        "seed": 7,
+    }
     sizes = {name: value for name, value in SIZES.items() if name != "num_blocks"}
-    llm = LLM(model=str(one_layer_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names)
+    llm = LLM(
+        model=str(one_layer_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names
+    )
     config = llm.engine.config
-    assert (config.mesh, config.preemption, config.swap_space_gib) == (MeshConfig(tensor=2), "swap", 0.01)
-    assert (config.memory_fraction, config.num_blocks, config.seed, config.dtype) == (0.25, 16, 7, "float32")
-    own = LLM(str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)  # of one seed: one program
-    assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate("the cat", GREEDY, use_tqdm=False)
+    assert (config.mesh, config.preemption, config.swap_space_gib) == (
+        MeshConfig(tensor=2),
+        "swap",
+        0.01,
+    )
+    assert (config.memory_fraction, config.num_blocks, config.seed, config.dtype) == (
+        0.25,
+        16,
+        7,
+        "float32",
+    )
+    own = LLM(
+        str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES
+    )  # of one seed: one program
+    assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate(
+        "the cat", GREEDY, use_tqdm=False
+    )
     assert llm.get_tokenizer() is llm.tokenizer
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("the cat")) == "the cat"
 
@@ -101,18 +135,31 @@ def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(FileNotFoundError, match="no network"):
         LLM("org/name", revision="v2", hf_token="t", download_dir=str(tmp_path), progress=False)
-    options = {"revision": "v2", "token": "t", "cache_dir": str(tmp_path), "allow_patterns": list(locate.HUB_FILES)}
+    options = {
+        "revision": "v2",
+        "token": "t",
+        "cache_dir": str(tmp_path),
+        "allow_patterns": list(locate.HUB_FILES),
+    }
     assert asked == [("org/name", options)]
 
 
 def test_what_changes_nothing_is_logged_once_at_info(caplog):
     with caplog.at_level(logging.DEBUG, "pagedjax.vllm_names"):
         found = engine_arguments(
-            {"enforce_eager": True, "disable_log_stats": False, "block_size": 8, "hf_token": "secret"}
+            {
+                "enforce_eager": True,
+                "disable_log_stats": False,
+                "block_size": 8,
+                "hf_token": "secret",
+            }
         )
     assert (found.engine, found.hub) == ({"block_size": 8}, {"token": "secret"})
     (logged,) = [record for record in caplog.records if record.levelno == logging.INFO]
-    assert "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable" in logged.message
+    assert (
+        "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable"
+        in logged.message
+    )
     debug = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert debug == ["block_size is taken as block_size", "hf_token is taken as hf_token"]
     assert "secret" not in caplog.text
@@ -143,8 +190,14 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quantization": "awq"}, "quantization is 'awq'; weights are read .*: use 'int8', or leave it out"),
-        ({"max_logprobs": -1}, "max_logprobs is -1; a step ranks the 20 most likely tokens at most.*; give at most 20"),
+        (
+            {"quantization": "awq"},
+            "quantization is 'awq'; weights are read .*: use 'int8', or leave it out",
+        ),
+        (
+            {"max_logprobs": -1},
+            "max_logprobs is -1; a step ranks the 20 most likely tokens at most.*; give at most 20",
+        ),
         ({"max_logprobs": 21}, "max_logprobs is 21; "),
         ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of"),
@@ -152,11 +205,20 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
         ({"tensor_parallel_size": 0}, "mesh.tensor is 0; it must be an integer of at least 1"),
         ({"gpu_memory_utilization": 1.5}, "memory_fraction is 1.5; it must be above 0"),
         ({"swap_space": -1}, "swap_space_gib is -1; it must be a number of GiB"),
-        ({"gpu_memory_utilization": 0.5, "memory_fraction": 0.5}, "gpu_memory_utilization is vLLM's name of memory_fr"),
+        (
+            {"gpu_memory_utilization": 0.5, "memory_fraction": 0.5},
+            "gpu_memory_utilization is vLLM's name of memory_fr",
+        ),
         ({"revision": "main"}, "revision is of a model from the hub, and this one is loaded"),
         ({"tokenizer": "folder"}, "a loaded model has its own"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; there are no stages of a pipeline; use tensor_p"),
-        ({"tensor_paralel_size": 2}, "unknown key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2; there are no stages of a pipeline; use tensor_p",
+        ),
+        (
+            {"tensor_paralel_size": 2},
+            "unknown key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?",
+        ),
         ({"block_sise": 16}, "unknown key 'block_sise'; did you mean 'block_size'?"),
         ({"qwertyuiop": 16}, "unknown key 'qwertyuiop'; known keys are block_size"),
     ],

@@ -37,14 +37,18 @@ class OutputKind(Enum):
         (BeamSearchParams, {"max_tokens": 3}, "missing 1 required positional argument: 'beam_width'"),
     ],
 )  # fmt: skip
-def test_an_unknown_argument_is_a_type_error_with_the_near_name_or_the_alternative(cls, given, message):
+def test_an_unknown_argument_is_a_type_error_with_the_near_name_or_the_alternative(
+    cls, given, message
+):
     with pytest.raises(TypeError, match=message):
         cls(**given)
 
 
 @pytest.mark.parametrize("rows", [SAMPLING, BEAM_SEARCH], ids=["sampling", "beams"])
 def test_every_refused_argument_names_its_value(rows):
-    cls, needed = (SamplingParams, {}) if rows is SAMPLING else (BeamSearchParams, {"beam_width": 2})
+    cls, needed = (
+        (SamplingParams, {}) if rows is SAMPLING else (BeamSearchParams, {"beam_width": 2})
+    )
     for row in rows:
         for name in row.names if row.what == "refused" else ():
             with pytest.raises(TypeError, match=f"^{name} is 7; "):
@@ -56,8 +60,12 @@ def test_every_refused_argument_names_its_value(rows):
 def test_what_is_taken_under_its_own_name_is_a_field_and_nothing_else_is(rows):
     cls = SamplingParams if rows is SAMPLING else BeamSearchParams
     fields = {field.name for field in dataclasses.fields(cls)}
-    assert {name for row in rows if row.what == "taken" and row.becomes is None for name in row.names} <= fields
-    assert {name for row in rows if row.what != "taken" or row.becomes for name in row.names} & fields == set()
+    assert {
+        name for row in rows if row.what == "taken" and row.becomes is None for name in row.names
+    } <= fields
+    assert {
+        name for row in rows if row.what != "taken" or row.becomes for name in row.names
+    } & fields == set()
 
 
 def test_what_changes_nothing_is_logged(caplog):
@@ -66,7 +74,9 @@ def test_what_changes_nothing_is_logged(caplog):
     assert params == SamplingParams(n=2)
     (logged,) = caplog.messages
     assert logged.startswith("accepted, and changes nothing: output_kind (outputs have one form")
-    assert SamplingParams(skip_reading_prefix_cache=True) == SamplingParams(enable_prefix_caching=False)
+    assert SamplingParams(skip_reading_prefix_cache=True) == SamplingParams(
+        enable_prefix_caching=False
+    )
     assert SamplingParams(skip_reading_prefix_cache=None) == SamplingParams()
 
 
@@ -90,7 +100,8 @@ def test_the_dataclasses_stay_what_they_are():
 @pytest.mark.parametrize("value", [-1, 21])
 def test_the_whole_vocabulary_is_refused_with_the_remedy(name, value):
     with pytest.raises(
-        ValueError, match=f"{name} is {value}; .* from 0 to 20, .* end of a prompt with prompt_logprobs=0"
+        ValueError,
+        match=f"{name} is {value}; .* from 0 to 20, .* end of a prompt with prompt_logprobs=0",
     ):
         SamplingParams(**{name: value})
 
@@ -119,7 +130,10 @@ def test_the_last_tokens_of_a_prompt_are_kept(tiny_llm):
     long = SamplingParams(**options, truncate_prompt_tokens=1000)
     assert tiny_llm.generate(TEXT, long, use_tqdm=False)[0].prompt_token_ids == tuple(ids)
     for value in (0, -2, 1.5, True):
-        with pytest.raises(ValueError, match=f"truncate_prompt_tokens is {value}; it must be None, an integer of at"):
+        with pytest.raises(
+            ValueError,
+            match=f"truncate_prompt_tokens is {value}; it must be None, an integer of at",
+        ):
             SamplingParams(truncate_prompt_tokens=value)
 
 
@@ -127,11 +141,22 @@ def test_prompts_may_be_mappings(tiny_llm):
     ids = tiny_llm.tokenizer.encode(TEXT)
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (want,) = tiny_llm.generate(TEXT, greedy, use_tqdm=False)
-    prompts = [{"prompt": TEXT}, {"prompt_token_ids": ids}, {"prompt": "a label", "prompt_token_ids": ids}, TEXT, ids]
+    prompts = [
+        {"prompt": TEXT},
+        {"prompt_token_ids": ids},
+        {"prompt": "a label", "prompt_token_ids": ids},
+        TEXT,
+        ids,
+    ]
     found = tiny_llm.generate(prompts, greedy, use_tqdm=False, priority=None)
     assert [out.outputs for out in found] == [want.outputs] * 5
     assert [out.prompt for out in found] == [TEXT, None, "a label", TEXT, None]
-    assert tiny_llm.generate({"prompt": TEXT, "multi_modal_data": None}, greedy, use_tqdm=False)[0].prompt == TEXT
+    assert (
+        tiny_llm.generate({"prompt": TEXT, "multi_modal_data": None}, greedy, use_tqdm=False)[
+            0
+        ].prompt
+        == TEXT
+    )
     assert "".join(tiny_llm.stream({"prompt_token_ids": ids}, greedy)) == want.outputs[0].text
 
 
@@ -144,19 +169,33 @@ def test_a_beam_search_has_vllms_form(tiny_llm):
         assert len(output.sequences) == 3
         for one, branch in zip(output.sequences, want.outputs, strict=True):
             ended = branch.finish_reason == "stop"
-            assert one.tokens == [*want.prompt_token_ids, *branch.token_ids[: -1 if ended else None]]
+            assert one.tokens == [
+                *want.prompt_token_ids,
+                *branch.token_ids[: -1 if ended else None],
+            ]
             assert one.text == tiny_llm.tokenizer.decode(one.tokens)
-            assert (one.cum_logprob, one.finish_reason) == (branch.cumulative_logprob, branch.finish_reason)
-    with pytest.raises(ValueError, match=r"params is SamplingParams\(.*; it must be BeamSearchParams"):
+            assert (one.cum_logprob, one.finish_reason) == (
+                branch.cumulative_logprob,
+                branch.finish_reason,
+            )
+    with pytest.raises(
+        ValueError, match=r"params is SamplingParams\(.*; it must be BeamSearchParams"
+    ):
         tiny_llm.beam_search(prompts, SamplingParams())  # type: ignore[arg-type]
 
 
 def test_a_beams_stop_token_is_shown_on_request(tiny_llm):
-    first = tiny_llm.generate([[5, 6]], BeamSearchParams(1, max_tokens=4, ignore_eos=True), use_tqdm=False)[0]
+    first = tiny_llm.generate(
+        [[5, 6]], BeamSearchParams(1, max_tokens=4, ignore_eos=True), use_tqdm=False
+    )[0]
     stop = first.outputs[0].token_ids[2]
     for shown in (False, True):
         params = BeamSearchParams(
-            1, max_tokens=4, ignore_eos=True, stop_token_ids=(stop,), include_stop_str_in_output=shown
+            1,
+            max_tokens=4,
+            ignore_eos=True,
+            stop_token_ids=(stop,),
+            include_stop_str_in_output=shown,
         )
         ((one,),) = [output.sequences for output in tiny_llm.beam_search([[5, 6]], params)]
         assert one.finish_reason == "stop"

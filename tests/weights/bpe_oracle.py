@@ -13,9 +13,7 @@ from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 SAMPLES = [
@@ -37,9 +35,9 @@ SCRIPTS = [
     st.characters(min_codepoint=0x1F600, max_codepoint=0x1F64F),
     st.sampled_from(" \t\n\r0123456789²Ⅷ٣'st'll\u00a0\u3000\u200d\u0301<|>"),
 ]
-TEXTS = st.lists(st.one_of(*SCRIPTS, st.sampled_from(["<|im_end|>", "  ", "\n\n", "'re", " the"])), max_size=40).map(
-    "".join
-)
+TEXTS = st.lists(
+    st.one_of(*SCRIPTS, st.sampled_from(["<|im_end|>", "  ", "\n\n", "'re", " the"])), max_size=40
+).map("".join)
 
 
 @cache
@@ -63,9 +61,13 @@ def letters() -> dict[int, str]:
 class BruteForce:
     """Byte-level BPE as defined: split, then merge all pairs of the lowest rank until no pair has a rank."""
 
-    def __init__(self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False) -> None:
+    def __init__(
+        self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False
+    ) -> None:
         self.ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-        self.ranks = {tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])}
+        self.ranks = {
+            tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])
+        }
         kinds = metadata["tokenizer.ggml.token_type"]
         special = [t for t, kind in zip(self.ids, kinds, strict=True) if kind == 3]
         self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")")
@@ -74,7 +76,11 @@ class BruteForce:
     def encode(self, text: str) -> list[int]:
         out = []
         for index, part in enumerate(self.special.split(text)):
-            out += [self.ids[part]] if index % 2 else [i for word in self.split(part) for i in self.merge(word)]
+            out += (
+                [self.ids[part]]
+                if index % 2
+                else [i for word in self.split(part) for i in self.merge(word)]
+            )
         return out
 
     def split(self, text: str) -> list[str]:

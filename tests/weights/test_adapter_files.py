@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from pagedjax.device.models import FAMILIES
-from pagedjax.weights.adapter_files import adapter_of, adapter_parts, initial_factors, read_adapter, write_adapter
+from pagedjax.weights.adapter_files import (
+    adapter_of,
+    adapter_parts,
+    initial_factors,
+    read_adapter,
+    write_adapter,
+)
 from pagedjax.weights.architectures import normalised
 from tests.device.test_model_families import GPT2
 from tests.weights.tiny_adapters import random_factors, tiny_adapter
@@ -28,7 +34,9 @@ def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
     assert one.rank == other.rank == 4
     chex.assert_trees_all_equal(dict(one.parts), dict(other.parts))
     a, b = factors["model.layers.1.self_attn.o_proj"]
-    (found,) = (pair for place, pair in one.parts.items() if (place.layer, place.matrix) == (1, "attn.out"))
+    (found,) = (
+        pair for place, pair in one.parts.items() if (place.layer, place.matrix) == (1, "attn.out")
+    )
     chex.assert_trees_all_close(found[1] @ found[0], 8 / 4 * b @ a, rtol=1e-5)
 
 
@@ -44,21 +52,38 @@ def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
 def test_options_scale_as_pefts(tiny_folder, tmp_path, config, options, scale):
     adapter = read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, 4, **options), config, "a")
     a, b = random_factors(tiny_folder, 4)["model.layers.0.self_attn.o_proj"]
-    (found,) = (pair for place, pair in adapter.parts.items() if (place.layer, place.matrix) == (0, "attn.out"))
-    chex.assert_trees_all_close(found[1] @ found[0], (scale * b @ a).astype(np.float32), rtol=1e-5, atol=1e-6)
+    (found,) = (
+        pair
+        for place, pair in adapter.parts.items()
+        if (place.layer, place.matrix) == (0, "attn.out")
+    )
+    chex.assert_trees_all_close(
+        found[1] @ found[0], (scale * b @ a).astype(np.float32), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; 'LORA' is supported"),
-        ({"use_dora": True}, "use_dora is True, which is not supported; train the adapter without it"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),
-        ({"bias": "all"}, "bias is 'all', and adapters here have factors alone; train with bias='none'"),
+        (
+            {"use_dora": True},
+            "use_dora is True, which is not supported; train the adapter without it",
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"modules_to_save is \['lm_head'\], which is not supported",
+        ),
+        (
+            {"bias": "all"},
+            "bias is 'all', and adapters here have factors alone; train with bias='none'",
+        ),
         ({"lora_alpha": "many"}, "lora_alpha is 'many'; it must be a number"),
     ],
 )
-def test_options_that_are_not_supported_are_refused(tiny_folder, tmp_path, config, options, message):
+def test_options_that_are_not_supported_are_refused(
+    tiny_folder, tmp_path, config, options, message
+):
     with pytest.raises(ValueError, match=message):
         read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, **options), config, "a")
 
@@ -66,9 +91,14 @@ def test_options_that_are_not_supported_are_refused(tiny_folder, tmp_path, confi
 def test_modules_and_shapes_of_another_model_are_refused(tiny_folder, tmp_path, config):
     (module, (a, b)), *_ = random_factors(tiny_folder, 4).items()
     for factors in ({"model.layers.0.self_attn.w_proj": (a, b)}, {module: (a[:, :-1], b)}):
-        with pytest.raises(ValueError, match=r"adapter 'a' .*does not fit the model; modules may be"):
+        with pytest.raises(
+            ValueError, match=r"adapter 'a' .*does not fit the model; modules may be"
+        ):
             read_adapter(write_adapter(tmp_path / "a", factors, {}), config, "a")
-    with pytest.raises(FileNotFoundError, match=r"has no adapter_config.json; it must be the folder of a LoRA adapter"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"has no adapter_config.json; it must be the folder of a LoRA adapter",
+    ):
         read_adapter(tmp_path / "nowhere", config, "a")
 
 
@@ -76,26 +106,32 @@ def test_factors_to_start_from_change_nothing(config):
     found = initial_factors(config, 3, modules=("q_proj", "down_proj"), seed=5)
     assert {name.rpartition(".")[2] for name in found} == {"q_proj", "down_proj"}
     assert len(found) == 2 * config.layers
-    chex.assert_trees_all_equal(found, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5))
+    chex.assert_trees_all_equal(
+        found, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5)
+    )
     assert len(initial_factors(config, modules="q_proj")) == config.layers
     for name, (a, b) in initial_factors(config, 3).items():
         chex.assert_shape([a, b.T], [(3, None), (3, None)])
         assert not b.any(), name
         assert 0.7 < a.std() * a.shape[1] ** 0.5 < 1.3, name
     assert (
-        found["model.layers.0.self_attn.q_proj"][0] != initial_factors(config, 3)["model.layers.0.self_attn.q_proj"][0]
+        found["model.layers.0.self_attn.q_proj"][0]
+        != initial_factors(config, 3)["model.layers.0.self_attn.q_proj"][0]
     ).any()
 
 
 @pytest.mark.parametrize("rank", [0, True, 2.0])
 def test_a_rank_to_start_from_is_checked(config, rank):
-    with pytest.raises(ValueError, match=f"rank is {rank!r}; it must be an integer of at least 1, such as 8"):
+    with pytest.raises(
+        ValueError, match=f"rank is {rank!r}; it must be an integer of at least 1, such as 8"
+    ):
         initial_factors(config, rank)
 
 
 def test_kinds_to_start_from_are_checked(config):
     with pytest.raises(
-        ValueError, match=r"modules has 'c_attn', 'lm_head'; this model has q_proj,.*: use some of them"
+        ValueError,
+        match=r"modules has 'c_attn', 'lm_head'; this model has q_proj,.*: use some of them",
     ):
         initial_factors(config, modules=("q_proj", "c_attn", "lm_head"))
 
@@ -119,19 +155,27 @@ def test_kinds_to_start_from_are_checked(config):
             lambda a, b: {"model.layers.0.self_attn.q_proj": a},
             "q_proj: ndarray, and a pair of arrays fits, A .r, in. and B",
         ),
-        (lambda a, b: {"model.layers.0.self_attn.q_proj": ("a", "b")}, "q_proj: tuple, and a pair of arrays fits"),
+        (
+            lambda a, b: {"model.layers.0.self_attn.q_proj": ("a", "b")},
+            "q_proj: tuple, and a pair of arrays fits",
+        ),
         (lambda a, b: {}, "it has no factors"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(config, change, message):
     arrays = change(*initial_factors(config, 4)["model.layers.0.self_attn.q_proj"])
-    with pytest.raises(ValueError, match=rf"(?s)^adapter of arrays does not fit the model; modules may be .*{message}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"(?s)^adapter of arrays does not fit the model; modules may be .*{message}",
+    ):
         adapter_parts(arrays, config)
 
 
 def test_options_of_arrays_are_those_of_a_folder(config):
     factors = initial_factors(config, 4)
-    with pytest.raises(ValueError, match="adapter 'x': use_dora is True, which is not supported; train the adapter"):
+    with pytest.raises(
+        ValueError, match="adapter 'x': use_dora is True, which is not supported; train the adapter"
+    ):
         adapter_of(factors, {"use_dora": True}, config, "x")
 
 
@@ -180,7 +224,9 @@ def test_factors_with_and_without_a_prefix_are_given_once():
     config = FAMILIES["gpt2"].from_hf(normalised({**GPT2, "model_type": "gpt2"}, "gpt2"))
     factors = initial_factors(config, 4, modules="c_attn")
     twice = {**factors, "transformer.h.0.attn.c_attn": factors["h.0.attn.c_attn"]}
-    with pytest.raises(ValueError, match=r"attn\.c_attn: its factors are given twice, with and without a prefix"):
+    with pytest.raises(
+        ValueError, match=r"attn\.c_attn: its factors are given twice, with and without a prefix"
+    ):
         adapter_parts(twice, config)
     prefixed = {f"transformer.{name}": pair for name, pair in factors.items()}
     chex.assert_trees_all_equal(adapter_parts(prefixed, config), adapter_parts(factors, config))

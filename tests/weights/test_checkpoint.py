@@ -66,19 +66,33 @@ def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["nonsense", "./no/such/dir", "/no/such", "a/b/c", "", "smollm-135m", "~/not-there-at-all", "../x"]
+    "name",
+    [
+        "nonsense",
+        "./no/such/dir",
+        "/no/such",
+        "a/b/c",
+        "",
+        "smollm-135m",
+        "~/not-there-at-all",
+        "../x",
+    ],
 )
 def test_other_names_are_refused_with_the_accepted_forms(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not name:
         name = str(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match=r"a directory with config.json.*\.gguf.*hub id.*'smollm2-135m'"):
+    with pytest.raises(
+        FileNotFoundError, match=r"a directory with config.json.*\.gguf.*hub id.*'smollm2-135m'"
+    ):
         open_checkpoint(name)
 
 
 def test_a_single_file_is_refused(tmp_path):
     folder = tiny_llama(tmp_path)
-    with pytest.raises(ValueError, match=r"model.safetensors is a single file.*a model is a directory"):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors is a single file.*a model is a directory"
+    ):
         open_checkpoint(folder / "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
         open_checkpoint(tmp_path / "absent.gguf")
@@ -105,9 +119,7 @@ def test_hub_ids_without_a_network_say_what_to_do(monkeypatch):
         raise ConnectionError("no route to host\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    message = (
-        r"'org/name' is not a local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
-    )
+    message = r"'org/name' is not a local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
     with pytest.raises(FileNotFoundError, match=message):
         open_checkpoint("org/name")
 
@@ -133,7 +145,11 @@ def test_missing_config_keys_have_the_defaults_of_transformers():
     assert config["num_key_value_heads"] == 4
     assert config["head_dim"] == 16
     assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, None)
-    assert (config["rms_norm_eps"], config["tie_word_embeddings"], config["attention_bias"]) == (1e-6, False, False)
+    assert (config["rms_norm_eps"], config["tie_word_embeddings"], config["attention_bias"]) == (
+        1e-6,
+        False,
+        False,
+    )
     assert (config["hidden_act"], config["mlp_bias"]) == ("silu", False)
 
 
@@ -144,7 +160,9 @@ def test_missing_config_keys_have_the_defaults_of_transformers():
         {"rope_parameters": {"rope_theta": 5e5, **llama3_scaling()}},
         {
             "rope_theta": 5e5,
-            "rope_scaling": {("type" if k == "rope_type" else k): v for k, v in llama3_scaling().items()},
+            "rope_scaling": {
+                ("type" if k == "rope_type" else k): v for k, v in llama3_scaling().items()
+            },
         },
     ],
 )
@@ -156,7 +174,9 @@ def test_old_and_new_spellings_of_rope_become_one(rope):
 
 
 def test_default_rope_parameters_are_no_scaling():
-    config = normalised({**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "config.json")
+    config = normalised(
+        {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "config.json"
+    )
     assert (config["rope_theta"], config["rope_scaling"]) == (2e4, None)
 
 
@@ -174,7 +194,10 @@ def test_default_rope_parameters_are_no_scaling():
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantisation is not supported"),
         ({"rope_parameters": "llama3"}, "a value has the wrong type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
     ],
 )
 def test_unusable_configurations_name_file_value_and_rule(change, message):
@@ -187,4 +210,6 @@ def test_gguf_and_directory_configurations_agree(tmp_path):
     one, other = open_checkpoint(folder), open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
     only_in_json = {"architectures", "torch_dtype", "pad_token_id"}
     assert {k: v for k, v in one.config.items() if k not in only_in_json} == other.config
-    assert json.loads((folder / "config.json").read_text())["rope_theta"] == other.config["rope_theta"]
+    assert (
+        json.loads((folder / "config.json").read_text())["rope_theta"] == other.config["rope_theta"]
+    )

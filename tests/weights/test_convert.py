@@ -36,7 +36,9 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True)
+    return tiny_llama(
+        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ def test_conversion_to_orbax_and_back_gives_the_tensors_of_the_source(tmp_path, 
 
 def test_from_safetensors_and_gguf_to_safetensors(tmp_path, source):
     same(tensors(convert(source, tmp_path / "a", "safetensors")), tensors(source))
-    same(tensors(convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "b", "safetensors")), tensors(source))
+    same(
+        tensors(convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "b", "safetensors")),
+        tensors(source),
+    )
     half = tensors(convert(source, tmp_path / "c", "safetensors", dtype="float16"))
     same(half, {name: x.astype(np.float16) for name, x in tensors(source).items()})
 
@@ -71,12 +76,18 @@ def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, sourc
     same(tensors(folder), tensors(source))
     index = json.loads((folder / INDEX).read_text())
     files = sorted(folder.glob("*.safetensors"))
-    assert [file.name for file in files] == [f"model-{i:05d}-of-00008.safetensors" for i in range(1, 9)]
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-00008.safetensors" for i in range(1, 9)
+    ]
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(source).values())
     for file in files:
         stored = load_file(file)
-        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(stored)
-        assert sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1  # embeddings of 81,920 bytes
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(
+            stored
+        )
+        assert (
+            sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1
+        )  # embeddings of 81,920 bytes
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
     same({n: t.read() for n, t in open_checkpoint(folder).tensors.items()}, tensors(source))
 
@@ -87,14 +98,29 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (320, h), "wpe.weight": (64, h)}
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
         shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
-    matrices = ("attn.c_attn", h, 96), ("attn.c_proj", h, h), ("mlp.c_fc", h, 80), ("mlp.c_proj", 80, h)
+    matrices = (
+        ("attn.c_attn", h, 96),
+        ("attn.c_proj", h, h),
+        ("mlp.c_fc", h, 80),
+        ("mlp.c_proj", 80, h),
+    )
     for name, size_in, out in matrices:
         shapes |= {f"h.0.{name}.weight": (size_in, out), f"h.0.{name}.bias": (out,)}
     source = tmp_path / "hf"
     source.mkdir()
-    config = {"model_type": "gpt2", "vocab_size": 320, "n_embd": h, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 320,
+        "n_embd": h,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+    }
     write_json(source / "config.json", {**config, "n_inner": 80})
-    save_file({name: rng.standard_normal(s, np.float32) for name, s in shapes.items()}, source / "model.safetensors")
+    save_file(
+        {name: rng.standard_normal(s, np.float32) for name, s in shapes.items()},
+        source / "model.safetensors",
+    )
     write_tokenizer(source, 320)
     back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
     same(tensors(back), tensors(source))
@@ -106,7 +132,12 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     ("sources", "rows", "shape", "expected"),
     [
         (("m.q_proj.weight", "m.k_proj.weight", "m.v_proj.weight"), (), (128, 64), (64, 32, 32)),
-        (("m.q_proj.weight", "m.k_proj.weight", "m.v_proj.weight"), (100, 14, 14), (128, 64), (100, 14, 14)),
+        (
+            ("m.q_proj.weight", "m.k_proj.weight", "m.v_proj.weight"),
+            (100, 14, 14),
+            (128, 64),
+            (100, 14, 14),
+        ),
         (("e.0.w1", "e.0.w3", "e.1.w1", "e.1.w3"), (), (128, 64), (32,) * 4),
         (("one",), (), (128, 64), (128,)),
     ],
@@ -114,7 +145,9 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
 def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape, expected):
     config = models.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
     assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
-    with pytest.raises(ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"):
+    with pytest.raises(
+        ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"
+    ):
         rows_of(ParamSource(("a", "b"), ("x", "y", "z"), (128, 64)), config)
 
 
@@ -125,7 +158,9 @@ def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape
 def test_an_existing_target_is_not_changed(tmp_path, source, to):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"full exists and is not an empty folder; choose a new folder"):
+    with pytest.raises(
+        ValueError, match=r"full exists and is not an empty folder; choose a new folder"
+    ):
         convert(source, tmp_path / "full", to)
     with pytest.raises(ValueError, match=r"notes\.txt exists and is not an empty folder"):
         convert(source, tmp_path / "full" / "notes.txt", to)
@@ -139,8 +174,13 @@ def test_a_failed_conversion_leaves_no_files(tmp_path, to):
     source = tiny_llama(tmp_path / "hf")
     opened = (source / "model.safetensors").read_bytes()
     stored = load_file(source / "model.safetensors")
-    save_file({name: x for name, x in stored.items() if name != "model.norm.weight"}, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"hf does not fit the llama.*\n  missing: model\.norm\.weight \(64,\)"):
+    save_file(
+        {name: x for name, x in stored.items() if name != "model.norm.weight"},
+        source / "model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"hf does not fit the llama.*\n  missing: model\.norm\.weight \(64,\)"
+    ):
         convert(source, tmp_path / "out", to)
     (source / "model.safetensors").write_bytes(opened[:-4])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated: tensor"):
@@ -167,7 +207,9 @@ def test_models_that_transformers_lacks_are_refused_for_safetensors_only(tmp_pat
     scaling = open_checkpoint(convert(scaled, tmp_path / "b", "orbax")).config["rope_scaling"]
     assert scaling == {"rope_type": "freqs", "factors": [1.0, 2.0] * 4}
     biased = tiny_llama(tmp_path / "hf", qkv_bias=True)
-    with pytest.raises(ValueError, match=r"hf: only q, k and v have a bias, in a llama.*convert to orbax"):
+    with pytest.raises(
+        ValueError, match=r"hf: only q, k and v have a bias, in a llama.*convert to orbax"
+    ):
         convert(biased, tmp_path / "c", "safetensors")
 
 
@@ -188,13 +230,31 @@ def test_wrong_options_are_named(tmp_path, source, options, message):
 
 
 BODY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
 SMALL = BODY | HEADS | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
+GPT2 = {
+    "vocab_size": 320,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 80,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", SMALL | {"rope_scaling": llama3_scaling(), "rope_theta": 5e5, "attention_bias": True}),
+    "llama": (
+        "llama",
+        SMALL | {"rope_scaling": llama3_scaling(), "rope_theta": 5e5, "attention_bias": True},
+    ),
     "llama, tied": ("llama", SMALL | {"tie_word_embeddings": True}),
-    "qwen2, windows": ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "qwen2, windows": (
+        "qwen2",
+        SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
     "gemma 3": ("gemma3_text", SMALL | {"sliding_window": 16, "num_hidden_layers": 6}),
     "gpt2": ("gpt2", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
     "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -218,7 +278,9 @@ def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, 
             parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", 320)
-    folder = convert(convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
+    folder = convert(
+        convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors"
+    )
     ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert ours.dtype == getattr(torch, dtype)

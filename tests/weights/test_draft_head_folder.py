@@ -31,10 +31,14 @@ def head(tiny, tmp_path_factory) -> SimpleNamespace:
     target, rng = tiny.model.config, np.random.default_rng(0)
     config = eagle_config(target, len(IDS))
     shapes = named(blank_eagle(config, "float32")[1])
-    values = {name: jax.device_put(rng.standard_normal(x.shape, np.float32)) for name, x in shapes.items()}
+    values = {
+        name: jax.device_put(rng.standard_normal(x.shape, np.float32)) for name, x in shapes.items()
+    }
     graphdef, state = assemble_eagle(config, IDS, nested(values), "float32")
     folder = write_eagle(tmp_path_factory.mktemp("head") / "head", target, IDS.tolist(), state)
-    return SimpleNamespace(target=target, values=values, module=nnx.merge(graphdef, state), state=state, folder=folder)
+    return SimpleNamespace(
+        target=target, values=values, module=nnx.merge(graphdef, state), state=state, folder=folder
+    )
 
 
 def copied(head: SimpleNamespace, tmp_path: Path, **changes) -> Path:
@@ -61,8 +65,12 @@ def test_a_written_head_is_read_again_to_the_same_bits(head, dtype):
 def test_a_read_head_gives_the_same_logits_and_none_to_tokens_that_it_does_not_know(head):
     found = read_eagle(str(head.folder), head.target, "float32")
     u = np.random.default_rng(1).standard_normal((5, head.target.hidden), np.float32)
-    compute = jax.jit(lambda graphdef, params: nnx.merge(graphdef, params).logits(u), static_argnums=0)
-    logits, expected = (np.asarray(compute(found.graphdef, params)) for params in (found.params, head.state))
+    compute = jax.jit(
+        lambda graphdef, params: nnx.merge(graphdef, params).logits(u), static_argnums=0
+    )
+    logits, expected = (
+        np.asarray(compute(found.graphdef, params)) for params in (found.params, head.state)
+    )
     chex.assert_shape(logits, (5, head.target.vocab_size))
     chex.assert_type(logits, np.float32)
     chex.assert_trees_all_equal(logits, expected)
@@ -95,19 +103,26 @@ def test_no_folder_is_left_if_writing_fails(head, tmp_path):
 
 def test_a_folder_that_is_not_there_names_the_command_that_trains_a_head(head, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(FileNotFoundError, match=r"no draft head in .*python -m experiments\.training\.train_draft"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"no draft head in .*python -m experiments\.training\.train_draft",
+        ):
             read_eagle(folder, head.target, "float32")
 
 
 @pytest.mark.parametrize("model_type", ["llama", None])
 def test_the_folder_of_a_model_is_no_head(head, tmp_path, model_type):
-    with pytest.raises(ValueError, match=rf"model_type in .*config\.json is {model_type!r}; a head has 'eagle'"):
+    with pytest.raises(
+        ValueError, match=rf"model_type in .*config\.json is {model_type!r}; a head has 'eagle'"
+    ):
         read_eagle(copied(head, tmp_path, model_type=model_type), head.target, "float32")
 
 
 def test_a_head_for_another_model_is_refused_with_all_differences(head):
     other = replace(head.target, hidden=128, kinds=head.target.kinds * 2)
-    with pytest.raises(ValueError, match=r"another model \(hidden 64, not 128; layers 2, not 4\); train one"):
+    with pytest.raises(
+        ValueError, match=r"another model \(hidden 64, not 128; layers 2, not 4\); train one"
+    ):
         read_eagle(head.folder, other, "float32")
 
 
@@ -118,22 +133,26 @@ def test_a_head_without_its_models_sizes_is_refused(head, tmp_path):
 
 @pytest.mark.parametrize("ids", [[3, 0, 4], [0, 0, 4], [-1, 0, 4], [0, 4, 320], [[0, 4]], [], None])
 def test_ids_that_are_not_ascending_tokens_are_refused(head, tmp_path, ids):
-    with pytest.raises(ValueError, match=r"ids in .*config\.json are not ascending token ids below 320"):
+    with pytest.raises(
+        ValueError, match=r"ids in .*config\.json are not ascending token ids below 320"
+    ):
         read_eagle(copied(head, tmp_path, ids=ids), head.target, "float32")
 
 
 def test_missing_and_unexpected_parameters_are_named(head, tmp_path):
     values = {name: x for name, x in head.values.items() if name != "fuse.weight"}
-    folder = write_eagle(tmp_path / "head", head.target, IDS.tolist(), nested(values | {"more": jnp.zeros(3)}))
-    message = (
-        r"params is not a head of this version; differences: 2\n  missing: fuse\.weight \(64, 192\)\n  unexpected: "
+    folder = write_eagle(
+        tmp_path / "head", head.target, IDS.tolist(), nested(values | {"more": jnp.zeros(3)})
     )
+    message = r"params is not a head of this version; differences: 2\n  missing: fuse\.weight \(64, 192\)\n  unexpected: "
     with pytest.raises(ValueError, match=message + r"more \(3,\)"):
         read_eagle(folder, head.target, "float32")
 
 
 def test_parameters_of_another_number_of_ids_are_refused(head, tmp_path):
-    with pytest.raises(ValueError, match=r"shape of head\.weight: expected \(6, 64\), found \(7, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"shape of head\.weight: expected \(6, 64\), found \(7, 64\)"
+    ):
         read_eagle(copied(head, tmp_path, ids=IDS[:-1].tolist()), head.target, "float32")
 
 
@@ -152,7 +171,8 @@ def test_options_choose_what_is_loaded(head, tiny, tiny_folder):
     assert load_draft_model(None, tiny) is None
     assert load_draft_model(Speculative(method="ngram"), tiny) is None
     found = load_draft_model(
-        Speculative(method="eagle", model=str(head.folder)), load_model(tiny_folder, dtype="float32")
+        Speculative(method="eagle", model=str(head.folder)),
+        load_model(tiny_folder, dtype="float32"),
     )
     assert found is not None
     chex.assert_trees_all_equal(dict(named(found.params)), head.values)

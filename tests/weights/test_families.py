@@ -41,10 +41,20 @@ CONFIG = {
     "eos_token_id": 2,
 }
 SIZES: dict[str, Any] = {
-    **{"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64},
+    **{
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "block_size": 4,
+        "num_blocks": 64,
+    },
     **{"progress": False, "compilation": "lazy"},
 }
-WORKLOAD = {"kind": "synthetic", "count": 2, **{key: {"dist": "fixed", "value": 8} for key in ("prompt", "output")}}
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 2,
+    **{key: {"dist": "fixed", "value": 8} for key in ("prompt", "output")},
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 
@@ -60,10 +70,22 @@ def folder(tmp_path_factory) -> Path:
     path, rng = tmp_path_factory.mktemp("own") / "parallel", np.random.default_rng(0)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
-    shapes = {"query": (64, 48), "key": (32, 48), "value": (32, 48), "out": (48, 64), "up": (80, 48), "down": (48, 80)}
-    tensors = {"embed.weight": rng.normal(size=(320, 48)), "head.weight": rng.normal(size=(320, 48)) * 48**-0.5}
+    shapes = {
+        "query": (64, 48),
+        "key": (32, 48),
+        "value": (32, 48),
+        "out": (48, 64),
+        "up": (80, 48),
+        "down": (48, 80),
+    }
+    tensors = {
+        "embed.weight": rng.normal(size=(320, 48)),
+        "head.weight": rng.normal(size=(320, 48)) * 48**-0.5,
+    }
     for i in range(CONFIG["num_hidden_layers"]):
-        tensors |= {f"layers.{i}.{n}.weight": rng.normal(size=s) * s[1] ** -0.5 for n, s in shapes.items()}
+        tensors |= {
+            f"layers.{i}.{n}.weight": rng.normal(size=s) * s[1] ** -0.5 for n, s in shapes.items()
+        }
         tensors |= {f"layers.{i}.norm_{n}.weight": 1 + 0.1 * rng.normal(size=48) for n in (1, 2)}
     tensors["norm.weight"] = 1 + 0.1 * rng.normal(size=48)
     save_file({key: x.astype(np.float32) for key, x in tensors.items()}, path / "model.safetensors")
@@ -84,7 +106,12 @@ def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarr
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def rotated(a: np.ndarray) -> np.ndarray:
-        one, two, cos, sin = a[..., :8], a[..., 8:], np.cos(angles)[:, None], np.sin(angles)[:, None]
+        one, two, cos, sin = (
+            a[..., :8],
+            a[..., 8:],
+            np.cos(angles)[:, None],
+            np.sin(angles)[:, None],
+        )
         return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
 
     for i in range(CONFIG["num_hidden_layers"]):
@@ -126,16 +153,27 @@ def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
         known = [*prompt, *one.token_ids][:-1]
         rows, others = (plain(folder, known, parallel=p)[len(prompt) - 1 :] for p in (True, False))
         assert tuple(rows.argmax(-1).tolist()) == one.token_ids
-        found = np.array([entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)])
+        found = np.array(
+            [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+        )
         chex.assert_trees_all_close(found, rows.max(-1), atol=1e-4)
-        assert np.abs(rows - others).max() > 0.1, "layers in turn hardly differ: the comparison is blind"
+        assert np.abs(rows - others).max() > 0.1, (
+            "layers in turn hardly differ: the comparison is blind"
+        )
 
 
 def test_the_engine_names_the_family_and_says_it_when_it_runs_on_a_loaded_model(folder, name, llm):
     assert llm.engine.config.model_family == name
     assert LLM(load_model(folder, model_family=name), **SIZES).engine.config.model_family == name
-    with pytest.raises(ValueError, match=r"model_family is 'other.py:X', and the loaded model's is None; leave it out"):
-        LLM(from_params(whole(llm.model.model), llm.model.model.config), model_family="other.py:X", **SIZES)
+    with pytest.raises(
+        ValueError,
+        match=r"model_family is 'other.py:X', and the loaded model's is None; leave it out",
+    ):
+        LLM(
+            from_params(whole(llm.model.model), llm.model.model.config),
+            model_family="other.py:X",
+            **SIZES,
+        )
 
 
 def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, name, llm, tmp_path):
@@ -150,7 +188,10 @@ def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, n
     assert answers(LLM(tmp_path / "orbax", model_family=name, **SIZES)) == wanted
     convert(tmp_path / "orbax", tmp_path / "again", "safetensors", model_family=name)
     chex.assert_trees_all_equal(
-        *[{key: tensor.read() for key, tensor in open_tensors(one).items()} for one in (folder, tmp_path / "again")]
+        *[
+            {key: tensor.read() for key, tensor in open_tensors(one).items()}
+            for one in (folder, tmp_path / "again")
+        ]
     )
 
 
@@ -160,7 +201,9 @@ def test_taps_and_scores_of_the_family(folder, name, llm):
     module = nnx.merge(loaded.graphdef, loaded.params)
     tokens = PROMPTS[1]
     rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
-    chex.assert_trees_all_close(np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4)
+    chex.assert_trees_all_close(
+        np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4
+    )
     params = replace(GREEDY, taps=Taps(hidden_states=(0, 2)))
     (tapped,) = llm.generate([tokens], params, use_tqdm=False)
     assert tapped.outputs[0].token_ids == answers(llm)[1]
@@ -170,11 +213,22 @@ def test_taps_and_scores_of_the_family(folder, name, llm):
 
 def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp_path, capsys):
     target = tmp_path / "orbax"
-    assert cli.main(["convert", str(folder), str(target), "--to", "orbax", "--model-family", name]) == 0
+    assert (
+        cli.main(["convert", str(folder), str(target), "--to", "orbax", "--model-family", name])
+        == 0
+    )
     assert cli.main(["convert", str(folder), str(tmp_path / "no"), "--to", "orbax"]) == 2
     assert "a family of your own is given as model_family" in capsys.readouterr().err
-    simulate, engine = {"chip": "a10g"}, {"model_family": name, "num_blocks": 64, "max_model_len": 128}
-    raw = {"name": "own", "model": str(target), "workload": WORKLOAD, "sampling": {"ignore_eos": True}}
+    simulate, engine = (
+        {"chip": "a10g"},
+        {"model_family": name, "num_blocks": 64, "max_model_len": 128},
+    )
+    raw = {
+        "name": "own",
+        "model": str(target),
+        "workload": WORKLOAD,
+        "sampling": {"ignore_eos": True},
+    }
     (point,) = expand({**raw, "simulate": simulate, "engine": engine}, tmp_path)
     check_models([point.experiment], download=False)
     assert simulated(point.experiment).engine.config.model_family == name
@@ -186,24 +240,39 @@ def test_a_mesh_gives_the_same_tokens(folder, name, llm):
 
 
 def test_a_folder_without_its_family_is_refused_with_the_remedy(folder):
-    with pytest.raises(ValueError, match=r"config.json: model_type is 'parallel'; supported: llama.* as model_family"):
+    with pytest.raises(
+        ValueError,
+        match=r"config.json: model_type is 'parallel'; supported: llama.* as model_family",
+    ):
         LLM(folder, **SIZES)
 
 
 def test_another_model_than_the_familys_is_refused(name, tmp_path):
     llama = tiny_llama(tmp_path / "llama")
-    with pytest.raises(ValueError, match="model_type is 'llama', and the given model_family reads 'parallel'; give"):
+    with pytest.raises(
+        ValueError, match="model_type is 'llama', and the given model_family reads 'parallel'; give"
+    ):
         LLM(llama, model_family=name, **SIZES)
-    with pytest.raises(ValueError, match="is a GGUF file, which has its own names, and model_family is given; give a"):
+    with pytest.raises(
+        ValueError,
+        match="is a GGUF file, which has its own names, and model_family is given; give a",
+    ):
         open_checkpoint(tiny_gguf(tmp_path / "tiny.gguf", llama), family=own_family(name))
 
 
 def test_a_wrong_name_is_refused(name):
-    with pytest.raises(ValueError, match=r"model_family is 'llama'; it must be module:NAME or folder/file.py:NAME"):
+    with pytest.raises(
+        ValueError, match=r"model_family is 'llama'; it must be module:NAME or folder/file.py:NAME"
+    ):
         EngineConfig(model_family="llama")
-    with pytest.raises(ValueError, match=r"model_family is 'no.py:X', but there is no file no.py; write module:NAME"):
+    with pytest.raises(
+        ValueError,
+        match=r"model_family is 'no.py:X', but there is no file no.py; write module:NAME",
+    ):
         own_family("no.py:X")
-    with pytest.raises(ValueError, match=r"Parallel in .*own_family.py is no Family; those in it: \['FAMILY'\]"):
+    with pytest.raises(
+        ValueError, match=r"Parallel in .*own_family.py is no Family; those in it: \['FAMILY'\]"
+    ):
         own_family(name.replace("FAMILY", "Parallel"))
 
 
@@ -217,9 +286,22 @@ def test_a_file_is_read_once_until_it_changes(name, tmp_path):
 
 
 def test_a_layer_that_is_no_block_is_refused():
-    sizes = {"vocab_size": 8, "hidden": 4, "intermediate": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "max_len": 8}
-    with pytest.raises(ValueError, match=r"block is 'Parallel'; it must be a class that inherits from Block, or None"):
-        DecoderConfig(**sizes, tied=True, eps=1e-6, kinds=(LayerKind(),), ropes=(Rope(1e4),), block="Parallel")
+    sizes = {
+        "vocab_size": 8,
+        "hidden": 4,
+        "intermediate": 4,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "max_len": 8,
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"block is 'Parallel'; it must be a class that inherits from Block, or None",
+    ):
+        DecoderConfig(
+            **sizes, tied=True, eps=1e-6, kinds=(LayerKind(),), ropes=(Rope(1e4),), block="Parallel"
+        )
 
 
 def changed(name: str, **fields: Any) -> Family:
@@ -243,69 +325,113 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         return documented.param_table(replace(config, intermediate=80))
 
     with pytest.raises(
-        ValueError, match=r"shape of blocks\.0\.mlp\.up\.weight: \(80, 48\) in the table, \(40, 48\) in"
+        ValueError,
+        match=r"shape of blocks\.0\.mlp\.up\.weight: \(80, 48\) in the table, \(40, 48\) in",
     ):
         opened(folder, changed(name, from_hf=narrower, param_table=wide))
 
     def shorter(config: DecoderConfig):
         return documented.param_table(config)[:-1]
 
-    with pytest.raises(ValueError, match=r"param_table of the family 'parallel' .*1\n  missing: head\.weight"):
+    with pytest.raises(
+        ValueError, match=r"param_table of the family 'parallel' .*1\n  missing: head\.weight"
+    ):
         opened(folder, changed(name, param_table=shorter))
 
     def misnamed(config: DecoderConfig):
         *table, head = documented.param_table(config)
         return (*table, head._replace(path=("crown", "weight")))
 
-    with pytest.raises(ValueError, match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)",
+    ):
         opened(folder, changed(name, param_table=misnamed))
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_the_tables_of_built_in_families_fit_their_decoders(model_type):
     sizes = {key: value for key, value in CONFIG.items() if key != "model_type"}
-    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    sizes |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 80, "sliding_window": 16}
-    sizes |= {"query_pre_attn_scalar": 16, "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}
+    sizes |= {
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    sizes |= {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_inner": 80,
+        "sliding_window": 16,
+    }
+    sizes |= {
+        "query_pre_attn_scalar": 16,
+        "hidden_act": "silu",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
     family = built_in(model_type)
     config = family.from_hf(normalised({**sizes, "model_type": model_type}, "config"))
     check_parameters(family, config, family.param_table(config))
 
 
 def test_what_a_familys_from_hf_does_wrong_is_said(folder, name):
-    with pytest.raises(ValueError, match=r"from_hf of the family 'parallel' reads 'eps', which the config does not"):
+    with pytest.raises(
+        ValueError, match=r"from_hf of the family 'parallel' reads 'eps', which the config does not"
+    ):
         opened(folder, changed(name, from_hf=lambda config: config["eps"]))
-    with pytest.raises(ValueError, match=r"from_hf of the family 'parallel' returns dict; it must return a"):
+    with pytest.raises(
+        ValueError, match=r"from_hf of the family 'parallel' returns dict; it must return a"
+    ):
         opened(folder, changed(name, from_hf=dict))
 
 
 def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
-    with pytest.raises(ValueError, match=r"model_family is .*Path.*; it must be a text, module:NAME or folder"):
+    with pytest.raises(
+        ValueError, match=r"model_family is .*Path.*; it must be a text, module:NAME or folder"
+    ):
         own_family(Path("mine.py"))  # type: ignore[arg-type]
     config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
-    with pytest.raises(ValueError, match=r"config is a DecoderConfig, which no family reads; leave model_family out"):
+    with pytest.raises(
+        ValueError,
+        match=r"config is a DecoderConfig, which no family reads; leave model_family out",
+    ):
         from_params({}, config, model_family=name)
 
 
 def test_a_draft_model_of_ones_own_family_is_refused_with_the_reason(folder, name):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2}
-    with pytest.raises(ValueError, match=r"a draft model is of a built-in family, also beside a model_family"):
+    with pytest.raises(
+        ValueError, match=r"a draft model is of a built-in family, also beside a model_family"
+    ):
         LLM(str(folder), model_family=name, speculative=drafts, **SIZES)
 
 
 def test_a_file_that_imports_what_is_missing_says_so(tmp_path):
     (tmp_path / "mine.py").write_text("import not_installed_anywhere\n")
-    with pytest.raises(ValueError, match=r"No module named 'not_installed_anywhere'\); install what it imports"):
+    with pytest.raises(
+        ValueError, match=r"No module named 'not_installed_anywhere'\); install what it imports"
+    ):
         own_family(f"{tmp_path / 'mine.py'}:FAMILY")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm": "layernorm"}, r"norm is 'layernorm'; it must be one of 'rms', 'rms_plus_one', 'layer'"),
+        (
+            {"norm": "layernorm"},
+            r"norm is 'layernorm'; it must be one of 'rms', 'rms_plus_one', 'layer'",
+        ),
         ({"activation": "relu"}, r"activation is 'relu'; it must be one of "),
-        ({"kinds": (LayerKind(rope=3),)}, r"kinds\[0\] has rope 3, and ropes has 1; give a number from 0 to 0"),
-        ({"kinds": (LayerKind(sparse=True),)}, r"kinds\[0\] is sparse, and experts is None; give the layer's experts"),
+        (
+            {"kinds": (LayerKind(rope=3),)},
+            r"kinds\[0\] has rope 3, and ropes has 1; give a number from 0 to 0",
+        ),
+        (
+            {"kinds": (LayerKind(sparse=True),)},
+            r"kinds\[0\] is sparse, and experts is None; give the layer's experts",
+        ),
     ],
 )
 def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
@@ -316,5 +442,7 @@ def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
 
 def test_adapters_of_a_family_without_llamas_matrices_are_refused(name):
     config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
-    with pytest.raises(ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"):
+    with pytest.raises(
+        ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"
+    ):
         initial_factors(config)

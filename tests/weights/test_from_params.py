@@ -22,7 +22,13 @@ from tests.weights.tiny import tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 # as those of `tiny_llm`, whose programs these engines share
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256, "progress": False}
+SMALL = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "num_blocks": 256,
+    "progress": False,
+}
 PROMPT = list(range(3, 40))
 
 
@@ -69,7 +75,9 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
         model = from_params(form, config, tokenizer=tiny_folder)
         for key, x in named(model.model.params).items():
             chex.assert_trees_all_equal(
-                np.asarray(x), np.asarray(named(tiny.model.params)[key]), custom_message=f"{name}: {key}"
+                np.asarray(x),
+                np.asarray(named(tiny.model.params)[key]),
+                custom_message=f"{name}: {key}",
             )
     packed = replace(own, linear=model.model.config.linear)
     assert (model.model.config, model.model.dtype, model.eos_token_ids) == (packed, "float32", (2,))
@@ -81,22 +89,32 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
 
 def test_llm_takes_params_and_config(tree, config, tiny_folder, tiny, llm):
     made = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
-    assert made.generate("the cat", GREEDY, use_tqdm=False) == llm.generate("the cat", GREEDY, use_tqdm=False)
+    assert made.generate("the cat", GREEDY, use_tqdm=False) == llm.generate(
+        "the cat", GREEDY, use_tqdm=False
+    )
     for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
         with pytest.raises(ValueError, match=r"params come with config, .* and in place of model"):
             LLM(**arguments, **SMALL)
     for model, arguments in ((tiny_folder, {"config": config}), (tiny, {"tokenizer": tiny_folder})):
-        with pytest.raises(ValueError, match="config goes with params, and tokenizer with params or a name"):
+        with pytest.raises(
+            ValueError, match="config goes with params, and tokenizer with params or a name"
+        ):
             LLM(model, **arguments, **SMALL)
 
 
 def test_without_a_tokenizer_inputs_and_outputs_are_token_ids(tree, config, llm):
     bare = LLM(params=tree, config=config, **SMALL)
-    (out,) = bare.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False)
+    (out,) = bare.generate(
+        [PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False
+    )
     assert out.outputs[0].token_ids == ids(llm)[: len(out.outputs[0].token_ids)]
     assert out.outputs[0].text == ""
     assert {x.decoded_token for entry in out.outputs[0].logprobs for x in entry.values()} == {""}
-    assert bare.generate([PROMPT], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids
+    assert (
+        bare.generate([PROMPT], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+    )
     remedy = r"give token ids, or name a tokenizer in from_params\(\.\.\., tokenizer=folder\)"
     with pytest.raises(ValueError, match=f"no tokenizer for the text 'the cat'; {remedy}"):
         bare.generate("the cat", GREEDY, use_tqdm=False)
@@ -138,8 +156,12 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
     for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
-            chex.assert_trees_all_equal(np.asarray(x), np.asarray(wanted[name]), custom_message=name)
-    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"):
+            chex.assert_trees_all_equal(
+                np.asarray(x), np.asarray(wanted[name]), custom_message=name
+            )
+    with pytest.raises(
+        ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"
+    ):
         from_params({**cast, "embed": tree["embed"]}, config)
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):
         from_params(tree, config, dtype="int8")
@@ -159,10 +181,14 @@ def test_one_error_lists_every_difference(tree, config):
     tree["embed"] = tree["embed"].T
     tree["head"]["weight"] = tree["head"]["weight"].astype(np.int8)
     tree["blocks"][1]["attn"]["out"]["weight"] = jax.ShapeDtypeStruct((64, 64), np.float32)
-    tree["blocks"][0]["mlp"]["down"]["weight"] = gone = jnp.asarray(tree["blocks"][0]["mlp"]["down"]["weight"])
+    tree["blocks"][0]["mlp"]["down"]["weight"] = gone = jnp.asarray(
+        tree["blocks"][0]["mlp"]["down"]["weight"]
+    )
     tree["step"] = 7
     gone.delete()
-    with pytest.raises(ValueError, match=r"^the given parameters do not fit its configuration; diff") as caught:
+    with pytest.raises(
+        ValueError, match=r"^the given parameters do not fit its configuration; diff"
+    ) as caught:
         from_params(tree, config)
     assert sorted(str(caught.value).split("\n  ")[1:]) == [
         "dtype of head.weight: expected a floating point type, found int8",
@@ -217,7 +243,9 @@ def test_new_values_clear_the_prefix_cache_and_drop_steps_sent_ahead(tiny, tree)
     llm.update_params(scaled(tree, 1.5))
     (cold,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
     assert cold.num_cached_tokens == 0
-    assert cold.outputs[0].token_ids == ids(LLM(from_params(scaled(tree, 1.5), tiny.model.config), **SMALL))
+    assert cold.outputs[0].token_ids == ids(
+        LLM(from_params(scaled(tree, 1.5), tiny.model.config), **SMALL)
+    )
 
 
 def test_a_lazy_engine_takes_new_values_too(tiny, tree):
@@ -257,7 +285,9 @@ def test_parameters_that_do_not_fit_change_nothing(llm, tree):
     tree["embed"] = tree["embed"].astype(np.float16)
     tree["blocks"][0]["attn"]["qkv"]["weight"] = tree["blocks"][0]["attn"]["qkv"]["weight"][:-1]
     tree["blocks"][1]["extra"] = np.ones(3, np.float32)
-    with pytest.raises(ValueError, match=r"^the given parameters do not fit the model in use; diff") as caught:
+    with pytest.raises(
+        ValueError, match=r"^the given parameters do not fit the model in use; diff"
+    ) as caught:
         llm.update_params(tree)
     assert sorted(str(caught.value).split("\n  ")[1:]) == [
         "dtype of embed: expected float32, found float16",

@@ -41,7 +41,9 @@ def test_biases_of_only_q_k_v_are_recognised(tmp_path):
     opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
     assert (opened.config["attention_bias"], opened.config["qkv_bias"]) == (False, True)
     name = "model.layers.1.self_attn.k_proj.bias"  # the converter reorders it like the rows of its weight
-    np.testing.assert_array_equal(opened.tensors[name].read(), open_checkpoint(folder).tensors[name].read())
+    np.testing.assert_array_equal(
+        opened.tensors[name].read(), open_checkpoint(folder).tensors[name].read()
+    )
 
 
 def test_tied_embeddings_are_in_the_config_only(tmp_path):
@@ -50,7 +52,9 @@ def test_tied_embeddings_are_in_the_config_only(tmp_path):
     assert "lm_head.weight" not in opened.tensors
 
 
-@pytest.mark.parametrize(("kind", "step"), [("F16", 2**-10), ("BF16", 2**-7), ("Q8_0", 2**-6), ("Q4_1", 2**-3)])
+@pytest.mark.parametrize(
+    ("kind", "step"), [("F16", 2**-10), ("BF16", 2**-7), ("Q8_0", 2**-6), ("Q4_1", 2**-3)]
+)
 def test_encodings_decode_to_the_right_values(tmp_path, kind, step):
     folder = tiny_llama(tmp_path, intermediate=128)
     ours = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, matrices=kind))
@@ -67,16 +71,27 @@ def test_header_and_values_equal_the_gguf_packages(tmp_path):
     from gguf.quants import dequantize
 
     folder = tiny_llama(tmp_path, layers=1, intermediate=128)
-    extra = {"test.numbers": [1, -2, 3], "test.halves": [0.5, 1.5], "test.words": ["a", "été"], "test.flag": True}
+    extra = {
+        "test.numbers": [1, -2, 3],
+        "test.halves": [0.5, 1.5],
+        "test.words": ["a", "été"],
+        "test.flag": True,
+    }
     path = tiny_gguf(tmp_path / "m.gguf", folder, matrices="Q8_0", extra=extra)
     reader, ours = GGUFReader(path), read_gguf(path)
-    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    theirs = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
     rounded = "llama.attention.layer_norm_rms_epsilon"
     assert theirs.pop(rounded) == np.float32(1e-05)
     assert ours.metadata == theirs | {rounded: 1e-05}
     assert list(ours.tensors) == [tensor.name for tensor in reader.tensors]
     for tensor in reader.tensors:
-        np.testing.assert_array_equal(ours.tensors[tensor.name].read(), dequantize(tensor.data, tensor.tensor_type))
+        np.testing.assert_array_equal(
+            ours.tensors[tensor.name].read(), dequantize(tensor.data, tensor.tensor_type)
+        )
 
 
 def test_rope_scaling_in_its_three_forms(tmp_path):
@@ -99,12 +114,16 @@ def test_rope_scaling_in_its_three_forms(tmp_path):
     expected = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
     assert opened.config["rope_scaling"] == expected
 
-    opened = open_checkpoint(tiny_gguf(tmp_path / "d.gguf", folder, extra={"llama.rope.scale_linear": 2.0}))
+    opened = open_checkpoint(
+        tiny_gguf(tmp_path / "d.gguf", folder, extra={"llama.rope.scale_linear": 2.0})
+    )
     assert opened.config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(ValueError, match=r"both rope_freqs.weight and .*type = 'linear'"):
         open_checkpoint(tiny_gguf(tmp_path / "e.gguf", folder, extra=linear, freq_factors=factors))
     with pytest.raises(ValueError, match="type is 'longrope'"):
-        open_checkpoint(tiny_gguf(tmp_path / "f.gguf", folder, extra={"llama.rope.scaling.type": "longrope"}))
+        open_checkpoint(
+            tiny_gguf(tmp_path / "f.gguf", folder, extra={"llama.rope.scaling.type": "longrope"})
+        )
 
 
 def test_keys_that_older_files_lack_have_defaults(tmp_path):
@@ -114,7 +133,11 @@ def test_keys_that_older_files_lack_have_defaults(tmp_path):
         *("llama.attention.value_length", "llama.rope.dimension_count"),
     )
     config = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, drop=drop)).config
-    assert (config["num_key_value_heads"], config["rope_theta"], config["head_dim"]) == (4, 10000.0, 16)
+    assert (config["num_key_value_heads"], config["rope_theta"], config["head_dim"]) == (
+        4,
+        10000.0,
+        16,
+    )
 
 
 def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
@@ -128,12 +151,32 @@ def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
     ("extra", "drop", "message"),
     [
         ({"llama.expert_count": 8}, (), "mixture of 8 experts"),
-        ({"llama.attention.value_length": 8}, (), "value_length is 8; it must equal the head size, 16"),
-        ({"llama.rope.dimension_count": 8}, (), "dimension_count is 8; it must equal the head size, 16"),
-        ({"llama.attention.head_count_kv": [2, 4]}, (), r"head_count_kv differs between layers \(\[2, 4\]\)"),
+        (
+            {"llama.attention.value_length": 8},
+            (),
+            "value_length is 8; it must equal the head size, 16",
+        ),
+        (
+            {"llama.rope.dimension_count": 8},
+            (),
+            "dimension_count is 8; it must equal the head size, 16",
+        ),
+        (
+            {"llama.attention.head_count_kv": [2, 4]},
+            (),
+            r"head_count_kv differs between layers \(\[2, 4\]\)",
+        ),
         ({}, ("llama.block_count",), "the metadata lacks llama.block_count"),
-        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong type"),
-        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong type"),
+        (
+            {"llama.embedding_length": "x"},
+            ("llama.attention.key_length",),
+            "value of the wrong type",
+        ),
+        (
+            {"llama.attention.head_count": 0},
+            ("llama.attention.key_length",),
+            "value of the wrong type",
+        ),
         ({"general.alignment": 12}, (), "general.alignment is 12; it must be a power of two"),
     ],
 )
@@ -145,7 +188,9 @@ def test_files_that_are_not_supported_are_refused(tmp_path, extra, drop, message
 
 def test_equal_numbers_for_each_layer_are_one_number(tmp_path):
     extra = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
-    config = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra)).config
+    config = open_checkpoint(
+        tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra)
+    ).config
     assert (config["num_key_value_heads"], config["intermediate_size"]) == (2, 96)
 
 
@@ -173,7 +218,9 @@ def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
     writer.close()
     tensors = read_gguf(tmp_path / "m.gguf").tensors
     np.testing.assert_array_equal(tensors["wide"].read(), [0, 1, 2])
-    with pytest.raises(ValueError, match=r"m\.gguf: tensor numbers is stored as I32, which cannot be dequantised"):
+    with pytest.raises(
+        ValueError, match=r"m\.gguf: tensor numbers is stored as I32, which cannot be dequantised"
+    ):
         tensors["numbers"].read()
 
 
@@ -186,11 +233,15 @@ def rewritten(tmp_path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [0, 3, 23, 24, 40, 200, 3000, 6000, 7500, 9000, 12000, 200_000, -1, -5000])
+@pytest.mark.parametrize(
+    "size", [0, 3, 23, 24, 40, 200, 3000, 6000, 7500, 9000, 12000, 200_000, -1, -5000]
+)
 def test_truncated_files_name_the_file_and_the_sizes(file, tmp_path, size):
     whole = file.read_bytes()
     kept = size if size >= 0 else len(whole) + size
-    with pytest.raises(ValueError, match=rf"damaged\.gguf.*(the file has {kept}|it has {kept} bytes)"):
+    with pytest.raises(
+        ValueError, match=rf"damaged\.gguf.*(the file has {kept}|it has {kept} bytes)"
+    ):
         open_checkpoint(rewritten(tmp_path, whole[:kept]))
 
 
@@ -205,7 +256,9 @@ def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
     path = rewritten(tmp_path, file.read_bytes())
     tensor = open_checkpoint(path).tensors["lm_head.weight"]
     path.write_bytes(file.read_bytes()[:20_000])
-    with pytest.raises(ValueError, match=r"is truncated: tensor output\.weight has \d+ of its \d+ bytes"):
+    with pytest.raises(
+        ValueError, match=r"is truncated: tensor output\.weight has \d+ of its \d+ bytes"
+    ):
         tensor.read()
 
 
@@ -217,7 +270,11 @@ def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
         (4, struct.pack(">I", 3), "big-endian"),
         (8, struct.pack("<Q", 2**60), "truncated or damaged|damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
-        (24, struct.pack("<Q", 2**63), r"key 0 of \d+ needs 9223372036854775808 bytes at offset 32"),
+        (
+            24,
+            struct.pack("<Q", 2**63),
+            r"key 0 of \d+ needs 9223372036854775808 bytes at offset 32",
+        ),
         (32, b"\xff\xfe\xfd\xfc", "key 0 of .* is not valid UTF-8"),
         (24 + 8 + len("general.architecture"), struct.pack("<I", 77), "value type 77"),
     ],
@@ -270,21 +327,34 @@ def test_parts_that_are_no_whole_model_are_named(parts, folder, tmp_path):
     other = parts[1].read_bytes()
     parts[1].unlink()
     for part, number in ((parts[0], 1), (parts[2], 3)):
-        with pytest.raises(FileNotFoundError, match=rf"is part {number} of {count}, and {parts[1].name} is not beside"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=rf"is part {number} of {count}, and {parts[1].name} is not beside",
+        ):
             open_checkpoint(part)
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(ValueError, match=rf"says that it is part 2 \(from 0\) of {count}, and its name says 2 of"):
+    with pytest.raises(
+        ValueError, match=rf"says that it is part 2 \(from 0\) of {count}, and its name says 2 of"
+    ):
         open_checkpoint(parts[0])
     parts[1].write_bytes(other)
     renamed = parts[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=rf"is part 1 of {count}, .* call it NAME-00001-of-{count:05}.gguf"):
+    with pytest.raises(
+        ValueError, match=rf"is part 1 of {count}, .* call it NAME-00001-of-{count:05}.gguf"
+    ):
         open_checkpoint(renamed)
 
 
 def test_a_part_with_a_damaged_number_is_named(folder, tmp_path):
-    for damage in ({"split.count": "4"}, {"split.count": 4, "split.no": 9}, {"split.count": 4, "split.no": "x"}):
+    for damage in (
+        {"split.count": "4"},
+        {"split.count": 4, "split.no": 9},
+        {"split.count": 4, "split.no": "x"},
+    ):
         file = tiny_gguf(tmp_path / "tiny-00001-of-00004.gguf", folder, extra=damage)
-        with pytest.raises(ValueError, match=r"is damaged: split\.no is .* and split\.count .*; fetch it again"):
+        with pytest.raises(
+            ValueError, match=r"is damaged: split\.no is .* and split\.count .*; fetch it again"
+        ):
             open_checkpoint(file)
 
 

@@ -60,25 +60,39 @@ def test_llama3_adds_bos_unless_the_file_disables_it():
     del metadata["tokenizer.ggml.add_bos_token"]
     assert build_tokenizer("x", metadata).encode("Hello").ids == [1, 19556]
     assert build_tokenizer("x", metadata).encode("Hello", add_special_tokens=False).ids == [19556]
-    assert build_tokenizer("x", metadata | {"tokenizer.ggml.add_eos_token": True}).encode("Hello").ids == [1, 19556, 2]
+    assert build_tokenizer("x", metadata | {"tokenizer.ggml.add_eos_token": True}).encode(
+        "Hello"
+    ).ids == [1, 19556, 2]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*supported: gpt-2, smollm"),
+        (
+            {"tokenizer.ggml.pre": "default"},
+            "tokenizer.ggml.pre is 'default'.*supported: gpt-2, smollm",
+        ),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; supported are 'gpt2'.*and 'llama'"),
+        (
+            {"tokenizer.ggml.model": "t5"},
+            "tokenizer.ggml.model is 't5'; supported are 'gpt2'.*and 'llama'",
+        ),
         ({"tokenizer.ggml.tokens": []}, "the vocabulary has 0 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "and 1 token types"),
         ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab' is not two tokens"),
         ({"tokenizer.ggml.merges": ["zzz yyy"]}, "do not fit together"),
         ({"tokenizer.ggml.model": "llama"}, "0 scores for 320 tokens"),
-        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "adds BOS, but .* is 999"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999},
+            "adds BOS, but .* is 999",
+        ),
     ],
 )
 def test_tokenizers_that_cannot_be_built_are_refused(tmp_path, change, message):
-    metadata = {**open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path))).metadata, **change}
+    metadata = {
+        **open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path))).metadata,
+        **change,
+    }
     with pytest.raises(ValueError, match=f"(?s)m.gguf.*{message}"):
         build_tokenizer(tmp_path / "m.gguf", metadata)
 
@@ -90,13 +104,20 @@ def test_every_known_pre_tokenizer_has_an_oracle():
 def test_user_defined_tokens_are_matched_whole_and_not_skipped(tmp_path):
     folder = tiny_llama(tmp_path)
     metadata = dict(open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder)).metadata)
-    tokens, kinds = list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.token_type"])
+    tokens, kinds = (
+        list(metadata["tokenizer.ggml.tokens"]),
+        list(metadata["tokenizer.ggml.token_type"]),
+    )
     tokens[-1], kinds[-1] = "<think>", 4
     merges = [m for m in metadata["tokenizer.ggml.merges"] if "".join(m.split(" ")) in tokens]
     built = build_tokenizer(
         "x",
         metadata
-        | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges},
+        | {
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.merges": merges,
+        },
     )
     ids = built.encode("a<think>b").ids
     assert ids[1] == len(tokens) - 1
@@ -130,13 +151,18 @@ def test_scores_give_the_tokens_of_the_sentencepiece_library():
 
 
 def test_sentencepiece_adds_bos_and_a_space_unless_the_file_disables_it():
-    assert sentencepiece().encode("the") == [1, *sentencepiece().encode("the", add_special_tokens=False)]
+    assert sentencepiece().encode("the") == [
+        1,
+        *sentencepiece().encode("the", add_special_tokens=False),
+    ]
     off = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
     plain = Tokenizer(build_tokenizer("x", sentencepiece_metadata(**off)), (2,), {})
     assert plain.backend.encode("the").tokens == ["the"]
     assert plain.decode(plain.encode(" the")) == " the"
     with pytest.raises(ValueError, match="removes extra spaces"):
-        build_tokenizer("x", sentencepiece_metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}))
+        build_tokenizer(
+            "x", sentencepiece_metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True})
+        )
 
 
 def test_sentencepiece_pieces_and_words_are_spaced_by_their_context():

@@ -23,7 +23,13 @@ from tests.device.test_llama import CHUNKED, all_logits
 from tests.device.test_model_families import CASES
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256, "progress": False}
+SMALL = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "num_blocks": 256,
+    "progress": False,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 
@@ -38,7 +44,9 @@ def random_params(config) -> dict:
     blank = named(nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32"))))
     values = {}
     for name, x in blank.items():
-        values[name] = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.1, x.shape).astype(np.float32)
+        values[name] = rng.normal(
+            1.0 if name.endswith("norm.weight") else 0.0, 0.1, x.shape
+        ).astype(np.float32)
         if x.ndim == 2:
             values[name] *= rng.uniform(0.1, 3.0, (len(values[name]), 1)).astype(np.float32)
     return values
@@ -48,7 +56,11 @@ def random_params(config) -> dict:
 
 
 @settings(max_examples=60, deadline=None)
-@given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6, width=32)))
+@given(
+    arrays(
+        np.float32, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6, width=32)
+    )
+)
 @example(np.float32([[1e-45]]))
 @example(np.float32([[3e-43, -1e-44]]))
 @example(np.float32([[1e-36, 1e-38]]))
@@ -81,11 +93,16 @@ def test_logits_are_those_of_the_rounded_weights_in_floats(name):
     """With every kind of matrix: fused, with bias, tied, of experts."""
     kind, settings_ = CASES[name]
     fewer = {"n_layer": 1} if name == "GPT-2" else {}  # of the default run
-    config = FAMILIES[kind].from_hf(normalised({**settings_, "model_type": kind, **fewer}, "config"))
+    config = FAMILIES[kind].from_hf(
+        normalised({**settings_, "model_type": kind, **fewer}, "config")
+    )
     params = random_params(config)
     model = from_params(nested(params), config, weight_dtype="int8").model
     kept = {n: np.asarray(x) for n, x in named(model.params).items()}
-    inside = {n: kept[n] * kept[n + SCALES][:, None] if n + SCALES in kept else x for n, x in params.items()}
+    inside = {
+        n: kept[n] * kept[n + SCALES][:, None] if n + SCALES in kept else x
+        for n, x in params.items()
+    }
     changed = [n for n, x in params.items() if not np.array_equal(inside[n], x)]
     assert set(changed) == {n for n, x in params.items() if has_scales(n.split("."), x.shape)}
     assert {str(kept[n].dtype) for n in changed} == {"int8"}
@@ -108,11 +125,15 @@ def test_every_format_gives_the_same_int8_weights(tmp_path):
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
         found = named(params)
         for name, x in wanted.items():
-            chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}")
+            chex.assert_trees_all_equal(
+                np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}"
+            )
 
 
 def test_int8_weights_of_a_16_bit_model_are_rounded_from_the_stored_values(tiny_folder):
-    exact, half = (load_model(tiny_folder, dtype=d, weight_dtype="int8").model for d in ("float32", "bfloat16"))
+    exact, half = (
+        load_model(tiny_folder, dtype=d, weight_dtype="int8").model for d in ("float32", "bfloat16")
+    )
     found, wanted = named(half.params), named(exact.params)
     for name, x in wanted.items():
         if x.dtype == np.int8 or name.endswith(SCALES):
@@ -128,7 +149,9 @@ def test_an_engine_reports_int8_weights_and_a_quarter_of_the_memory(tiny_folder,
     assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")
     matrices = [x for x in jax.tree.leaves(tiny.model.params) if x.ndim == 2]
     saved = whole.engine.memory.weights - llm.engine.memory.weights
-    assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)  # a byte instead of four, and a float32 for each row
+    assert saved == sum(
+        3 * x.size - 4 * len(x) for x in matrices
+    )  # a byte instead of four, and a float32 for each row
     assert texts(llm) == texts(LLM(tiny_folder, weight_dtype="int8", **SMALL))
 
 
@@ -136,26 +159,38 @@ def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
     llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
     before = texts(llm)
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
-    other = {name: x[::-1].copy() if "mlp" in name and x.ndim == 2 else x for name, x in params.items()}
+    other = {
+        name: x[::-1].copy() if "mlp" in name and x.ndim == 2 else x for name, x in params.items()
+    }
     counted = compilations.counts()
     llm.update_params(nested(other))
     after = texts(llm)
     assert (compilations.counts() - counted).compilations == 0
     assert after != before
-    fresh = from_params(nested(other), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer)
+    fresh = from_params(
+        nested(other), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer
+    )
     assert texts(LLM(fresh, **SMALL)) == after
-    llm.update_params(load_model(tiny_folder, weight_dtype="int8").model.params)  # int8 already, with its scales
+    llm.update_params(
+        load_model(tiny_folder, weight_dtype="int8").model.params
+    )  # int8 already, with its scales
     assert texts(llm) == before
 
 
 def test_conflicting_options_are_refused(tiny, tiny_folder):
-    with pytest.raises(ValueError, match="weight_dtype is 'int8', but the model was loaded with 'float32'; load it"):
+    with pytest.raises(
+        ValueError, match="weight_dtype is 'int8', but the model was loaded with 'float32'; load it"
+    ):
         LLM(tiny, weight_dtype="int8", **SMALL)
-    with pytest.raises(ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"):
+    with pytest.raises(
+        ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"
+    ):
         load_model(tiny_folder, dtype="float32", weight_dtype="bfloat16")
     gone = jax.tree.map(lambda x: x.copy(), tiny.model.params)
     jax.tree.map(lambda x: x.delete(), gone)
     with pytest.raises(ValueError, match=r"values of blocks.0.attn.qkv.weight: deleted \(donated"):
         LLM(tiny_folder, weight_dtype="int8", **SMALL).update_params(gone)
-    with pytest.raises(ValueError, match=r"weight_dtype is 'int4'; it must be one of .* \(did you mean 'int8'"):
+    with pytest.raises(
+        ValueError, match=r"weight_dtype is 'int4'; it must be one of .* \(did you mean 'int8'"
+    ):
         LLM(tiny_folder, weight_dtype="int4", **SMALL)

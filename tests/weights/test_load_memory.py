@@ -24,9 +24,21 @@ from tests.weights.tiny import tiny_gguf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FORMATS = {"safetensors": ("float32", "bfloat16"), "gguf": ("bfloat16", "float32"), "orbax": ("float32", "bfloat16")}
+FORMATS = {
+    "safetensors": ("float32", "bfloat16"),
+    "gguf": ("bfloat16", "float32"),
+    "orbax": ("float32", "bfloat16"),
+}
 # 166 MiB in float32; the fused gate and up, the embedding and the head are the largest with 32 MiB each
-LARGE = {"layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "hidden": 512, "intermediate": 8192, "vocab": 16384}
+LARGE = {
+    "layers": 2,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "hidden": 512,
+    "intermediate": 8192,
+    "vocab": 16384,
+}
 # Largest extra memory, in units of the largest parameter in float32: two, one for each reader, which packs it into the
 # model's memory. The gguf package dequantises into pieces and joins them, so a reader may need a quantised tensor
 # almost twice. The rest is for small tensors and the interpreter. Measured on busy cores: 1.6 to 2.9, GGUF 1.6 to 3.1.
@@ -36,7 +48,9 @@ MODEL = 5.2  # the whole model, in the same unit
 
 def measurable() -> bool:
     fields = STATUS.read_text() if STATUS.is_file() else ""
-    return all(field in fields for field in ("VmHWM", "RssAnon", "RssFile")) and os.access(RESET, os.W_OK)
+    return all(field in fields for field in ("VmHWM", "RssAnon", "RssFile")) and os.access(
+        RESET, os.W_OK
+    )
 
 
 @pytest.mark.slow
@@ -51,11 +65,15 @@ def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp
     # are mapped and returned to the system when freed, so the peak is the memory in use.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path), str(dtypes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("everything first") > MODEL  # a loader that reads all tensors first
-    wrong = {name: beside for name, beside in found.items() if not -0.2 < beside < MOST[name.split()[0]]}
+    wrong = {
+        name: beside for name, beside in found.items() if not -0.2 < beside < MOST[name.split()[0]]
+    }
     assert not wrong, found
     assert len(found) == dtypes * len(FORMATS)
 
@@ -64,7 +82,10 @@ def measure(folder: Path, dtypes: int) -> dict[str, float]:
     """Peak memory of loading besides the model, in largest parameters, by format and dtype."""
     found = {}
     for kind in FORMATS:
-        small, large = (folder / size / (f"{kind}.gguf" if kind == "gguf" else kind) for size in ("small", "large"))
+        small, large = (
+            folder / size / (f"{kind}.gguf" if kind == "gguf" else kind)
+            for size in ("small", "large")
+        )
         for dtype in FORMATS[kind][:dtypes]:
             load(small, dtype)  # so that imports and set-up at first use are not measured
             found[f"{kind} {dtype}"] = beside(lambda large=large, dtype=dtype: load(large, dtype))

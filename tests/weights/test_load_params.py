@@ -32,7 +32,10 @@ def table(layers: int = 2, *, tied: bool = True, bias: bool = False) -> list[Par
             ParamSource((*at, "qkv_bias"), biases, (128,), optional=not bias),
             ParamSource((*at, "o"), (f"{name}self_attn.o_proj.weight",), (64, 64), True),
             ParamSource(
-                (*at, "gate_up"), (f"{name}mlp.gate_proj.weight", f"{name}mlp.up_proj.weight"), (64, 192), True
+                (*at, "gate_up"),
+                (f"{name}mlp.gate_proj.weight", f"{name}mlp.up_proj.weight"),
+                (64, 192),
+                True,
             ),
             ParamSource((*at, "down"), (f"{name}mlp.down_proj.weight",), (96, 64), True),
             ParamSource((*at, "norm1"), (f"{name}input_layernorm.weight",), (64,)),
@@ -53,15 +56,23 @@ def test_parameters_are_joined_transposed_and_cast(tmp_path):
     stored = load_file(folder / "model.safetensors")
     params = load_params(open_checkpoint(folder), table(tied=False, bias=True), "float32")
     q, k, v = (stored[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
-    chex.assert_trees_all_equal(np.asarray(params["layers"]["1"]["qkv"]), np.asarray(np.concatenate([q, k, v]).T))
+    chex.assert_trees_all_equal(
+        np.asarray(params["layers"]["1"]["qkv"]), np.asarray(np.concatenate([q, k, v]).T)
+    )
     bias = np.concatenate([stored[f"model.layers.0.self_attn.{x}_proj.bias"] for x in "qkv"])
     chex.assert_trees_all_equal(np.asarray(params["layers"]["0"]["qkv_bias"]), np.asarray(bias))
     chex.assert_trees_all_equal(np.asarray(params["head"]), np.asarray(stored["lm_head.weight"].T))
-    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    assert all(
+        isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
+        for leaf in jax.tree.leaves(params)
+    )
     # the rows of the fused product are those of the three products
     x = jnp.arange(64.0) / 64
     np.testing.assert_allclose(
-        x @ params["layers"]["1"]["qkv"], np.concatenate([q @ x, k @ x, v @ x]), rtol=1e-5, atol=1e-5
+        x @ params["layers"]["1"]["qkv"],
+        np.concatenate([q @ x, k @ x, v @ x]),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -69,7 +80,9 @@ def test_parameters_are_joined_transposed_and_cast(tmp_path):
 def test_dtypes_are_cast_on_the_host_by_rounding_once(tmp_path, dtype):
     folder = tiny_llama(tmp_path)
     params = load_params(open_checkpoint(folder), table(), dtype)
-    expected = jnp.asarray(load_file(folder / "model.safetensors")["model.embed_tokens.weight"]).astype(dtype)
+    expected = jnp.asarray(
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    ).astype(dtype)
     assert params["embed"].dtype == dtype
     chex.assert_trees_all_equal(np.asarray(params["embed"]), np.asarray(expected))
 
@@ -77,9 +90,13 @@ def test_dtypes_are_cast_on_the_host_by_rounding_once(tmp_path, dtype):
 def test_shards_gguf_and_a_progress_bar_change_nothing(tmp_path, capfd):
     one = load_params(open_checkpoint(tiny_llama(tmp_path / "a")), table(), "float32")
     assert capfd.readouterr().err == ""
-    two = load_params(open_checkpoint(tiny_llama(tmp_path / "b", shards=3)), table(), "float32", progress=True)
+    two = load_params(
+        open_checkpoint(tiny_llama(tmp_path / "b", shards=3)), table(), "float32", progress=True
+    )
     assert "loading 0 M parameters" in capfd.readouterr().err
-    three = load_params(open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tmp_path / "a")), table(), "float32")
+    three = load_params(
+        open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tmp_path / "a")), table(), "float32"
+    )
     chex.assert_trees_all_equal(one, two)
     chex.assert_trees_all_equal(one, three)
 
@@ -97,15 +114,23 @@ def test_known_buffers_tied_heads_and_ignored_names_are_allowed(tmp_path):
         lm_head__weight=ones,
         vision__tower=ones,
     )
-    with pytest.raises(ValueError, match=r"(?s)differences: 1 .*unexpected: vision\.tower \(8,\) in model\.safe"):
+    with pytest.raises(
+        ValueError, match=r"(?s)differences: 1 .*unexpected: vision\.tower \(8,\) in model\.safe"
+    ):
         load_params(open_checkpoint(folder), table(), "float32")
-    assert load_params(open_checkpoint(folder), table(), "float32", ignore=["vision.*"])["embed"].shape == (320, 64)
+    assert load_params(open_checkpoint(folder), table(), "float32", ignore=["vision.*"])[
+        "embed"
+    ].shape == (320, 64)
 
 
 def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     folder = change(
         tiny_llama(tmp_path),
-        drop=("model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        drop=(
+            "model.norm.weight",
+            "model.layers.0.self_attn.k_proj.weight",
+            "model.layers.1.mlp.up_proj.weight",
+        ),
         model__layers__0__self_attn__v_proj__weight=np.zeros((31, 64), np.float32),
         model__layers__0__mlp__up_proj__weight=np.zeros((95, 64), np.float32),
         model__layers__1__mlp__gate_proj__weight=np.zeros((96, 63), np.float32),
@@ -137,11 +162,15 @@ def test_an_untied_head_is_required(tmp_path):
 
 
 def test_part_of_an_optional_parameter_is_an_error(tmp_path):
-    folder = change(tiny_llama(tmp_path), model__layers__0__self_attn__q_proj__bias=np.zeros(64, np.float32))
+    folder = change(
+        tiny_llama(tmp_path), model__layers__0__self_attn__q_proj__bias=np.zeros(64, np.float32)
+    )
     with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.self_attn\.k_proj\.bias"):
         load_params(open_checkpoint(folder), table(), "float32")
 
 
 def test_dtype_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="dtype is 'float23'; it must be one of 'float32', 'bfloat16', 'float16'"):
+    with pytest.raises(
+        ValueError, match="dtype is 'float23'; it must be one of 'float32', 'bfloat16', 'float16'"
+    ):
         load_params(open_checkpoint(tiny_llama(tmp_path)), table(), "float23")

@@ -36,7 +36,9 @@ from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
     return {
         name: np.asarray(x)
-        for name, x in named(read_model(open_checkpoint(folder), dtype, linear_impl="xla").params).items()
+        for name, x in named(
+            read_model(open_checkpoint(folder), dtype, linear_impl="xla").params
+        ).items()
     }
 
 
@@ -58,7 +60,9 @@ def save(folder: Path, tree, like: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True)
+    return tiny_llama(
+        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +91,25 @@ def test_a_restored_model_is_identical_and_has_the_same_dtype(tmp_path, kind):
 
 def test_the_folder_generates_the_same_text_as_its_source(source, folder):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
+    small = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (32,),
+        "num_blocks": 16,
+    }
     texts = [
-        LLM(model, progress=False, **small).generate("the cat", greedy, use_tqdm=False)[0].outputs[0]
+        LLM(model, progress=False, **small)
+        .generate("the cat", greedy, use_tqdm=False)[0]
+        .outputs[0]
         for model in (source, folder)
     ]
     assert texts[0] == texts[1]
     assert texts[0].text
 
 
-def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(tmp_path, source, folder):
+def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(
+    tmp_path, source, folder
+):
     rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in params(source).items()}
     same(params(folder, "bfloat16"), rounded)
     same(params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded)
@@ -124,7 +137,9 @@ def test_orbax_itself_reads_the_folder(source, folder):
 
 def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path, source):
     state = load_model(source, linear_impl="xla").model.params
-    for i, tree in enumerate((state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))):
+    for i, tree in enumerate(
+        (state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))
+    ):
         same(params(save(tmp_path / str(i), tree, source)), params(source))
 
 
@@ -149,11 +164,17 @@ print(float(embed.astype("float32").sum()))
 """
     environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=True,
     )
     shapes, total = done.stdout.splitlines()
     assert shapes == "[(160, 64), (160, 64)] [(64,), (64,)] bfloat16"
-    assert float(total) == float(jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum())
+    assert float(total) == float(
+        jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum()
+    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -167,7 +188,9 @@ def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
     tree["blocks"][1]["attn"]["qkv"]["weight"] = tree["blocks"][1]["attn"]["qkv"]["weight"].T
     tree["step"] = np.array(7)
     folder = save(tmp_path / "t", tree, source)
-    with pytest.raises(ValueError, match=f"^{folder} does not fit the llama model its config describes") as caught:
+    with pytest.raises(
+        ValueError, match=f"^{folder} does not fit the llama model its config describes"
+    ) as caught:
         load_model(folder)
     assert sorted(str(caught.value).split("\n  ")[1:]) == [
         "dtype of head.weight: expected a floating point type, found int8 in params",
@@ -179,14 +202,22 @@ def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
 
 
 def test_another_orbax_folder_is_refused_with_what_is_missing(tmp_path, source, folder):
-    with pytest.raises(FileNotFoundError, match=r"params is an Orbax checkpoint without params/ .*from_params"):
+    with pytest.raises(
+        FileNotFoundError, match=r"params is an Orbax checkpoint without params/ .*from_params"
+    ):
         open_checkpoint(folder / "params")
     with ocp.StandardCheckpointer() as orbax:
         orbax.save(tmp_path / "run" / "items", {"a": np.ones(3)})
-    with pytest.raises(FileNotFoundError, match=r"run is an Orbax .* without params/ \(Orbax's files are in items/\)"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"run is an Orbax .* without params/ \(Orbax's files are in items/\)",
+    ):
         open_checkpoint(tmp_path / "run")
     (tmp_path / "run" / "items").rename(tmp_path / "run" / "params")
-    with pytest.raises(FileNotFoundError, match=r"run is an Orbax checkpoint without config\.json; a model's folder"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"run is an Orbax checkpoint without config\.json; a model's folder",
+    ):
         open_checkpoint(tmp_path / "run")
 
 
@@ -196,10 +227,14 @@ def copy(folder: Path, to: Path) -> Path:
 
 def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
     broken = copy(folder, tmp_path / "broken")
-    largest = max((file for file in broken.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    largest = max(
+        (file for file in broken.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+    )
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     opened = open_checkpoint(broken)
-    with pytest.raises(ValueError, match=rf"^{broken}/params is damaged or incomplete; parameters: \d+") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^{broken}/params is damaged or incomplete; parameters: \d+"
+    ) as caught:
         read_model(opened, "float32")
     name = str(caught.value).split("unreadable: ")[1].split()[0]
     with pytest.raises(ValueError, match=f"unreadable: {name}"):
@@ -242,7 +277,9 @@ def test_a_read_that_ends_after_orbax_closed_its_loop_prints_nothing(monkeypatch
 def test_damaged_metadata_is_named(tmp_path, folder, name, kept):
     broken = copy(folder, tmp_path / "broken")
     file = broken / "params" / name
-    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)]) if kept else file.unlink()
+    file.write_bytes(
+        file.read_bytes()[: int(file.stat().st_size * kept)]
+    ) if kept else file.unlink()
     with pytest.raises(ValueError, match=rf"{broken}/params .*(cannot|can) be read"):
         open_checkpoint(broken)
 
@@ -258,8 +295,12 @@ def test_broken_json_is_named(tmp_path, folder, name):
 def test_a_config_of_another_model_gives_a_list_of_differences(tmp_path, folder):
     other = copy(folder, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319}))
-    with pytest.raises(ValueError, match=r"(?s)shape of embed: expected \(319, 64\).*unexpected: blocks\.1\."):
+    (other / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319})
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)shape of embed: expected \(319, 64\).*unexpected: blocks\.1\."
+    ):
         load_model(other)
 
 
@@ -268,6 +309,8 @@ def test_an_abstract_decoder_has_the_stored_names(folder):
     opened = open_checkpoint(folder)
     config = models.FAMILIES["llama"].from_hf(opened.config)
     wanted = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
-    assert {name: x.shape for name, x in wanted.items()} == {name: x.shape for name, x in opened.tensors.items()}
+    assert {name: x.shape for name, x in wanted.items()} == {
+        name: x.shape for name, x in opened.tensors.items()
+    }
     table = models.FAMILIES["llama"].param_table(config)
     assert set(named(restore_params(opened, table, "float32"))) == set(wanted)

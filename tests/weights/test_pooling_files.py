@@ -23,7 +23,8 @@ MODELS = "sentence_transformers.models"
 def write(folder: Path, *kinds: str, **modes: bool) -> Path:
     """modules.json with these kinds of modules, and the configuration of a Pooling."""
     modules = [
-        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"{MODELS}.{kind}"} for i, kind in enumerate(kinds)
+        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"{MODELS}.{kind}"}
+        for i, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     if "Pooling" in kinds:
@@ -43,7 +44,11 @@ def write(folder: Path, *kinds: str, **modes: bool) -> Path:
         (("Transformer", "Pooling"), {"mean_tokens": True}, "MEAN"),
         (("Transformer", "Pooling"), {"cls_token": True, "mean_tokens": False}, "CLS"),
         (("Transformer", "Pooling"), {"max_tokens": True}, "max_tokens"),
-        (("Transformer", "Pooling"), {"cls_token": True, "mean_tokens": True}, "cls_token+mean_tokens"),
+        (
+            ("Transformer", "Pooling"),
+            {"cls_token": True, "mean_tokens": True},
+            "cls_token+mean_tokens",
+        ),
         (("Transformer", "Pooling"), {}, "no mode"),
         (("Transformer", "Pooling", "Dense", "Normalize"), {"mean_tokens": True}, "Dense"),
         (("Transformer",), {}, None),
@@ -67,13 +72,23 @@ def test_a_damaged_file_is_named(tmp_path, text):
 
 @pytest.mark.slow
 def test_a_model_pools_as_its_files_say_and_without_a_warning(tiny_folder, tmp_path):
-    folder = write(shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", mean_tokens=True)
-    llm = LLM(folder, progress=False, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,), num_blocks=32)
+    folder = write(
+        shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", mean_tokens=True
+    )
+    llm = LLM(
+        folder,
+        progress=False,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        token_buckets=(32,),
+        num_blocks=32,
+    )
     assert llm.model.pooling == "MEAN"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         own, mean = (
-            llm.embed([[5, 6, 7]], params, use_tqdm=False) for params in (None, PoolingParams(pooling_type="MEAN"))
+            llm.embed([[5, 6, 7]], params, use_tqdm=False)
+            for params in (None, PoolingParams(pooling_type="MEAN"))
         )
     wanted = plain_hidden(folder, np.array([5, 6, 7])).mean(0)
     np.testing.assert_allclose(own[0].outputs.embedding, wanted / np.linalg.norm(wanted), atol=2e-5)
@@ -84,15 +99,35 @@ def test_a_model_that_was_saved_without_its_head_opens(tmp_path):
     whole = tiny_llama(tmp_path / "whole", layers=1)
     bare = shutil.copytree(whole, tmp_path / "bare")
     tensors = load_file(whole / "model.safetensors")
-    save_file({name.removeprefix("model."): x for name, x in tensors.items()}, bare / "model.safetensors")
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 32}
-    found = [LLM(folder, progress=False, **options).embed([[5, 6]], use_tqdm=False) for folder in (whole, bare)]
+    save_file(
+        {name.removeprefix("model."): x for name, x in tensors.items()}, bare / "model.safetensors"
+    )
+    options = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (32,),
+        "num_blocks": 32,
+    }
+    found = [
+        LLM(folder, progress=False, **options).embed([[5, 6]], use_tqdm=False)
+        for folder in (whole, bare)
+    ]
     assert found[0] == found[1]
 
 
 def test_a_pooling_that_is_not_supported_is_refused(tiny_folder, tmp_path):
-    folder = write(shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", max_tokens=True)
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 32}
+    folder = write(
+        shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", max_tokens=True
+    )
+    options = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (32,),
+        "num_blocks": 32,
+    }
     llm = LLM(folder, progress=False, compilation="lazy", **options)
-    with pytest.raises(ValueError, match="the model's files ask for 'max_tokens', which is not supported; give pool"):
+    with pytest.raises(
+        ValueError,
+        match="the model's files ask for 'max_tokens', which is not supported; give pool",
+    ):
         llm.embed("abc", use_tqdm=False)

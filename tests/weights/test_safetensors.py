@@ -39,7 +39,19 @@ def test_shards_are_one_checkpoint(tmp_path):
 
 
 def test_every_dtype_of_the_format_reads(tmp_path):
-    kinds = ["float64", "float32", "float16", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
+    kinds = [
+        "float64",
+        "float32",
+        "float16",
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+    ]
     values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
     for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         values[kind] = np.array([1.5, -2], getattr(ml_dtypes, kind))
@@ -53,14 +65,19 @@ def test_every_dtype_of_the_format_reads(tmp_path):
 def test_without_weights_the_error_lists_other_files(tmp_path):
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors; it has pytorch_model\.bin; save the model with"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no \*\.safetensors; it has pytorch_model\.bin; save the model with",
+    ):
         open_checkpoint(folder)
 
 
 def test_missing_shards_are_named(tmp_path):
     folder = tiny_llama(tmp_path, shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks model-00002-of-00002\.safetensors, listed in .*index\.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks model-00002-of-00002\.safetensors, listed in .*index\.json"
+    ):
         open_checkpoint(folder)
 
 
@@ -69,7 +86,9 @@ def test_an_index_that_does_not_match_its_shards_is_named(tmp_path):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model\.extra in model-00001-of-00002\.safetensors, but that"):
+    with pytest.raises(
+        ValueError, match=r"model\.extra in model-00001-of-00002\.safetensors, but that"
+    ):
         open_checkpoint(folder)
     (folder / INDEX).write_text('{"weight_map": {}}')
     with pytest.raises(ValueError, match="has no weight_map"):
@@ -77,7 +96,8 @@ def test_an_index_that_does_not_match_its_shards_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not valid JSON"), ("[1]", "contains a JSON list"), (b"\xff", "is not valid JSON")]
+    ("text", "message"),
+    [("{", "is not valid JSON"), ("[1]", "contains a JSON list"), (b"\xff", "is not valid JSON")],
 )
 def test_broken_json_is_named(tmp_path, text, message):
     folder = tiny_llama(tmp_path)
@@ -92,7 +112,9 @@ def test_broken_json_is_named(tmp_path, text, message):
 def test_missing_config_is_named(tmp_path):
     folder = tiny_llama(tmp_path)
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json; it must be the directory of a"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has no config\.json; it must be the directory of a"
+    ):
         open_checkpoint(folder)
 
 
@@ -100,7 +122,9 @@ def test_missing_config_is_named(tmp_path):
 
 
 def small(path: Path) -> Path:
-    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(5, np.float16)}, path)
+    save_file(
+        {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(5, np.float16)}, path
+    )
     return path
 
 
@@ -141,9 +165,15 @@ def with_header(path: Path, header: object) -> Path:
         ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "the entry of a is"),
         ({"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}, "the entry of a is"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", 8]}}, "the entry of a is"),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, r"a \(2,\) F32 has 4 bytes of data"),
+        (
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+            r"a \(2,\) F32 has 4 bytes of data",
+        ),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "is damaged"),
-        ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "tensor a has dtype 'F99'; supported: F64"),
+        (
+            {"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}},
+            "tensor a has dtype 'F99'; supported: F64",
+        ),
     ],
 )
 def test_damaged_headers_are_named(tmp_path, header, message):

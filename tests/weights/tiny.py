@@ -14,7 +14,11 @@ from safetensors.numpy import save_file
 
 from pagedjax.text.tokenizer import byte_alphabet
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2: unknown, BOS, EOS and padding
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)  # ids 0, 1, 2: unknown, BOS, EOS and padding
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -75,7 +79,11 @@ def tiny_llama(
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
     tensors = tiny_tensors(config, qkv_bias=qkv_bias, seed=seed)
-    save_shards(folder, {name: x.astype(getattr(ml_dtypes, dtype, dtype)) for name, x in tensors.items()}, shards)
+    save_shards(
+        folder,
+        {name: x.astype(getattr(ml_dtypes, dtype, dtype)) for name, x in tensors.items()},
+        shards,
+    )
     write_tokenizer(folder, vocab)
     return folder
 
@@ -95,7 +103,9 @@ def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[s
     """Float32 tensors by Hugging Face name, scaled so that activations stay near 1 and logits differ."""
     rng = np.random.default_rng(seed)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    q, kv = (
+        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
+    )
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -105,7 +115,12 @@ def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[s
 
     tensors = {"model.embed_tokens.weight": matrix(vocab, hidden) * 8}
     for i in range(config["num_hidden_layers"]):
-        layer = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        layer = {
+            "q_proj": (q, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, q),
+        }
         for name, shape in layer.items():
             tensors[f"model.layers.{i}.self_attn.{name}.weight"] = matrix(*shape)
             if config["attention_bias"] if name == "o_proj" else qkv_bias:
@@ -142,7 +157,9 @@ def save_shards(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> No
 def byte_merges(count: int) -> list[tuple[str, str]]:
     """Up to `count` byte-pair merges learnt from TEXT; ties go to the pair that sorts first."""
     letters = {byte: char for char, byte in byte_alphabet().items()}
-    words = [[letters[b] for b in word.encode()] for word in TEXT.replace(" ", "\n ").split("\n") if word]
+    words = [
+        [letters[b] for b in word.encode()] for word in TEXT.replace(" ", "\n ").split("\n") if word
+    ]
     merges: list[tuple[str, str]] = []
     while len(merges) < count:
         pairs = Counter(pair for word in words for pair in pairwise(word))
@@ -160,9 +177,15 @@ def byte_merges(count: int) -> list[tuple[str, str]]:
 def tiny_vocab(vocab: int) -> tuple[list[str], list[tuple[str, str]]]:
     """(tokens in id order, merges) of a byte-level BPE with at most `vocab` tokens."""
     letters = {byte: char for char, byte in byte_alphabet().items()}
-    assert vocab >= len(SPECIAL) + 256, f"vocab is {vocab}; 259 are the special tokens and the bytes"
+    assert vocab >= len(SPECIAL) + 256, (
+        f"vocab is {vocab}; 259 are the special tokens and the bytes"
+    )
     merges = byte_merges(vocab - len(SPECIAL) - 256)
-    return [*SPECIAL, *(letters[byte] for byte in range(256)), *(left + right for left, right in merges)], merges
+    return [
+        *SPECIAL,
+        *(letters[byte] for byte in range(256)),
+        *(left + right for left, right in merges),
+    ], merges
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -170,14 +193,23 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, merges = tiny_vocab(vocab)
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL]
+    )
     backend.save(str(folder / "tokenizer.json"))
-    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True)) | {"pad_token": SPECIAL[2]}
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True)) | {
+        "pad_token": SPECIAL[2]
+    }
     write_json(folder / "tokenizer_config.json", {**names, "chat_template": CHAT_TEMPLATE})
 
 
@@ -281,7 +313,10 @@ def tiny_gguf(
         for name, x in load_file(file).items():
             x = x.astype(np.float32)
             if ".q_proj." in name or ".k_proj." in name:
-                x = llama_cpp_permute(x, config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
+                x = llama_cpp_permute(
+                    x,
+                    config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"],
+                )
             if x.ndim == 2 and matrices != "F32":
                 packed = quantize(x, kind)
                 writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)

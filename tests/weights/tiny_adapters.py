@@ -16,7 +16,9 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def random_factors(folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL) -> Factors:
+def random_factors(
+    folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL
+) -> Factors:
     """A [r, in] and B [out, r] for the matrices of these kinds, large enough to change tokens."""
     rng, found = np.random.default_rng(seed), {}
     for name, x in sorted(load_file(folder / "model.safetensors").items()):
@@ -30,15 +32,25 @@ def random_factors(folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[s
 
 
 def tiny_adapter(
-    folder: Path, model: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL, **options: Any
+    folder: Path,
+    model: Path,
+    rank: int = 4,
+    *,
+    seed: int = 0,
+    kinds: tuple[str, ...] = ALL,
+    **options: Any,
 ) -> Path:
     """Write a random adapter of a model's folder; B A is multiplied by 1 / 2 unless options say otherwise."""
     return write_adapter(
-        folder, random_factors(model, rank, seed=seed, kinds=kinds), {"lora_alpha": rank / 2} | options
+        folder,
+        random_factors(model, rank, seed=seed, kinds=kinds),
+        {"lora_alpha": rank / 2} | options,
     )
 
 
-def merged(folder: Path, model: Path, factors: Mapping[str, tuple[np.ndarray, np.ndarray]], scale: float) -> Path:
+def merged(
+    folder: Path, model: Path, factors: Mapping[str, tuple[np.ndarray, np.ndarray]], scale: float
+) -> Path:
     """A copy of a model's folder with W + scale B A in the place of W."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / "model.safetensors")

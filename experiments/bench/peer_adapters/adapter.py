@@ -40,7 +40,10 @@ def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
             requests = [(prompt, count) for prompt, count in json.loads(line)["requests"]]
             started = time.perf_counter()
             tokens = generate(requests)
-            answer(seconds=time.perf_counter() - started, tokens=[list(map(int, one)) for one in tokens])
+            answer(
+                seconds=time.perf_counter() - started,
+                tokens=[list(map(int, one)) for one in tokens],
+            )
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")

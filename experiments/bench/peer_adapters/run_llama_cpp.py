@@ -28,11 +28,25 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     slots, context = options.pop("slots", 16), options.pop("context", 512)
     threads = options.pop("threads", os.cpu_count())
     if options:
-        raise ValueError(f"unknown options {', '.join(options)}; there are server, gguf, slots, context and threads")
+        raise ValueError(
+            f"unknown options {', '.join(options)}; there are server, gguf, slots, context and threads"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [program, "-m", file, "--host", "127.0.0.1", "--port", port, "-np", slots, "-c", slots * context]
+    command = [
+        program,
+        "-m",
+        file,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "-np",
+        slots,
+        "-c",
+        slots * context,
+    ]
     process = subprocess.Popen([str(word) for word in [*command, "-t", threads, "-tb", threads]])
     atexit.register(process.terminate)
     address = f"http://127.0.0.1:{port}"
@@ -40,7 +54,13 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
 
     def one(request: Request) -> list[int]:
         prompt, count = request
-        body = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        body = {
+            "prompt": prompt,
+            "n_predict": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         found = post(f"{address}/completion", body | {"return_tokens": True})
         return found["tokens"]
 
@@ -67,7 +87,9 @@ def await_health(address: str, process: subprocess.Popen) -> None:
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=3600) as response:
         return json.loads(response.read())
 

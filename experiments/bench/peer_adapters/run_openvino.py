@@ -25,7 +25,11 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
             "max_num_batched_tokens"
         )
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = cache, places, budget
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = (
+        cache,
+        places,
+        budget,
+    )
     scheduler.enable_prefix_caching = False
     precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     pipeline = genai.ContinuousBatchingPipeline(
@@ -56,9 +60,9 @@ def converted(folder: Path) -> Path:
     if not (target / "openvino_model.xml").exists():
         from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
 
-        OVModelForCausalLM.from_pretrained(folder, export=True, compile=False, load_in_8bit=False).save_pretrained(
-            target
-        )
+        OVModelForCausalLM.from_pretrained(
+            folder, export=True, compile=False, load_in_8bit=False
+        ).save_pretrained(target)
     return target
 
 

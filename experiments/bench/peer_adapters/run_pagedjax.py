@@ -15,7 +15,10 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
 
     def generate(requests: list[Request]) -> list[list[int]]:
         llm.engine.reset()  # so that a round finds no blocks of an earlier one
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in requests]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for _, n in requests
+        ]
         outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

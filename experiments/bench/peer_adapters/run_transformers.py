@@ -25,9 +25,16 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
         with torch.inference_mode():
             out = network.generate(
-                ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=2
+                ids,
+                attention_mask=mask,
+                max_new_tokens=steps,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=2,
             )
-        return [row[width : width + count].tolist() for row, (_, count) in zip(out, part, strict=True)]
+        return [
+            row[width : width + count].tolist() for row, (_, count) in zip(out, part, strict=True)
+        ]
 
     def generate(requests: list[Request]) -> list[list[int]]:
         parts = (requests[i : i + batch] for i in range(0, len(requests), batch))

@@ -13,7 +13,9 @@ from adapter import Generate, Request, serve
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, which can be stopped
+    os.environ.setdefault(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    )  # one process, which can be stopped
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     import vllm  # pyright: ignore[reportMissingImports]  (a peer's own Python has it)
     from vllm.inputs import TokensPrompt  # pyright: ignore[reportMissingImports]

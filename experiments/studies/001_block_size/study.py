@@ -11,7 +11,9 @@ from experiments.studies.findings import Claim, Findings, interval, markdown, ov
 QUESTION = "What does the block size do to the use of memory, to throughput and to latency?"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Per cent of the slots of used blocks that hold tokens, Alpaca's lengths.
-UTILISATION: dict[int, float] = dict(zip(SIZES, (100.0, 99.4, 98.1, 95.7, 91.3, 83.4, 70.5, 51.4, 30.0), strict=True))
+UTILISATION: dict[int, float] = dict(
+    zip(SIZES, (100.0, 99.4, 98.1, 95.7, 91.3, 83.4, 70.5, 51.4, 30.0), strict=True)
+)
 PAPER = "PagedAttention, block sizes, Alpaca"
 BEST = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 KERNEL = (
@@ -42,12 +44,23 @@ def run(folder: Path, quick: bool) -> Findings:
             rows.append((data, size, full.middle, rate.middle, ttft.middle))
             if data == "Alpaca":
                 published = UTILISATION[size]
-                claims.append(Claim(PAPER, f"slots that hold tokens, blocks of {size}", published, full, 1.1, "%"))
+                claims.append(
+                    Claim(
+                        PAPER,
+                        f"slots that hold tokens, blocks of {size}",
+                        published,
+                        full,
+                        1.1,
+                        "%",
+                    )
+                )
         top = max(rate for _, rate in rates[data])
         good = [float(size) for size, rate in rates[data] if rate > 0.97 * top]
         what = f"{data}: largest block within 3 % of the best throughput"
         largest = interval(good[-1:])
-        claims.append(Claim("PagedAttention, Fig. 18", what, BEST[data], largest, 1.0, "tokens", KERNEL))
+        claims.append(
+            Claim("PagedAttention, Fig. 18", what, BEST[data], largest, 1.0, "tokens", KERNEL)
+        )
     used["published, Alpaca"] = [(size, UTILISATION[size]) for size in SIZES]
     alpaca, sharegpt = dict(rates["Alpaca"]), dict(rates["ShareGPT"])
     answer = [
@@ -58,7 +71,11 @@ def run(folder: Path, quick: bool) -> Findings:
     head = ("lengths like", "block", "full slots, %", "output tokens/s", "first token, p50, s")
     plots = {
         "slots.svg": figures.curves(
-            {"slots of used blocks that hold tokens": used}, "tokens a block", "%", log_x=2, lowest=0
+            {"slots of used blocks that hold tokens": used},
+            "tokens a block",
+            "%",
+            log_x=2,
+            lowest=0,
         ),
         "throughput.svg": figures.curves(
             {name: {name: curve} for name, curve in rates.items()},

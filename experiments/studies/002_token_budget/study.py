@@ -7,10 +7,24 @@ from pathlib import Path
 
 from experiments.analysis import figures
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
-from experiments.studies.findings import Claim, Findings, Summary, exactly, markdown, over, ratios, simulated
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Summary,
+    exactly,
+    markdown,
+    over,
+    ratios,
+    simulated,
+)
 
 QUESTION = "What do the token budget and the way a step is composed do to first tokens and to gaps between tokens?"
-NAMES = ("whole prompts beside decodes", "chunks and decodes by turns", "chunks beside decodes", "whole prompts first")
+NAMES = (
+    "whole prompts beside decodes",
+    "chunks and decodes by turns",
+    "chunks beside decodes",
+    "whole prompts first",
+)
 TTFT, GAP = "ttft_s.p50", "itl_s.p99"
 ABLATION = "Sarathi-Serve, table 4"
 # (TTFT p50, ITL p99) in seconds, of the first three NAMES
@@ -33,7 +47,9 @@ def chunked_prefill(step: Roofline, prompt: int, chunk: int) -> float:
     for start in range(0, prompt, chunk):
         end = min(start + chunk, prompt)
         count = end - start
-        total += step(Work(count, 1, int(end == prompt), end, count * start + count * (count + 1) // 2))
+        total += step(
+            Work(count, 1, int(end == prompt), end, count * start + count * (count + 1) // 2)
+        )
     return total
 
 
@@ -41,24 +57,55 @@ def run(folder: Path, quick: bool) -> Findings:
     few = (f"workload.count={64 if quick else 256}",)
     repeats = 2 if quick else None
     found = simulated(folder / "config.yaml", *few, repeats=repeats)
-    runs: dict[str, Sequence[Summary]] = dict(zip(NAMES, (summaries for _, summaries in found), strict=True))
+    runs: dict[str, Sequence[Summary]] = dict(
+        zip(NAMES, (summaries for _, summaries in found), strict=True)
+    )
     claims = []
     for i in (1, 2):
-        for k, (metric, what) in enumerate(((TTFT, "first token, p50"), (GAP, "between tokens, p99"))):
+        for k, (metric, what) in enumerate(
+            ((TTFT, "first token, p50"), (GAP, "between tokens, p99"))
+        ):
             published = PUBLISHED[i][k] / PUBLISHED[0][k]
             ours = ratios(runs[NAMES[i]], runs[NAMES[0]], metric)
             assert ours is not None, "no latency is zero"
-            claims.append(Claim(ABLATION, f"{what}: {NAMES[i]}, over {NAMES[0]}", published, ours, 1.5, "x", LOAD))
+            claims.append(
+                Claim(
+                    ABLATION,
+                    f"{what}: {NAMES[i]}, over {NAMES[0]}",
+                    published,
+                    ours,
+                    1.5,
+                    "x",
+                    LOAD,
+                )
+            )
     yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], 2, 0.8, 0.6)
-    cost = {chunk: 100 * (chunked_prefill(yi, 8192, chunk) / chunked_prefill(yi, 8192, 8192) - 1) for chunk in BUDGETS}
+    cost = {
+        chunk: 100 * (chunked_prefill(yi, 8192, chunk) / chunked_prefill(yi, 8192, 8192) - 1)
+        for chunk in BUDGETS
+    }
     alone = "Sarathi-Serve, cost of chunks"
-    claims.append(Claim(alone, "prefill time more with chunks of 512", (0, 25), exactly(cost[512]), 1.0, "%"))
-    claims.append(Claim(alone, "prefill time more with chunks of 2,048", (0, 3), exactly(cost[2048]), 1.0, "%"))
+    claims.append(
+        Claim(alone, "prefill time more with chunks of 512", (0, 25), exactly(cost[512]), 1.0, "%")
+    )
+    claims.append(
+        Claim(
+            alone, "prefill time more with chunks of 2,048", (0, 3), exactly(cost[2048]), 1.0, "%"
+        )
+    )
     mistral = Roofline(SHAPES["mistral-7b"], CHIPS["a100-80g"])
     at, past = (mistral(Work(n, 1, 1, n, n * n // 2)) for n in (256, 257))
     more = exactly(100 * (past / at - 1))
     claims.append(
-        Claim("Sarathi-Serve, tiles", "a step of 257 tokens over one of 256", (32, 32), more, 1.25, "%", TILES)
+        Claim(
+            "Sarathi-Serve, tiles",
+            "a step of 257 tokens over one of 256",
+            (32, 32),
+            more,
+            1.25,
+            "%",
+            TILES,
+        )
     )
 
     decodes = Work(32, 32, 32, 32 * 4096, 32 * 4096)
@@ -68,9 +115,13 @@ def run(folder: Path, quick: bool) -> Findings:
     claims.append(Claim("Sarathi-Serve, stalls", what, (1, 28.3), stall, 1.0, "x", STALL))
 
     rows = [
-        (name, *(over(summaries, path).middle for path in (TTFT, GAP, "itl_s.max"))) for name, summaries in runs.items()
+        (name, *(over(summaries, path).middle for path in (TTFT, GAP, "itl_s.max")))
+        for name, summaries in runs.items()
     ]
-    curve: dict[str, list[tuple[float, float]]] = {"first token, p50": [], "between tokens, p99": []}
+    curve: dict[str, list[tuple[float, float]]] = {
+        "first token, p50": [],
+        "between tokens, p99": [],
+    }
     for budget in BUDGETS[::3] if quick else BUDGETS:
         ((_, summaries),) = simulated(
             folder / "config.yaml",
@@ -87,7 +138,11 @@ def run(folder: Path, quick: bool) -> Findings:
         f"{hybrid[2]:.2f} s; chunks of 1,024 beside decodes {both[1]:.2f} and {both[2]:.2f} s.",
         "The budget decides between the two: it limits a step and so the gap, and it is the size of a prompt's chunks.",
     ]
-    figure = figures.curves({"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10)
+    figure = figures.curves(
+        {"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10
+    )
     head = ("a step has", "first token, p50, s", "between tokens, p99, s", "longest gap, s")
-    costs = markdown(("tokens a chunk", "prefill of 8,192 tokens takes longer by, %"), list(cost.items()))
+    costs = markdown(
+        ("tokens a chunk", "prefill of 8,192 tokens takes longer by, %"), list(cost.items())
+    )
     return Findings(claims, answer, {"budget.svg": figure}, [markdown(head, rows), costs])

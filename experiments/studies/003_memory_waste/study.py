@@ -12,7 +12,9 @@ from pagedjax.host import reservation
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import StepResult
 
-QUESTION = "How much of the KV cache holds tokens, and how many requests run together, reserved or paged?"
+QUESTION = (
+    "How much of the KV cache holds tokens, and how many requests run together, reserved or paged?"
+)
 PAPER = "PagedAttention, Fig. 2"
 PARTS = ("tokens", "reserved", "internal", "external")
 # Per cent of the cache: token states, slots that requests fill later, slots that they never fill, free pieces.
@@ -61,19 +63,26 @@ def run(folder: Path, quick: bool) -> Findings:
         count = (200 if quick else 600) * (1 if data == "ShareGPT" else 4)
         bars[data] = {}
         for point, runs in results_of(
-            folder / "config.yaml", *lengths.overrides(data), f"workload.count={count}", repeats=2 if quick else None
+            folder / "config.yaml",
+            *lengths.overrides(data),
+            f"workload.count={count}",
+            repeats=2 if quick else None,
         ):
             kind = point.experiment.engine.reservation
             found = [shares(results, limits) for limits, results in runs]
             places = interval([together(results) for _, results in runs])
-            bars[data][NAMES[kind]] = {part: interval([each[part] for each in found]).middle for part in PARTS}
+            bars[data][NAMES[kind]] = {
+                part: interval([each[part] for each in found]).middle for part in PARTS
+            }
             rows.append((data, NAMES[kind], *bars[data][NAMES[kind]].values(), places.middle))
             if data == "ShareGPT":
                 for part, published in zip(PARTS, SHARES[kind], strict=True):
                     if published:
                         ours = interval([each[part] for each in found])
                         what = f"{NAMES[kind]}: {part}"
-                        claims.append(Claim(PAPER, what, published, ours, 1.25, "%", lengths.MEANS_ALONE))
+                        claims.append(
+                            Claim(PAPER, what, published, ours, 1.25, "%", lengths.MEANS_ALONE)
+                        )
             published = BATCHED[data][kind]
             why = RATE if kind == "none" else lengths.MEANS_ALONE
             what = f"{data}, {NAMES[kind]}: requests together"
@@ -85,5 +94,9 @@ def run(folder: Path, quick: bool) -> Findings:
         "Reservations lose three kinds of slots: those that a request fills later, those that it never fills, and free "
         "pieces into which no power of two fits.",
     ]
-    table = markdown(("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows)
-    return Findings(claims, answer, {"memory.svg": figures.stacks(bars, "% of the cache's slots")}, [table])
+    table = markdown(
+        ("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows
+    )
+    return Findings(
+        claims, answer, {"memory.svg": figures.stacks(bars, "% of the cache's slots")}, [table]
+    )

@@ -47,5 +47,7 @@ def run(folder: Path, quick: bool) -> Findings:
         f"The published factor is 36.9: {WHY}.",
     ]
     labels = "requests a second", "seconds a token, median"
-    figure = figures.curves({"175 B on 16 A100": lines}, *labels, log_x=2, log_y=10, dashed=("target",))
+    figure = figures.curves(
+        {"175 B on 16 A100": lines}, *labels, log_x=2, log_y=10, dashed=("target",)
+    )
     return Findings(claims, answer, {"latency.svg": figure})

@@ -63,7 +63,9 @@ def decode(batch: int, context: int) -> Work:
 
 def again(batch: int, context: int) -> Work:
     """The same step without a cache: it computes all tokens of every sequence."""
-    return Work(batch * context, batch, batch, batch * context, batch * context * (context + 1) // 2)
+    return Work(
+        batch * context, batch, batch, batch * context, batch * context * (context + 1) // 2
+    )
 
 
 def demand(shape: Shape, work: Work) -> Demand:
@@ -82,7 +84,11 @@ def lecture() -> list[Claim]:
     ridge, whole = chip.rate / chip.bandwidth, shape.longest
     position = exactly(shape.token_bytes / 1e3)
     claims = [Claim(LECTURE, "keys and values of a position, 16 bit", 306.0, position, 1.01, "kB")]
-    kinds = [("no cache", 1, again, (1.0, 1e3)), ("cache", 1, decode, (0.0, 1.0)), ("cache", 64, decode, (0.0, 1.0))]
+    kinds = [
+        ("no cache", 1, again, (1.0, 1e3)),
+        ("cache", 1, decode, (0.0, 1.0)),
+        ("cache", 64, decode, (0.0, 1.0)),
+    ]
     for name, batch, work, published in kinds:
         share = exactly(demand(shape, work(batch, whole)).intensity / ridge)
         bound = "compute-bound" if published[0] else "memory-bound"
@@ -94,7 +100,9 @@ def lecture() -> list[Claim]:
 def crossing(shape: Shape, chip: Chip) -> int:
     """The shortest context at which a step of one sequence without a cache is bound by arithmetic."""
     ridge = chip.rate / chip.bandwidth
-    return next(n for n in range(1, shape.longest + 1) if demand(shape, again(1, n)).intensity > ridge)
+    return next(
+        n for n in range(1, shape.longest + 1) if demand(shape, again(1, n)).intensity > ridge
+    )
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -105,7 +113,11 @@ def milliseconds(seconds: Sequence[float]) -> str:
 
 def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
     """(context, milliseconds) of one batch size, where measured."""
-    return [(c, 1e3 * statistics.median(by[name])) for (b, c), by in times.items() if b == batch and name in by]
+    return [
+        (c, 1e3 * statistics.median(by[name]))
+        for (b, c), by in times.items()
+        if b == batch and name in by
+    ]
 
 
 @compilations.disk_cache()
@@ -134,17 +146,32 @@ def run(folder: Path, quick: bool) -> Findings:
     }
     columns = list(next(iter(alone.values())))
     head = ("batch", "context", *(f"{name}, ms" for name in columns))
-    tables = [markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])]
+    tables = [
+        markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
+    ]
     rows = [
-        (*cell, milliseconds(by[AGAIN]) if AGAIN in by else "", milliseconds(by[CACHED]), 1e3 * roof(decode(*cell)))
+        (
+            *cell,
+            milliseconds(by[AGAIN]) if AGAIN in by else "",
+            milliseconds(by[CACHED]),
+            1e3 * roof(decode(*cell)),
+        )
         for cell, by in steps.items()
     ]
-    head = ("batch", "context", "whole step, no cache, ms", "with the paged cache, ms", "its roofline, ms")
+    head = (
+        "batch",
+        "context",
+        "whole step, no cache, ms",
+        "with the paged cache, ms",
+        "its roofline, ms",
+    )
     tables.append(markdown(head, rows))
     return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
 
 
-def kernel_claims(alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape, chip: Chip) -> list[Claim]:
+def kernel_claims(
+    alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape, chip: Chip
+) -> list[Claim]:
     def reached(name: str) -> float:
         """Per cent of the bandwidth of reading weights, the mean over cells."""
         kv = [shape.token_bytes * b * c / statistics.median(alone[b, c][name]) for b, c in cells]
@@ -160,8 +187,20 @@ def kernel_claims(alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape
     for name, why in whys.items():
         if all(name in alone[cell] for cell in cells):
             what = f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts {spell(c[1] for c in cells)}"
-            ours = span(slower(alone, cells, kernel, name))  # repeats of one process are not independent
-            claims.append(Claim(PAPER, what, (1.20, 1.26), ours, 1.1, "x", why.format(reached(name), reached(kernel))))
+            ours = span(
+                slower(alone, cells, kernel, name)
+            )  # repeats of one process are not independent
+            claims.append(
+                Claim(
+                    PAPER,
+                    what,
+                    (1.20, 1.26),
+                    ours,
+                    1.1,
+                    "x",
+                    why.format(reached(name), reached(kernel)),
+                )
+            )
     return claims
 
 
@@ -172,7 +211,9 @@ def spell(numbers: Any) -> str:
 def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     batch, context = grid.cells[-1]
     seconds = statistics.median(steps[grid.cells[-1]][CACHED])
-    what = f"block tables and all other inputs of a decode step: batch of {batch}, context {context:,}"
+    what = (
+        f"block tables and all other inputs of a decode step: batch of {batch}, context {context:,}"
+    )
     why = (
         f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; a row of a table is "
         "made when it grows, not in each step"
@@ -180,14 +221,24 @@ def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     return Claim("vAttention, block tables", what, (10.0, 30.0), span(shares), 1.1, "%", why)
 
 
-def answers(steps: Times, grid: Grid, shape: Shape, chip: Chip, kernels: Sequence[Claim]) -> list[str]:
-    (batch, context) = last = [cell for cell in grid.cells if cell[0] == grid.batches[0] and grid.computes(cell)][-1]
+def answers(
+    steps: Times, grid: Grid, shape: Shape, chip: Chip, kernels: Sequence[Claim]
+) -> list[str]:
+    (batch, context) = last = [
+        cell for cell in grid.cells if cell[0] == grid.batches[0] and grid.computes(cell)
+    ][-1]
     without, cached = (statistics.median(steps[last][name]) for name in (AGAIN, CACHED))
     ridge = chip.rate / chip.bandwidth
     asked = [demand(shape, work(*last)) for work in (again, decode)]
-    rate, bandwidth = asked[0].operations / without / chip.rate, asked[1].bytes / cached / chip.bandwidth
+    rate, bandwidth = (
+        asked[0].operations / without / chip.rate,
+        asked[1].bytes / cached / chip.bandwidth,
+    )
     xl, a100 = SHAPES["gpt2-xl"], CHIPS["a100-80g"]
-    ratios = [f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}" for claim in kernels]
+    ratios = [
+        f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}"
+        for claim in kernels
+    ]
 
     def binds(one: Demand) -> str:
         return "arithmetic" if one.intensity > ridge else "memory"
@@ -209,7 +260,9 @@ def attention_figure(alone: Times, grid: Grid, shape: Shape, chip: Chip) -> str:
     roof, panels = "the bandwidth", {}
     for batch in grid.batches:
         lines = {name: middles(alone, batch, name) for name in next(iter(alone.values()))}
-        lines[roof] = [(c, 1e3 * shape.token_bytes * batch * c / chip.bandwidth) for c in grid.contexts]
+        lines[roof] = [
+            (c, 1e3 * shape.token_bytes * batch * c / chip.bandwidth) for c in grid.contexts
+        ]
         panels[f"attention of all layers, batch of {batch}"] = lines
     return figures.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=(roof,))
 
@@ -220,7 +273,9 @@ def steps_figure(steps: Times, grid: Grid, roof: Roofline) -> str:
         lines = {name: middles(steps, batch, name) for name in (AGAIN, CACHED)}
         for name, work in zip(dashed, (again, decode), strict=True):
             lines[name] = [(c, 1e3 * roof(work(batch, c))) for c in grid.contexts]
-        panels[f"whole step, batch of {batch}"] = {name: line for name, line in lines.items() if line}
+        panels[f"whole step, batch of {batch}"] = {
+            name: line for name, line in lines.items() if line
+        }
     return figures.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=dashed)
 
 
@@ -230,10 +285,14 @@ def roofline_figure(steps: Times, shape: Shape, chip: Chip) -> str:
         for name, seconds in by.items():
             asked = demand(shape, (again if name == AGAIN else decode)(batch, context))
             line = AGAIN if name == AGAIN else f"{CACHED}, batch of {batch}"
-            lines.setdefault(line, []).append((asked.intensity, asked.operations / statistics.median(seconds) / 1e9))
+            lines.setdefault(line, []).append(
+                (asked.intensity, asked.operations / statistics.median(seconds) / 1e9)
+            )
     lines = {name: sorted(points) for name, points in lines.items()}
     every = [x for points in lines.values() for x, _ in points]
     at = [min(every), chip.rate / chip.bandwidth, max(*every, chip.rate / chip.bandwidth)]
     lines["roofline"] = [(x, min(x * chip.bandwidth, chip.rate) / 1e9) for x in at]
     title = {"whole steps under the roofline": lines}
-    return figures.curves(title, "operations a byte", "Gop/s", log_x=10, log_y=10, dashed=("roofline",))
+    return figures.curves(
+        title, "operations a byte", "Gop/s", log_x=10, log_y=10, dashed=("roofline",)
+    )

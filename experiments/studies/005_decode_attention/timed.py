@@ -68,8 +68,14 @@ class Device:
 
     def __init__(self, model: Model) -> None:
         weights = lower_bounds.weights_of(model)
-        self._read, self._multiply = lower_bounds.read_weights(model), lower_bounds.weight_products(model, WIDE)
-        self._bytes, self._numbers = sum(w.nbytes for w, _ in weights), sum(m.outputs * m.inputs for _, m in weights)
+        self._read, self._multiply = (
+            lower_bounds.read_weights(model),
+            lower_bounds.weight_products(model, WIDE),
+        )
+        self._bytes, self._numbers = (
+            sum(w.nbytes for w, _ in weights),
+            sum(m.outputs * m.inputs for _, m in weights),
+        )
         self._seconds: list[tuple[float, float]] = []
 
     def measure(self) -> None:
@@ -115,7 +121,12 @@ def heads_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.A
 def served(model: Model, block_size: int) -> list[str]:
     """Implementations that can read the engine's cache on this device; the engine's own choice is the first."""
     c, device = model.config, jax.devices()[0]
-    kind = {"dtype": model.dtype, "query_dtype": model.dtype, "head_dim": c.head_dim, "block_size": block_size}
+    kind = {
+        "dtype": model.dtype,
+        "query_dtype": model.dtype,
+        "head_dim": c.head_dim,
+        "block_size": block_size,
+    }
     choose = partial(attention.choose, device=device, kv_heads=c.kv_heads, heads=c.heads, **kind)
     found = [choose(None)]
     for name in IMPLS:
@@ -129,14 +140,23 @@ def served(model: Model, block_size: int) -> list[str]:
 def contenders(model: Model, batch: int, context: int, longest: int) -> list[dict[str, Contender]]:
     """Groups by name; the fastest of a group is measured. Block tables have room for `longest` tokens."""
     c = model.config
-    minor = Contender(partial(tokens_minor, scale=c.attn_scale), (batch, c.kv_heads, context, c.head_dim))
-    major = Contender(partial(heads_minor, scale=c.attn_scale), (batch, context, c.kv_heads, c.head_dim))
+    minor = Contender(
+        partial(tokens_minor, scale=c.attn_scale), (batch, c.kv_heads, context, c.head_dim)
+    )
+    major = Contender(
+        partial(heads_minor, scale=c.attn_scale), (batch, context, c.kv_heads, c.head_dim)
+    )
     found = [{"einsum": minor, "dot_product_attention": major}]
     own, *others = served(model, SIZES[0])
-    if own in served(model, context):  # one block for the whole sequence: the same code without following a table
+    if own in served(
+        model, context
+    ):  # one block for the whole sequence: the same code without following a table
         found.append({ONE_BLOCK: paged(model, own, batch, context, context, context)})
     ways = [(own, size) for size in SIZES] + [(impl, SIZES[0]) for impl in others]
-    return found + [{paged_name(impl, size): paged(model, impl, batch, context, size, longest)} for impl, size in ways]
+    return found + [
+        {paged_name(impl, size): paged(model, impl, batch, context, size, longest)}
+        for impl, size in ways
+    ]
 
 
 def paged_name(impl: str, size: int) -> str:
@@ -147,9 +167,19 @@ def paged(model: Model, impl: str, batch: int, context: int, size: int, longest:
     """Sequences share no block; blocks are in random order; block 0 is the trash block."""
     c, width = model.config, -(-context // size)
     tables = np.zeros((batch, -(-longest // size)), np.int32)
-    tables[:, :width] = np.random.default_rng(0).permutation(batch * width).reshape(batch, width) + 1
-    rest = jnp.asarray(tables), jnp.full(batch, context, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)
-    return Contender(attention.attend(impl, c.attn_scale), (batch * width + 1, c.kv_heads, size, c.head_dim), rest)
+    tables[:, :width] = (
+        np.random.default_rng(0).permutation(batch * width).reshape(batch, width) + 1
+    )
+    rest = (
+        jnp.asarray(tables),
+        jnp.full(batch, context, jnp.int32),
+        jnp.arange(batch + 1, dtype=jnp.int32),
+    )
+    return Contender(
+        attention.attend(impl, c.attn_scale),
+        (batch * width + 1, c.kv_heads, size, c.head_dim),
+        rest,
+    )
 
 
 class Program(NamedTuple):
@@ -173,7 +203,9 @@ def program(model: Model, batch: int, contender: Contender) -> Program:
     layer_bytes = 2 * math.prod(shape) * jnp.dtype(model.dtype).itemsize
     layers = min(TOGETHER, c.layers, -(-BEYOND_L2 // layer_bytes))
     count = -(-BEYOND_L2 // (layers * layer_bytes))
-    sets = [[jnp.full(shape, 0.01 * i, model.dtype) for i in range(2 * layers)] for _ in range(count)]
+    sets = [
+        [jnp.full(shape, 0.01 * i, model.dtype) for i in range(2 * layers)] for _ in range(count)
+    ]
     q = jnp.full((batch, c.heads, c.head_dim), 0.1, model.dtype)
 
     def chained(q: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
@@ -181,7 +213,9 @@ def program(model: Model, batch: int, contender: Contender) -> Program:
             q = attend(q, k, v, *rest)
         return q
 
-    made = Program(jax.jit(chained).lower(q, sets[0]).compile(), q, sets, c.layers / (count * layers))
+    made = Program(
+        jax.jit(chained).lower(q, sets[0]).compile(), q, sets, c.layers / (count * layers)
+    )
     jax.block_until_ready(made.compiled(q, sets[0]))
     return made
 
@@ -208,7 +242,10 @@ def turned(names: list[str], repeat: int) -> list[str]:
 
 def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[float]:
     """By repeat, how many times as long `name` takes as `than`: the geometric mean over cells."""
-    pairs = [[math.log(a / b) for a, b in zip(times[at][name], times[at][than], strict=True)] for at in cells]
+    pairs = [
+        [math.log(a / b) for a, b in zip(times[at][name], times[at][than], strict=True)]
+        for at in cells
+    ]
     return [math.exp(statistics.fmean(column)) for column in zip(*pairs, strict=True)]
 
 
@@ -218,7 +255,9 @@ def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[fl
 def planned(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
     """The plan that computes `batch` prompts, or with `prefilled` the next one, which decodes."""
     blocks = batch * -(-(prompt + 2) // block_size)
-    state = scheduler.init(SchedulerConfig(block_size, blocks, max(batch * prompt, batch), batch, prompt + 2))
+    state = scheduler.init(
+        SchedulerConfig(block_size, blocks, max(batch * prompt, batch), batch, prompt + 2)
+    )
     for name in names(batch):
         state = scheduler.submit(state, Request(name, prompt, 2))
     state, plan = scheduler.schedule(state, FCFS)
@@ -235,7 +274,10 @@ def names(batch: int) -> list[str]:
 def sources(batch: int, length: int) -> dict[str, SequenceData]:
     """Requests that know `length` tokens each."""
     params = SamplingParams(temperature=0, ignore_eos=True)
-    return {name: SequenceData(params, 0, length, np.ones(length + 1, np.int32)) for name in names(batch)}
+    return {
+        name: SequenceData(params, 0, length, np.ones(length + 1, np.int32))
+        for name in names(batch)
+    }
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
@@ -243,7 +285,9 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
 
     The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other inputs of a step.
     """
-    tokens = {batch for batch in grid.batches} | {b * c for b, c in grid.cells if grid.computes((b, c))}
+    tokens = {batch for batch in grid.batches} | {
+        b * c for b, c in grid.cells if grid.computes((b, c))
+    }
     longest, seqs, size = max(grid.contexts), max(grid.batches), SIZES[0]
     config = resolve(
         EngineConfig(
@@ -256,7 +300,10 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         ),
         model,
     )
-    fixed, attend = shapes(config, model), attention.attend(config.attention_impl, model.config.attn_scale)
+    fixed, attend = (
+        shapes(config, model),
+        attention.attend(config.attention_impl, model.config.attn_scale),
+    )
     step = make_step(model, attend, config.seed, device_tile())
     blanks = {r: jax.device_put(blank_sampling(r)) for r in map(fixed.rows, fixed.tokens)}
     block = block_shape(size, model, config.kv_cache_dtype, config.attention_impl)
@@ -269,7 +316,9 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         return make, make()
 
     ways = [(cell, CACHED, *packed(cell, cached=True)) for cell in grid.cells]
-    ways += [(cell, AGAIN, *packed(cell, cached=False)) for cell in grid.cells if grid.computes(cell)]
+    ways += [
+        (cell, AGAIN, *packed(cell, cached=False)) for cell in grid.cells if grid.computes(cell)
+    ]
     times: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in grid.cells}
     shares = []
     for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted

@@ -19,7 +19,9 @@ COPIES = "how long a copy of a few kilobytes takes to start is our guess (5 us)"
 def alone(size: int) -> tuple[float, float, float]:
     """Milliseconds for one sequence of TOKENS: computed again, and moved out and back both ways."""
     again = Roofline(SHAPES["opt-13b"], CHIPS["a100-40g"])
-    one_by_one, at_once = (again._replace(block_size=size, batched_moves=batched) for batched in (False, True))
+    one_by_one, at_once = (
+        again._replace(block_size=size, batched_moves=batched) for batched in (False, True)
+    )
     blocks = -(-TOKENS // size)
     seconds = again(Work(TOKENS, 1, 1, TOKENS, TOKENS * (TOKENS + 1) // 2)) - again.chip.launch
     return 1e3 * seconds, 2e3 * one_by_one.move(blocks), 2e3 * at_once.move(blocks)
@@ -28,10 +30,21 @@ def alone(size: int) -> tuple[float, float, float]:
 def run(folder: Path, quick: bool) -> Findings:
     cost = {size: alone(size) for size in SIZES}
     lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
-    small, middle = cost[1][1] / cost[1][0], [cost[size][1] / cost[size][0] for size in (16, 32, 64)]
+    small, middle = (
+        cost[1][1] / cost[1][0],
+        [cost[size][1] / cost[size][0] for size in (16, 32, 64)],
+    )
     claims = [
         # the paper has curves; we read "much more" as at least three times, and "comparable" as within 1.5 times
-        Claim(PAPER, "swapping over recomputing, blocks of 1: much more", (3, 1e3), exactly(small), 1.0, "x", COPIES),
+        Claim(
+            PAPER,
+            "swapping over recomputing, blocks of 1: much more",
+            (3, 1e3),
+            exactly(small),
+            1.0,
+            "x",
+            COPIES,
+        ),
     ]
     for size, ratio in zip((16, 32, 64), middle, strict=True):
         what = f"swapping over recomputing, blocks of {size}: comparable"
@@ -60,6 +73,8 @@ def run(folder: Path, quick: bool) -> Findings:
         f"In a whole run with blocks of {least}, block by block makes {one_by_one / again:.2f} times the output of "
         f"recomputing, and one copy {at_once / again:.2f} times.",
     ]
-    figure = figures.curves({f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10)
+    figure = figures.curves(
+        {f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10
+    )
     head = ("block", "preempted requests are", "preemptions", "output tokens/s")
     return Findings(claims, answer, {"cost.svg": figure}, [markdown(head, rows)])

@@ -7,7 +7,9 @@ from pathlib import Path
 from experiments.analysis import figures
 from experiments.studies.findings import Claim, Findings, markdown, over, ratios, simulated
 
-QUESTION = "What is sharing a prefix worth, against engines that compute and keep it for every request?"
+QUESTION = (
+    "What is sharing a prefix worth, against engines that compute and keep it for every request?"
+)
 PAPER = "PagedAttention, Fig. 16"
 PUBLISHED = {80: 1.67, 341: 3.58}  # throughput over Orca (Oracle)
 NAMES = ("Orca (Oracle)", "paged", "paged, prefix shared")
@@ -28,20 +30,38 @@ def run(folder: Path, quick: bool) -> Findings:
             rate, hits = over(summaries, "requests_per_s"), over(summaries, "prefix_hit_share")
             lines[name].append((prefix, rate.middle))
             rows.append(
-                (prefix, name, rate.middle, 100 * hits.middle, over(summaries, "sequences_per_step.mean").middle)
+                (
+                    prefix,
+                    name,
+                    rate.middle,
+                    100 * hits.middle,
+                    over(summaries, "sequences_per_step.mean").middle,
+                )
             )
         if prefix in PUBLISHED:
             gain = ratios(runs[NAMES[2]], runs[NAMES[0]], "requests_per_s")
             assert gain is not None, "every engine serves some requests"
             claims.append(
-                Claim(PAPER, f"throughput, prefix of {prefix} tokens", PUBLISHED[prefix], gain, 1.25, "x", WHY)
+                Claim(
+                    PAPER,
+                    f"throughput, prefix of {prefix} tokens",
+                    PUBLISHED[prefix],
+                    gain,
+                    1.25,
+                    "x",
+                    WHY,
+                )
             )
-    paged = {prefix: b / a for (prefix, a), (_, b) in zip(lines[NAMES[0]], lines[NAMES[1]], strict=True)}
+    paged = {
+        prefix: b / a for (prefix, a), (_, b) in zip(lines[NAMES[0]], lines[NAMES[1]], strict=True)
+    }
     answer = [
         f"Behind a prefix of 341 tokens, sharing makes {claims[-1].ours.middle:.1f} times the throughput of "
         f"reservations that know every length; paging alone makes {paged[341]:.1f}. The prefix is computed once "
         "and stored once.",
     ]
     head = ("prefix", "engine", "requests/s", "tokens found, %", "sequences a step")
-    figure = figures.curves({"LLaMA-13B, A100": lines}, "tokens of the shared prefix", "requests a second", lowest=0)
+    figure = figures.curves(
+        {"LLaMA-13B, A100": lines}, "tokens of the shared prefix", "requests a second", lowest=0
+    )
     return Findings(claims, answer, {"throughput.svg": figure}, [markdown(head, rows)])

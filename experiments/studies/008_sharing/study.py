@@ -19,7 +19,9 @@ from experiments.studies.findings import Claim, Findings, Interval, interval, ma
 from pagedjax import load_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-QUESTION = "What share of the cache's blocks do parallel sampling and beam search save by sharing them?"
+QUESTION = (
+    "What share of the cache's blocks do parallel sampling and beam search save by sharing them?"
+)
 PAPER = "PagedAttention, Fig. 15"
 TITLES = {ALPACA.name: "Alpaca", SHAREGPT.name: "ShareGPT"}
 BLOCK = 16
@@ -39,7 +41,11 @@ def pairs(requests: int) -> list[Pair]:
     def row(data: sharing.Dataset, n: int, lengths: sharing.Lengths) -> Row:
         return sharing.measure(data, n, lengths, requests, BLOCK, 0, AT_ONCE)
 
-    return [(row(data, n, "own"), row(data, n, "same")) for data in (ALPACA, SHAREGPT) for n in data.paper]
+    return [
+        (row(data, n, "own"), row(data, n, "same"))
+        for data in (ALPACA, SHAREGPT)
+        for n in data.paper
+    ]
 
 
 def between(own: float, same: float) -> Interval:
@@ -99,7 +105,9 @@ def run(folder: Path, quick: bool) -> Findings:
         given = f"(published values give {constant(data.paper):.0f})"
         sentences.append(f"{constant(same):.0f} % with {title}'s lengths {given}")
     panels["Alpaca, beam search"] = {
-        "beams of a real model": [(width, statistics.fmean(shares)) for width, shares in searched.items()],
+        "beams of a real model": [
+            (width, statistics.fmean(shares)) for width, shares in searched.items()
+        ],
         "published": [(width, share) for width, share in ALPACA.beams.items() if share is not None],
     }
     low, high = min(searched), max(searched)
@@ -111,11 +119,29 @@ def run(folder: Path, quick: bool) -> Findings:
         f"Beams continue from each other in every step and share more: {shown} of the blocks with Alpaca's lengths.",
     ]
     table = markdown(
-        ("lengths like", "n", "one length, saved, %", "+-", "own lengths, saved, %", "+-", "published, %"),
+        (
+            "lengths like",
+            "n",
+            "one length, saved, %",
+            "+-",
+            "own lengths, saved, %",
+            "+-",
+            "published, %",
+        ),
         [
-            (TITLES[own.dataset], own.n, same.saved, same.error, own.saved, own.error, same.paper or "-")
+            (
+                TITLES[own.dataset],
+                own.n,
+                same.saved,
+                same.error,
+                own.saved,
+                own.error,
+                same.paper or "-",
+            )
             for own, same in sampled
         ],
     )
-    figure = figures.curves(panels, "branches", "% of blocks saved", lowest=0, dashed=("published",))
+    figure = figures.curves(
+        panels, "branches", "% of blocks saved", lowest=0, dashed=("published",)
+    )
     return Findings(claims, answer, {"saved.svg": figure}, [table])

@@ -8,7 +8,9 @@ from pathlib import Path
 from experiments.analysis import figures
 from experiments.studies.findings import Findings, Summary, markdown, over, ratios, simulated
 
-QUESTION = "Which order of the queue keeps most requests within their targets when load comes in bursts?"
+QUESTION = (
+    "Which order of the queue keeps most requests within their targets when load comes in bursts?"
+)
 
 
 def run(folder: Path, quick: bool) -> Findings:
@@ -28,25 +30,41 @@ def run(folder: Path, quick: bool) -> Findings:
         cells = (over(summaries, path).middle for path in ("ttft_s.p50", "ttft_s.p99", "itl_s.p99"))
         rows.append((policy, rate, 100 * share.middle, *cells))
     answer = [*gained(runs), "If all requests are served in time, the order makes no difference."]
-    head = ("policy", "requests/s", "in time, %", "first token, p50, s", "p99, s", "between tokens, p99, s")
-    figure = figures.curves({"Llama-3-8B, A100": lines}, "requests a second", "% within both targets", lowest=0)
+    head = (
+        "policy",
+        "requests/s",
+        "in time, %",
+        "first token, p50, s",
+        "p99, s",
+        "between tokens, p99, s",
+    )
+    figure = figures.curves(
+        {"Llama-3-8B, A100": lines}, "requests a second", "% within both targets", lowest=0
+    )
     return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
 
 
 def gained(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
     """The largest gain of the shorter prompt first, and the rates at which first come, first served has no goodput."""
-    gains = {rate: ratios(runs["shortest", rate], runs["fcfs", rate], "goodput.share") for _, rate in runs}
+    gains = {
+        rate: ratios(runs["shortest", rate], runs["fcfs", rate], "goodput.share")
+        for _, rate in runs
+    }
     known = {rate: gain for rate, gain in gains.items() if gain is not None}
     none = [f"{rate:g}" for rate in gains if rate not in known]
     none_kept = (
-        [f"At {' and '.join(none)} requests a second first come, first served keeps none, in some seed."]
+        [
+            f"At {' and '.join(none)} requests a second first come, first served keeps none, in some seed."
+        ]
         if none
         else []
     )
     if not known:
         return none_kept
     rate, best = max(known.items(), key=lambda one: one[1].middle)
-    worst = {policy: over(runs[policy, rate], "ttft_s.p99").middle for policy in ("fcfs", "shortest")}
+    worst = {
+        policy: over(runs[policy, rate], "ttft_s.p99").middle for policy in ("fcfs", "shortest")
+    }
     first = (
         f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 s and 60 ms as first "
         f"come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} requests a second); its 99th "

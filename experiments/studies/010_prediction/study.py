@@ -87,7 +87,11 @@ def measured(engines: Engines, point: Point, repeat: int) -> Measured:
 
 
 def predicted(
-    file: Path, overrides: Sequence[str], folder: Path, repeat: int, step_time: StepTime | None = None
+    file: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    repeat: int,
+    step_time: StepTime | None = None,
 ) -> Summary:
     """A run's summary, simulated: by a fit to the steps in `folder`, or by another model of step times."""
     point = point_of(file, *overrides, f"simulate={{fit: {folder}}}")
@@ -96,7 +100,9 @@ def predicted(
     llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
     if step_time is not None:
         vocabulary = llm.tokenizer.vocab_size
-        llm.engine = SimulatedEngine(llm.engine.config, step_time, vocab_size=vocabulary, simulate=simulate)
+        llm.engine = SimulatedEngine(
+            llm.engine.config, step_time, vocab_size=vocabulary, simulate=simulate
+        )
     return measure(llm, point, repeat).summary
 
 
@@ -104,7 +110,10 @@ def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
     """A function that measures the roofline of this device: bytes/s of reading all weights once, operations/s of
     products with them. The two programs are compiled once."""
     weights = lower_bounds.weights_of(model)
-    read, multiply = lower_bounds.read_weights(model), lower_bounds.weight_products(model, PRODUCT_ROWS)
+    read, multiply = (
+        lower_bounds.read_weights(model),
+        lower_bounds.weight_products(model, PRODUCT_ROWS),
+    )
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
 
@@ -148,7 +157,9 @@ def compare(
     first = point_of(file, *overrides)
     engines.get(first.experiment)  # compiles and allocates before the rate is measured
     rate = measured(engines, first, 0).summary["requests_per_s"]
-    others = {name: more for name, more in cases(rate, quick).items() if only is None or name in only}
+    others = {
+        name: more for name, more in cases(rate, quick).items() if only is None or name in only
+    }
     runs = {FIT: tuple(overrides), **{name: (*overrides, *more) for name, more in others.items()}}
     roofline = rooflines(engines.get(first.experiment).engine.model, first.experiment.model)
     found, fit_errors = {name: Compared([], [], []) for name in runs}, []
@@ -180,13 +191,18 @@ def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> l
 def held_out(found: Mapping[str, Compared], method: str, path: str) -> list[float]:
     """Errors of all runs and repeats except the fitted run."""
     return [
-        e for name, runs in found.items() if name != FIT for e in errors(runs.predicted(method), runs.measured, path)
+        e
+        for name, runs in found.items()
+        if name != FIT
+        for e in errors(runs.predicted(method), runs.measured, path)
     ]
 
 
 def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
     """The difference in per cent of each repeat of a run from the one before: a lower bound of prediction errors."""
-    pairs = [pair for name, runs in found.items() if name != FIT for pair in pairwise(runs.measured)]
+    pairs = [
+        pair for name, runs in found.items() if name != FIT for pair in pairwise(runs.measured)
+    ]
     return [error for before, after in pairs for error in errors([before], [after], path)]
 
 
@@ -204,17 +220,41 @@ def run(folder: Path, quick: bool) -> Findings:
     """Measure and predict the runs of config.yaml in `folder`. `quick`: fewer requests, repeats and runs."""
     file = folder / "config.yaml"
     overrides = ("workload.count=12",) if quick else ()
-    found, fit_error = compare(file, overrides, 2 if quick else point_of(file).experiment.repeats, quick)
+    found, fit_error = compare(
+        file, overrides, 2 if quick else point_of(file).experiment.repeats, quick
+    )
     claims, rows = [], []
     for metric, path in METRICS.items():
-        ours, repeat_error = span(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
+        ours, repeat_error = (
+            span(held_out(found, FITTED, path)),
+            statistics.fmean(repeated(found, path)),
+        )
         what = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
-        claims.append(Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, repeat_error, fit_error)))
+        claims.append(
+            Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, repeat_error, fit_error))
+        )
         fitted_run_error = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))
         roofline_error = statistics.fmean(held_out(found, ROOFLINE, path))
-        rows.append((metric.removesuffix(", s"), ours.middle, fitted_run_error, roofline_error, repeat_error))
-    head = ("mean error, %", "fitted to another run", "the fitted run itself", "roofline alone", "a repeat of the run")
-    tables = [markdown(head, rows), markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(found))]
+        rows.append(
+            (
+                metric.removesuffix(", s"),
+                ours.middle,
+                fitted_run_error,
+                roofline_error,
+                repeat_error,
+            )
+        )
+    head = (
+        "mean error, %",
+        "fitted to another run",
+        "the fitted run itself",
+        "roofline alone",
+        "a repeat of the run",
+    )
+    tables = [
+        markdown(head, rows),
+        markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(found)),
+    ]
     rate, gap = rows[0], rows[3]
     answer = [
         f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output tokens/s and by "
@@ -231,10 +271,18 @@ def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
     rows = []
     for name, runs in found.items():
         for metric, path in METRICS.items():
-            values, by_fit, by_roofline = ([dig(one, path) for one in summaries] for summaries in runs)
+            values, by_fit, by_roofline = (
+                [dig(one, path) for one in summaries] for summaries in runs
+            )
             spread = f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to {rounded(max(values))})"
             rows.append(
-                (name, metric, spread, rounded(statistics.fmean(by_fit)), rounded(statistics.fmean(by_roofline)))
+                (
+                    name,
+                    metric,
+                    spread,
+                    rounded(statistics.fmean(by_fit)),
+                    rounded(statistics.fmean(by_roofline)),
+                )
             )
     return rows
 
@@ -245,7 +293,10 @@ def figure(found: Mapping[str, Compared]) -> str:
     for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
         path = METRICS[metric]
         runs = [compared for name, compared in found.items() if name != FIT]
-        means = [[statistics.fmean(dig(one, path) for one in summaries) for summaries in compared] for compared in runs]
+        means = [
+            [statistics.fmean(dig(one, path) for one in summaries) for summaries in compared]
+            for compared in runs
+        ]
         truth = sorted(truth for truth, _, _ in means)
         panels[metric] = {
             FITTED: sorted((truth, by_fit) for truth, by_fit, _ in means),

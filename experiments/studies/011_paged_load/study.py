@@ -21,7 +21,10 @@ RATES = {  # from rates at which every engine meets each target to rates at whic
 REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # with fewer requests, none waits long at any rate
 TARGET = 0.1  # seconds a token, about five times that of a single request: the paper's curves turn upwards there
 OTHERS = (0.05, 0.2)
-PUBLISHED = {ORACLE: (1.7, 2.7), MAX: (2.7, 8.0)}  # ShareGPT, over models of 13 to 175 billion parameters
+PUBLISHED = {
+    ORACLE: (1.7, 2.7),
+    MAX: (2.7, 8.0),
+}  # ShareGPT, over models of 13 to 175 billion parameters
 STEPS = (
     "Where it serves less, the cause is the steps and not the cache: the paged engine computes prompts in separate "
     "steps, as the paper's did, and decodes wait for them."
@@ -46,12 +49,21 @@ def run(folder: Path, quick: bool) -> Findings:
             until=max(TARGET, *OTHERS),
         )
         gains = {
-            target: {name: load.gain(found, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)}
+            target: {
+                name: load.gain(found, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)
+            }
             for target in (TARGET, *OTHERS)
         }
         for target, by in gains.items():
             served = (load.reached(found, rates, target, name) for name in NAMES)
-            rows.append((data, 1e3 * target, *served, *(times(gain and gain.middle) for gain in by.values())))
+            rows.append(
+                (
+                    data,
+                    1e3 * target,
+                    *served,
+                    *(times(gain and gain.middle) for gain in by.values()),
+                )
+            )
         if data == "ShareGPT":
             claims = claimed(data, gains)
         answer.append(sentence(data, gains))
@@ -84,7 +96,9 @@ def claimed(data: str, gains: Gains) -> list[Claim]:
 def elsewhere(gains: Gains, name: str) -> str:
     """The factor at the other latencies."""
     found = ((target, gains[target][name]) for target in OTHERS)
-    return " and ".join(f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in found)
+    return " and ".join(
+        f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in found
+    )
 
 
 def sentence(data: str, gains: Gains) -> str:
@@ -95,5 +109,7 @@ def sentence(data: str, gains: Gains) -> str:
         f"of two and {load.multiple(by[MAX])} that of reservations for the longest possible length, at "
         f"{1e3 * TARGET:.0f} ms a token."
     )
-    less = any(gain is not None and gain.middle < 1 for each in gains.values() for gain in each.values())
+    less = any(
+        gain is not None and gain.middle < 1 for each in gains.values() for gain in each.values()
+    )
     return text + f" {STEPS}" * less

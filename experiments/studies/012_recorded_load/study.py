@@ -8,9 +8,21 @@ from pathlib import Path
 
 from experiments.analysis import figures
 from experiments.core.workloads import AZURE
-from experiments.studies.findings import Findings, Interval, NoTraces, Summary, dig, markdown, over, simulated, span
+from experiments.studies.findings import (
+    Findings,
+    Interval,
+    NoTraces,
+    Summary,
+    dig,
+    markdown,
+    over,
+    simulated,
+    span,
+)
 
-QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"
+QUESTION = (
+    "Which order of the queue keeps most of a recorded service's requests within their targets?"
+)
 TRACES = {"chat": "conv", "code": "code"}
 FETCH = AZURE  # which files, and where they are
 POLICIES = ("fcfs", "shortest")
@@ -38,7 +50,13 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
             for policy in POLICIES
         }
         for (policy, rate), found in runs.items():
-            paths = ("goodput.share", "ttft_s.p50", "ttft_s.p99", "itl_s.p99", "output_tokens_per_s")
+            paths = (
+                "goodput.share",
+                "ttft_s.p50",
+                "ttft_s.p99",
+                "itl_s.p99",
+                "output_tokens_per_s",
+            )
             share, *cells = (over(found, path).middle for path in paths)
             rows.append((name, policy, rate, 100 * share, *cells))
         answer.append(sentence(name, runs))
@@ -56,11 +74,15 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
     return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
 
 
-def windows(folder: Path, file: Path, quick: bool, *overrides: str) -> dict[tuple[str, float], list[Summary]]:
+def windows(
+    folder: Path, file: Path, quick: bool, *overrides: str
+) -> dict[tuple[str, float], list[Summary]]:
     """Summaries by policy and load, one for each window of the trace."""
     few = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
     found: dict[tuple[str, float], list[Summary]] = {}
-    for point, (summary,) in simulated(folder / "config.yaml", f"workload.file={file.resolve()}", *few, *overrides):
+    for point, (summary,) in simulated(
+        folder / "config.yaml", f"workload.file={file.resolve()}", *few, *overrides
+    ):
         key = point.experiment.engine.policy, 1 / point.swept["workload.time_scale"]
         found.setdefault(key, []).append(summary)
     return found
@@ -74,7 +96,10 @@ def sentence(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
         return f"On {name}, first come, first served keeps none within 2 s and 60 ms in some window, at any load."
     rate, best = max(known.items(), key=lambda one: one[1].middle)
     kept = {policy: 100 * over(runs[policy, rate], "goodput.share").middle for policy in POLICIES}
-    last = {policy: statistics.median(one["ttft_s"]["p99"] for one in runs[policy, rate]) for policy in POLICIES}
+    last = {
+        policy: statistics.median(one["ttft_s"]["p99"] for one in runs[policy, rate])
+        for policy in POLICIES
+    }
     return (
         f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: it keeps "
         f"{kept['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first served {kept['fcfs']:.0f} % "

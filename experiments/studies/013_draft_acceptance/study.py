@@ -12,7 +12,15 @@ from typing import NamedTuple
 from experiments.analysis import figures
 from experiments.core.config import Point
 from experiments.core.drive import Measured
-from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, rounded, simulated
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    exactly,
+    interval,
+    rounded,
+    simulated,
+)
 
 QUESTION = "How much faster is an engine with drafts of a known acceptance?"
 PAPER = "Speculative decoding (Leviathan et al. 2023)"
@@ -100,7 +108,10 @@ def run(folder: Path, quick: bool) -> Findings:
     found = {one: over(counted(folder, one, count), plain) for one in (*TABLE_1, *COSTLY)}
     drawn = {
         cost: {
-            a: [(g, over(counted(folder, Setting(a, g, cost), few), plain).faster.middle) for g in CURVES["drafts"]]
+            a: [
+                (g, over(counted(folder, Setting(a, g, cost), few), plain).faster.middle)
+                for g in CURVES["drafts"]
+            ]
             for a in CURVES["acceptances"]
         }
         for cost in CURVES["costs"]
@@ -120,7 +131,14 @@ def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
     for setting, (faster, operations) in TABLE_1.items():
         ours = found[setting]
         claims += [
-            Claim(f"{PAPER}, table 1", f"{setting.text}: times as fast", faster, ours.faster, WITHIN, "x"),
+            Claim(
+                f"{PAPER}, table 1",
+                f"{setting.text}: times as fast",
+                faster,
+                ours.faster,
+                WITHIN,
+                "x",
+            ),
             Claim(
                 f"{PAPER}, table 1",
                 f"{setting.text}: tokens computed for each token kept",
@@ -135,7 +153,10 @@ def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
 
 def theorem_claims(found: Mapping[Setting, Run]) -> list[Claim]:
     source = f"{PAPER}, theorem 3.8"
-    return [Claim(source, f"{one.text}: times as fast", factor(one), found[one].faster, WITHIN, "x") for one in COSTLY]
+    return [
+        Claim(source, f"{one.text}: times as fast", factor(one), found[one].faster, WITHIN, "x")
+        for one in COSTLY
+    ]
 
 
 def answer(found: Mapping[Setting, Run]) -> list[str]:

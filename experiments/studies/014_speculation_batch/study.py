@@ -27,7 +27,10 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 LIKELY = (0.6, 0.7, 0.8)  # of claims, whose sources do not give it
 BATCHES = (1, 4, 16, 32, 64, 128, 256, 512)
 FIXED, ADAPTIVE = f"{DRAFTS} drafts", "adaptive"
-SOURCES = {64: (EAGLE_3, 1.38, "SGLang, H100"), 256: (ISSUE, 0.79, "Gemma-4-31B in FP8, H100, context 400")}
+SOURCES = {
+    64: (EAGLE_3, 1.38, "SGLang, H100"),
+    256: (ISSUE, 0.79, "Gemma-4-31B in FP8, H100, context 400"),
+}
 WITHIN = 1.25
 WHY = {
     ROOFLINE: "kernels reach less than the data sheet's arithmetic, and sampling four times as many rows takes time "
@@ -56,7 +59,9 @@ def overrides(setting: Setting, rounds: int) -> tuple[str, ...]:
         found += (f"simulate.host_s={OVERHEAD_S}",)
     if setting.acceptance is None:
         return found
-    drafts = f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(setting.adaptive).lower()}}}"
+    drafts = (
+        f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(setting.adaptive).lower()}}}"
+    )
     found += (drafts, f"simulate.acceptance={setting.acceptance}")
     return (*found, f"simulate.draft_s={DRAFT_S}") if setting.cost == ROOFLINE else found
 
@@ -69,7 +74,9 @@ def rate(folder: Path, setting: Setting, rounds: int) -> float:
     llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
     if setting.cost == FITTED:
         step_time, vocabulary = partial(seconds, method=EAGLE), llm.tokenizer.vocab_size
-        llm.engine = SimulatedEngine(llm.engine.config, step_time, vocab_size=vocabulary, simulate=simulate)
+        llm.engine = SimulatedEngine(
+            llm.engine.config, step_time, vocab_size=vocabulary, simulate=simulate
+        )
     return measure(llm, point, 0).summary["steady_output_tokens_per_s"]
 
 
@@ -85,7 +92,10 @@ def settings(batches: Sequence[int], acceptances: Sequence[float]) -> list[Setti
 
 def faster(folder: Path, wanted: Sequence[Setting], rounds: int) -> Faster:
     """Each setting's output tokens/s over that of plain decoding."""
-    plain = {one: rate(folder, one, rounds) for one in dict.fromkeys(Setting(s.cost, s.batch) for s in wanted)}
+    plain = {
+        one: rate(folder, one, rounds)
+        for one in dict.fromkeys(Setting(s.cost, s.batch) for s in wanted)
+    }
     return {one: rate(folder, one, rounds) / plain[Setting(one.cost, one.batch)] for one in wanted}
 
 
@@ -105,13 +115,20 @@ def crossing(line: Sequence[tuple[float, float]]) -> float | None:
 
 def line(found: Faster, cost: str, acceptance: float, adaptive: bool) -> list[tuple[float, float]]:
     """Times as fast, by batch."""
-    return sorted((s.batch, x) for s, x in found.items() if s[:1] + s[2:] == (cost, acceptance, adaptive))
+    return sorted(
+        (s.batch, x) for s, x in found.items() if s[:1] + s[2:] == (cost, acceptance, adaptive)
+    )
 
 
 def run(folder: Path, quick: bool) -> Findings:
     batches, rounds = ((1, 256), 1) if quick else (BATCHES, 4)
     wanted = settings(batches, ACCEPTANCES)
-    likely = [Setting(cost, batch, acceptance) for cost in COSTS for batch in SOURCES for acceptance in LIKELY]
+    likely = [
+        Setting(cost, batch, acceptance)
+        for cost in COSTS
+        for batch in SOURCES
+        for acceptance in LIKELY
+    ]
     found = faster(folder, list(dict.fromkeys([*wanted, *likely])), rounds)
     drawn = {one: found[one] for one in wanted}
     panels = {
@@ -122,7 +139,9 @@ def run(folder: Path, quick: bool) -> Findings:
         }
         for cost in COSTS
     }
-    figure = figures.curves(panels, "sequences at once", "times as fast as without drafts", log_x=2, lowest=0)
+    figure = figures.curves(
+        panels, "sequences at once", "times as fast as without drafts", log_x=2, lowest=0
+    )
     return Findings(claimed(found), answer(drawn), {"faster.svg": figure}, [table(drawn, batches)])
 
 
@@ -132,25 +151,36 @@ def claimed(found: Faster) -> list[Claim]:
     for batch, (source, published, where) in SOURCES.items():
         for cost in COSTS:
             ours = span([found[Setting(cost, batch, acceptance)] for acceptance in LIKELY])
-            what = f"{where}: {batch} at once, times as fast as without drafts; ours by times {cost}"
+            what = (
+                f"{where}: {batch} at once, times as fast as without drafts; ours by times {cost}"
+            )
             claims.append(Claim(source, what, published, ours, WITHIN, "x", WHY[cost]))
     return claims
 
 
 def where(batch: float | None) -> str:
-    return f"up to {rounded(batch, 2)} sequences" if batch is not None else f"at every batch up to {BATCHES[-1]}"
+    return (
+        f"up to {rounded(batch, 2)} sequences"
+        if batch is not None
+        else f"at every batch up to {BATCHES[-1]}"
+    )
 
 
 def answer(drawn: Faster) -> list[str]:
     sentences = []
     for cost in COSTS:
-        pays = (f"{where(crossing(line(drawn, cost, a, False)))} with acceptance {a:g}" for a in ACCEPTANCES)
+        pays = (
+            f"{where(crossing(line(drawn, cost, a, False)))} with acceptance {a:g}"
+            for a in ACCEPTANCES
+        )
         least = min(x for setting, x in drawn.items() if setting.cost == cost and setting.adaptive)
         sentences.append(
             f"By times {cost}, {FIXED} pay {', '.join(pays)}. With `adaptive` the engine is never less than "
             f"{rounded(least)} times as fast as without drafts."
         )
-    share, worst = min((x / drawn[one._replace(adaptive=False)], one) for one, x in drawn.items() if one.adaptive)
+    share, worst = min(
+        (x / drawn[one._replace(adaptive=False)], one) for one, x in drawn.items() if one.adaptive
+    )
     return [
         *sentences,
         f"Against {FIXED}, `adaptive` is worst with times {worst.cost}, batch {worst.batch} and acceptance "
@@ -168,4 +198,6 @@ def table(drawn: Faster, batches: Sequence[int]) -> str:
             for adaptive in (False, True):
                 several = line(drawn, cost, a, adaptive)
                 rows.append((cost, a, ADAPTIVE if adaptive else FIXED, *(x for _, x in several)))
-    return markdown(("times", "acceptance", "drafts", *(f"batch {batch}" for batch in batches)), rows)
+    return markdown(
+        ("times", "acceptance", "drafts", *(f"batch {batch}" for batch in batches)), rows
+    )

@@ -35,7 +35,10 @@ PUBLISHED = {  # with 3 drafts, by data, drafter and batch: what the benchmark's
     ("instructcoder", EAGLE): {1: 2.03, 32: 1.65},
     ("instructcoder", NGRAM): {1: 1.86, 32: 1.46},
 }
-MATCHED = {"gsm8k": 0.2, "instructcoder": 0.8}  # the benchmark's: n-gram found a wrong draft, where none was right
+MATCHED = {
+    "gsm8k": 0.2,
+    "instructcoder": 0.8,
+}  # the benchmark's: n-gram found a wrong draft, where none was right
 DRAFTS = 3
 ADAPTIVE = "adaptive"
 BATCHES = (1, 8, 32)
@@ -71,7 +74,10 @@ def read(traces: Path, data: str, most: int) -> list[Recorded]:
     if not file.is_file():
         raise NoTraces(f"there is no {file.name} in the folder of --traces. {FETCH}")
     with file.open(encoding="utf-8") as lines:
-        return [request(line, f"{file.name}, line {n}") for n, line in zip(range(1, most + 1), lines, strict=False)]
+        return [
+            request(line, f"{file.name}, line {n}")
+            for n, line in zip(range(1, most + 1), lines, strict=False)
+        ]
 
 
 def request(line: str, where: str) -> Recorded:
@@ -88,7 +94,11 @@ def request(line: str, where: str) -> Recorded:
     for method, several in gains.items():
         wrong = [gain for gain in several if not isinstance(gain, int) or gain < 1]
         if wrong or not several:
-            what = f"acc_{method}.acc_len has {wrong[0]!r}" if wrong else f"acc_{method}.acc_len is empty"
+            what = (
+                f"acc_{method}.acc_len has {wrong[0]!r}"
+                if wrong
+                else f"acc_{method}.acc_len is empty"
+            )
             raise ValueError(f"{where}: {what}; a step gives at least 1 token. {FETCH}")
     return found
 
@@ -113,7 +123,11 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
     """An engine with room for a batch of the longest request."""
     data, method, batch, adaptive = setting
     longest = max(record.prompt + max(map(len, record.gains.values())) for record in records)
-    drafts = [f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(adaptive).lower()}}}"] if method else []
+    drafts = (
+        [f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(adaptive).lower()}}}"]
+        if method
+        else []
+    )
     sizes = [f"engine.max_num_seqs={batch}", f"engine.max_num_batched_tokens={batch * longest}"]
     blocks = f"engine.num_blocks={batch * (longest // 128 + 2)}"
     (point,) = config.load(folder / "config.yaml", (*sizes, *drafts, blocks))
@@ -128,7 +142,9 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
     )
 
 
-def rates(engine: SimulatedEngine, records: Sequence[Recorded], method: str, batch: int) -> list[float]:
+def rates(
+    engine: SimulatedEngine, records: Sequence[Recorded], method: str, batch: int
+) -> list[float]:
     """Output tokens/s of a batch of each record, one after the other."""
     found = []
     for i, record in enumerate(records):
@@ -140,7 +156,9 @@ def rates(engine: SimulatedEngine, records: Sequence[Recorded], method: str, bat
         while engine.has_work:
             result = engine.step()
             assert result is not None, "there is work"
-            ends += [result.finished - began for event in result.events if isinstance(event, Finished)]
+            ends += [
+                result.finished - began for event in result.events if isinstance(event, Finished)
+            ]
         found.append(batch * output / statistics.fmean(ends))
     return found
 
@@ -160,7 +178,15 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
     most, few = (6, 3) if quick else (300, 30)
     read_files = {data: read(traces, data, most) for data in TRACES}
     claims = [
-        Claim(PAPER, f"{data}, {method}, {DRAFTS} drafts, batch {batch}", published, exactly(ours), WITHIN, "x", WHY)
+        Claim(
+            PAPER,
+            f"{data}, {method}, {DRAFTS} drafts, batch {batch}",
+            published,
+            exactly(ours),
+            WITHIN,
+            "x",
+            WHY,
+        )
         for (data, method), by in PUBLISHED.items()
         for batch, published in by.items()
         for ours in faster(folder, read_files[data], [Setting(data, method, batch)])
@@ -170,16 +196,28 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         lines: dict[str, list[tuple[float, float]]] = {f"{DRAFTS} drafts": [], ADAPTIVE: []}
         for batch in BATCHES:
             settings = [Setting(data, method, batch, name == ADAPTIVE) for name in lines]
-            for line, ours in zip(lines.values(), faster(folder, read_files[data][:few], settings), strict=True):
+            for line, ours in zip(
+                lines.values(), faster(folder, read_files[data][:few], settings), strict=True
+            ):
                 line.append((batch, ours))
         panels[f"{data}, {method}"] = lines | {"plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)]}
         rows += [
             (data, method, batch, fixed, chosen)
             for (batch, fixed), (_, chosen) in zip(*(lines[name] for name in lines), strict=True)
         ]
-    figure = figures.curves(panels, "sequences", "times as fast", log_x=2, lowest=0, dashed=("plain",))
-    head = ("data", "drafter", "batch", f"{DRAFTS} drafts, times as fast", f"adaptive, at most {DRAFTS}")
-    return Findings(claims, answer(claims, rows, few), {"faster.svg": figure}, [markdown(head, rows)])
+    figure = figures.curves(
+        panels, "sequences", "times as fast", log_x=2, lowest=0, dashed=("plain",)
+    )
+    head = (
+        "data",
+        "drafter",
+        "batch",
+        f"{DRAFTS} drafts, times as fast",
+        f"adaptive, at most {DRAFTS}",
+    )
+    return Findings(
+        claims, answer(claims, rows, few), {"faster.svg": figure}, [markdown(head, rows)]
+    )
 
 
 def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], few: int) -> list[str]:

@@ -24,8 +24,13 @@ def propose(memory: dict[str, Any], sequence_id: str, tokens: np.ndarray, k: int
     prompt, output = memory["outputs"][sequence_id]
     length = len(tokens)
     right = output[length - prompt : length - prompt + k]
-    draws = (accepted(int(sequence_id), length + j, 1, memory["acceptance"]) for j in range(len(right)))
-    return [token if keep else token - 1 if token else 1 for token, keep in zip(right, draws, strict=True)]
+    draws = (
+        accepted(int(sequence_id), length + j, 1, memory["acceptance"]) for j in range(len(right))
+    )
+    return [
+        token if keep else token - 1 if token else 1
+        for token, keep in zip(right, draws, strict=True)
+    ]
 
 
 ORACLE = Drafter("oracle", propose, known)

@@ -49,7 +49,9 @@ def work_of(encode: Any, batch: int, output: int) -> Workload:
     """Requests that continue Python's documentation, all at once."""
     tokens = list(encode("\n".join(topics[name] for name in sorted(topics))[: 40 * PROMPT * batch]))
     prompts = [tokens[i * PROMPT : (i + 1) * PROMPT] for i in range(batch)]
-    sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {BUDGET}  # a step with k drafts is not padded
+    sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {
+        BUDGET
+    }  # a step with k drafts is not padded
     engine = {
         "max_num_seqs": batch,
         "max_num_batched_tokens": BUDGET,
@@ -64,7 +66,8 @@ def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
     place.mkdir()
     shutil.copy(Path(__file__).with_name("oracle.py"), place)
     outputs = {
-        str(i): (len(prompt), tokens) for i, (prompt, tokens) in enumerate(zip(work.prompts, plain.tokens, strict=True))
+        str(i): (len(prompt), tokens)
+        for i, (prompt, tokens) in enumerate(zip(work.prompts, plain.tokens, strict=True))
     }
     text = json.dumps({"acceptance": acceptance, "outputs": outputs})
     (place / "known.json").write_text(text, encoding="utf-8")
@@ -85,7 +88,10 @@ def measured(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Ro
             engines[engine] = LLM(model, progress=False, speculative=options, **work.engine)
             of[engine] = acceptance, name
     rows = measure(work, engines, size.rounds)
-    return [row | {"batch": batch, "acceptance": of[row["engine"]][0], "drafts": of[row["engine"]][1]} for row in rows]
+    return [
+        row | {"batch": batch, "acceptance": of[row["engine"]][0], "drafts": of[row["engine"]][1]}
+        for row in rows
+    ]
 
 
 @compilations.disk_cache()
@@ -107,7 +113,15 @@ def claimed(rows: Sequence[Row]) -> list[Claim]:
         if row["drafts"] == FIXED:
             by.setdefault(row["acceptance"], []).append(row["tokens_a_step"])
     return [
-        Claim(PAPER, f"tokens of a step, a = {a:g}, g = {DRAFTS}", expected(a), span(several), WITHIN, "", WHY)
+        Claim(
+            PAPER,
+            f"tokens of a step, a = {a:g}, g = {DRAFTS}",
+            expected(a),
+            span(several),
+            WITHIN,
+            "",
+            WHY,
+        )
         for a, several in by.items()
     ]
 
@@ -131,9 +145,16 @@ def answer(rows: Sequence[Row]) -> list[str]:
         paying = [batch for batch, ratio in points if ratio > 1]
         where = f"batches of {', '.join(map(str, paying))}" if paying else "no batch"
         low, high = (f(ratio for _, ratio in points) for f in (min, max))
-        sentences.append(f"{name}: faster with {where}; {rounded(low)} to {rounded(high)} times as fast.")
-    middle = statistics.median(row["most"] / row["least"] for row in rows if row["acceptance"] is not None)
-    return [" ".join(sentences), f"Rounds of one point differ by a factor of {middle:.2f} (median)."]
+        sentences.append(
+            f"{name}: faster with {where}; {rounded(low)} to {rounded(high)} times as fast."
+        )
+    middle = statistics.median(
+        row["most"] / row["least"] for row in rows if row["acceptance"] is not None
+    )
+    return [
+        " ".join(sentences),
+        f"Rounds of one point differ by a factor of {middle:.2f} (median).",
+    ]
 
 
 def figure(rows: Sequence[Row]) -> str:
@@ -141,7 +162,9 @@ def figure(rows: Sequence[Row]) -> str:
     batches = [batch for batch, _ in next(iter(found.values()))]
     panel = {**found, "without drafts": [(batches[0], 1.0), (batches[-1], 1.0)]}
     labels = "sequences at once", "times as fast"
-    return figures.curves({"measured": panel}, *labels, log_x=2, lowest=0, dashed=("without drafts",))
+    return figures.curves(
+        {"measured": panel}, *labels, log_x=2, lowest=0, dashed=("without drafts",)
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -156,5 +179,12 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    head = ("batch", "drafts", "acceptance", "output tokens/s", "times as fast (range)", "tokens of a step with drafts")
+    head = (
+        "batch",
+        "drafts",
+        "acceptance",
+        "output tokens/s",
+        "times as fast (range)",
+        "tokens of a step with drafts",
+    )
     return markdown(head, cells)

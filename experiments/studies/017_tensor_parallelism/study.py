@@ -31,24 +31,36 @@ BASE = 2  # chips that others are compared with: the fewest on which every chip'
 
 # Output tokens/s by (input, output) tokens and chip, on 1, 2, 4 and 8 chips; and the requests of each pair of lengths.
 PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] = {
-    (1000, 1000): {"h200": (2744.32, 5119.72, 8685.44, 12744.51), "h100": (742.14, 4247.19, 7435.65, 11018.81)},
-    (5000, 500): {"h200": (545.96, 997.15, 1698.22, 2655.28), "h100": (204.94, 862.91, 1552.68, 2369.84)},
+    (1000, 1000): {
+        "h200": (2744.32, 5119.72, 8685.44, 12744.51),
+        "h100": (742.14, 4247.19, 7435.65, 11018.81),
+    },
+    (5000, 500): {
+        "h200": (545.96, 997.15, 1698.22, 2655.28),
+        "h100": (204.94, 862.91, 1552.68, 2369.84),
+    },
 }
 REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}
 FEW_REQUESTS = 60  # of --quick
 ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchanges too
 
-LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)  # the book's step
+LONG = Work(
+    tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192
+)  # the book's step
 WHY_MEMORY = (
     "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one H100 has room for "
     "fewer tokens than ours beside the weights"
 )
-WHY_EXCHANGES = "the source counts no time of exchanges; ours has two sums a layer in float32, and their hops"
+WHY_EXCHANGES = (
+    "the source counts no time of exchanges; ours has two sums a layer in float32, and their hops"
+)
 WHY_KEYS = (
     "the source halves the time of 8 chips, as if the cache were split 16 ways; 8 key heads are split 8 ways, and each "
     "is kept twice. It counts no exchanges either"
 )
-WHY_TABLE = "kernels and links reach less than their data sheets, and not by the same factor at every size"
+WHY_TABLE = (
+    "kernels and links reach less than their data sheets, and not by the same factor at every size"
+)
 
 
 class Decode(NamedTuple):
@@ -97,8 +109,14 @@ def grid() -> Grid:
 
 def best(found: Grid, model: str, chip: str, limit_s: float) -> tuple[int, Decode] | None:
     """The number of chips, and the step, with most tokens/s of a chip among steps within the limit."""
-    within = [(n, s) for (m, c, n), steps in found.items() if (m, c) == (model, chip) for s in steps]
-    return max((one for one in within if one[1].latency <= limit_s), key=lambda one: one[1].per_chip, default=None)
+    within = [
+        (n, s) for (m, c, n), steps in found.items() if (m, c) == (model, chip) for s in steps
+    ]
+    return max(
+        (one for one in within if one[1].latency <= limit_s),
+        key=lambda one: one[1].per_chip,
+        default=None,
+    )
 
 
 def crossing(shape: Shape, chip: Chip) -> float:
@@ -108,7 +126,9 @@ def crossing(shape: Shape, chip: Chip) -> float:
     """
     assert chip.network is not None, "of a chip that has one"
     tokens, n = 4096, 4
-    products = 2 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate * tokens / n / chip.rate
+    products = (
+        2 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate * tokens / n / chip.rate
+    )
     summed = Exchange("all-reduce", collectives.SUM_BYTES * shape.hidden * tokens)
     return 1 + (n - 1) * products / collectives.seconds(summed, n, chip.network._replace(hop=0.0))
 
@@ -124,9 +144,17 @@ def book_claims() -> list[Claim]:
     return [
         Claim(BOOK, f"{what}: memory of weights and cache", 112.0, memory, 1.1, "GB"),
         Claim(BOOK, f"{what}: step of 8 chips, without exchanges", 17.0, exactly(alone), 1.1, "ms"),
-        Claim(BOOK, f"{what}: step of 8 chips", 17.0, exactly(whole * 1e3), 1.1, "ms", WHY_EXCHANGES),
         Claim(
-            BOOK, f"{what}: tokens/s of each of 8 chips", 235.0, exactly(32 / whole / 8), 1.1, "tokens/s", WHY_EXCHANGES
+            BOOK, f"{what}: step of 8 chips", 17.0, exactly(whole * 1e3), 1.1, "ms", WHY_EXCHANGES
+        ),
+        Claim(
+            BOOK,
+            f"{what}: tokens/s of each of 8 chips",
+            235.0,
+            exactly(32 / whole / 8),
+            1.1,
+            "tokens/s",
+            WHY_EXCHANGES,
         ),
         Claim(BOOK, f"{what}: step of 16 chips", 8.5, exactly(more * 1e3), 1.1, "ms", WHY_KEYS),
         Claim(
@@ -141,7 +169,9 @@ def book_claims() -> list[Claim]:
     ]
 
 
-def rates(folder: Path, lengths: tuple[int, int], chip: str, count: int, *, exchanges: bool = True) -> list[float]:
+def rates(
+    folder: Path, lengths: tuple[int, int], chip: str, count: int, *, exchanges: bool = True
+) -> list[float]:
     """Output tokens/s of the whole run, by number of chips. Without exchanges, chips share the model without a cost."""
     prompt, output = lengths
     meshes = f"sweep.grid.simulate.mesh=[{', '.join(f'{{tensor: {n}}}' for n in SIZES)}]"
@@ -174,7 +204,11 @@ def table_claims(found: Rates) -> list[Claim]:
                 f"{BASE}"
             )
             why = WHY_MEMORY if chip == "h100" and n < BASE else WHY_TABLE
-            claims.append(Claim(TABLE, what, of_base(published, n), exactly(of_base(ours, n)), WITHIN, "x", why))
+            claims.append(
+                Claim(
+                    TABLE, what, of_base(published, n), exactly(of_base(ours, n)), WITHIN, "x", why
+                )
+            )
     return claims
 
 
@@ -191,16 +225,26 @@ def run(folder: Path, quick: bool) -> Findings:
         )
         for chip in PUBLISHED[ALSO_FREE]
     }
-    panels = {panel(steps, model, chip): lines(steps, model, chip) for model in MODELS for chip in SERVED}
+    panels = {
+        panel(steps, model, chip): lines(steps, model, chip) for model in MODELS for chip in SERVED
+    }
     figure = figures.curves(panels, "ms a token", "tokens/s of a chip", log_x=2, log_y=10)
     claims = [*table_claims(found), *book_claims()]
-    return Findings(claims, answer(steps, free), {"pays.svg": figure}, [decode_table(steps), rate_table(found, free)])
+    return Findings(
+        claims,
+        answer(steps, free),
+        {"pays.svg": figure},
+        [decode_table(steps), rate_table(found, free)],
+    )
 
 
 def lines(steps: Grid, model: str, chip: str) -> dict[str, list[tuple[float, float]]]:
     """Tokens/s of a chip by milliseconds a token, for each number of chips that has room for the model."""
     at = {n: steps[model, chip, n] for n in SIZES if (model, chip, n) in steps}
-    return {counted(n): [(1e3 * step.latency, step.per_chip) for step in found] for n, found in at.items()}
+    return {
+        counted(n): [(1e3 * step.latency, step.per_chip) for step in found]
+        for n, found in at.items()
+    }
 
 
 def panel(steps: Grid, model: str, chip: str) -> str:
@@ -224,7 +268,9 @@ def answer(steps: Grid, free: Rates) -> list[str]:
             f"that fits, of up to {BATCHES[-1]} sequences (eight chips: {eight[-1].batch}, one chip: "
             f"{one[-1].batch}), a chip of eight gives {share} times the tokens/s of one alone."
         )
-    ideal = " and ".join(f"{rounded(of_base(several, 8))} ({chip})" for (_, chip), several in free.items())
+    ideal = " and ".join(
+        f"{rounded(of_base(several, 8))} ({chip})" for (_, chip), several in free.items()
+    )
     return [
         "It pays where the weights leave a chip little memory, or where a token must come sooner than one chip can "
         "give it. Where neither holds, an engine for each chip gives more tokens/s.",
@@ -248,9 +294,21 @@ def decode_table(steps: Grid) -> str:
         for chip in SERVED:
             for limit in LIMITS_MS:
                 one = best(steps, model, chip, limit / 1e3)
-                cells = ("none", "", "", "") if one is None else (str(one[0]), str(one[1].batch), *of_step(one[1]))
+                cells = (
+                    ("none", "", "", "")
+                    if one is None
+                    else (str(one[0]), str(one[1].batch), *of_step(one[1]))
+                )
                 rows.append((model, chip, f"{limit:g}", *cells))
-    head = ("model", "chip", "most ms a token", "best: chips", "batch", "tokens/s of a chip", "exchanges, % of a step")
+    head = (
+        "model",
+        "chip",
+        "most ms a token",
+        "best: chips",
+        "batch",
+        "tokens/s of a chip",
+        "exchanges, % of a step",
+    )
     return markdown(head, rows)
 
 
@@ -271,5 +329,12 @@ def rate_table(found: Rates, free: Rates) -> str:
         for (lengths, chip), ours in found.items()
         for i, n in enumerate(SIZES)
     ]
-    head = ("chip", "tokens in / out", "chips", "TensorRT-LLM, tokens/s", "ours, tokens/s", "without exchanges")
+    head = (
+        "chip",
+        "tokens in / out",
+        "chips",
+        "TensorRT-LLM, tokens/s",
+        "ours, tokens/s",
+        "without exchanges",
+    )
     return markdown(head, rows)

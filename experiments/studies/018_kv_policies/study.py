@@ -16,7 +16,16 @@ import numpy as np
 
 from experiments.analysis import figures
 from experiments.bench.quality import windows_of
-from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, markdown, rounded, span
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    exactly,
+    interval,
+    markdown,
+    rounded,
+    span,
+)
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
 from pagedjax.engine import compilations
@@ -29,18 +38,29 @@ QUESTION = "What do KV policies cost in quality, and what do they save?"
 STREAMING = "StreamingLLM (Xiao et al. 2023), {}"
 QUEST = "Quest (Tang et al. 2024), {}"
 SINKS = 4
-SMALL, PAGE = 4, 16  # tokens of a block: for streaming, so that 4 sinks are a block; and as in Quest's paper
+SMALL, PAGE = (
+    4,
+    16,
+)  # tokens of a block: for streaming, so that 4 sinks are a block; and as in Quest's paper
 NEEDLE = " The pass key is {0}. Remember it. {0} is the pass key. "
-HEAD = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+HEAD = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
+)
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
 TAIL = "\nWhat is the pass key? The pass key is "
 WHY_MODEL = "how much a model relies on its first tokens differs from model to model, and ours is SmolLM2-135M"
-WHY_RECOMPUTED = "here keys keep their positions and the sinks stay far away; the paper numbers the tokens anew"
+WHY_RECOMPUTED = (
+    "here keys keep their positions and the sinks stay far away; the paper numbers the tokens anew"
+)
 WHY_KEYS = (
     "64 tokens are 4 blocks of a model of 135M, where the paper's are 32 blocks of one of 7B; a selection for each "
     "query head, as in the paper, found as few in 128 tokens, and 90 % in 512, where ours found 70 %"
 )
-WHY_TIME = "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
+WHY_TIME = (
+    "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
+)
 
 
 class Size(NamedTuple):
@@ -69,14 +89,30 @@ class Size(NamedTuple):
     read: int
 
 
-FULL = Size(3, 2048, (64, 128, 256, 512), 256, 96, 10, 1024, (64, 512), (4096, 8192, 16384, 32768), 4, 9, 2048)
+FULL = Size(
+    3,
+    2048,
+    (64, 128, 256, 512),
+    256,
+    96,
+    10,
+    1024,
+    (64, 512),
+    (4096, 8192, 16384, 32768),
+    4,
+    9,
+    2048,
+)
 QUICK = Size(1, 384, (64, 128), 128, 4, 2, 256, (64,), (1024, 2048), 1, 2, 256)
 
 
 def streaming(tokens: int, sinks: int = SINKS) -> dict[str, Any]:
     """Engine options: a query sees `tokens` tokens at most, the first ones among them."""
     window = tokens - sinks - SMALL + 1  # the rest of its first block is seen too
-    return {"block_size": SMALL, "kv_policy": {"name": "streaming", "sinks": sinks, "window": window}}
+    return {
+        "block_size": SMALL,
+        "kv_policy": {"name": "streaming", "sinks": sinks, "window": window},
+    }
 
 
 def quest(tokens: int, *, dense_prompts: bool) -> dict[str, Any]:
@@ -86,7 +122,11 @@ def quest(tokens: int, *, dense_prompts: bool) -> dict[str, Any]:
 
 def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> LLM:
     budget = min(512, length)
-    sizes: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": budget}
+    sizes: dict[str, Any] = {
+        "max_model_len": length,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": budget,
+    }
     blocks = sequences * -(-length // options.get("block_size", PAGE))
     common: dict[str, Any] = {
         "token_buckets": (sequences, budget),
@@ -100,10 +140,18 @@ def logprobs(llm: LLM, windows: Sequence[Sequence[int]], last: int) -> np.ndarra
     """[windows, last] of the last tokens of each window."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     found = []
-    for output, window in zip(llm.generate([list(w) for w in windows], params, use_tqdm=False), windows, strict=True):
+    for output, window in zip(
+        llm.generate([list(w) for w in windows], params, use_tqdm=False), windows, strict=True
+    ):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = output.prompt_logprobs[-last:]
-        found.append([row[token].logprob for row, token in zip(rows, window[-last:], strict=True) if row is not None])
+        found.append(
+            [
+                row[token].logprob
+                for row, token in zip(rows, window[-last:], strict=True)
+                if row is not None
+            ]
+        )
     return np.array(found)
 
 
@@ -129,7 +177,10 @@ def texts(model: LoadedModel, size: Size) -> Texts:
 
     some = {tokens: under(streaming(tokens)) for tokens in size.sizes}
     places = np.linspace(0, size.windows * half - 1, size.recomputed).astype(int)
-    pieces = [windows[at // half][half + at % half + 1 - size.fixed : half + at % half + 1] for at in places]
+    pieces = [
+        windows[at // half][half + at % half + 1 - size.fixed : half + at % half + 1]
+        for at in places
+    ]
     anew = logprobs(engine(model, size.fixed + 1, size.windows), pieces, 1)
     return Texts(
         full=logprobs(plain, windows, half),
@@ -157,7 +208,9 @@ def over(above: np.ndarray, below: np.ndarray) -> Interval:
 def pass_key(encode: Any, tokens: int, draw: random.Random) -> tuple[list[int], str]:
     """A prompt of so many tokens with a key at any depth, and the key."""
     key = str(draw.randint(10000, 99999))
-    head, needle, tail, filler = ([*encode(text)] for text in (HEAD, NEEDLE.format(key), TAIL, FILLER))
+    head, needle, tail, filler = (
+        [*encode(text)] for text in (HEAD, NEEDLE.format(key), TAIL, FILLER)
+    )
     room = tokens - len(head) - len(needle) - len(tail)
     body = (filler * (room // len(filler) + 1))[:room]
     depth = draw.randint(0, room)
@@ -171,7 +224,11 @@ def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> fl
     llm = engine(model, size.hidden + 16, min(size.keys, 5), **options)
     params = SamplingParams(temperature=0, max_tokens=8)
     outputs = llm.generate([prompt for prompt, _ in drawn], params, use_tqdm=False)
-    return 100 * sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True)) / size.keys
+    return (
+        100
+        * sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True))
+        / size.keys
+    )
 
 
 def keys(model: LoadedModel, size: Size) -> dict[str, float]:
@@ -188,7 +245,13 @@ def keys(model: LoadedModel, size: Size) -> dict[str, float]:
 
 def bytes_read(context: int, tokens: int) -> float:
     """Bytes of keys and values that full attention reads, over those that a selection reads, its bounds included."""
-    sizes: dict[str, Any] = {"layers": 1, "block_size": PAGE, "kv_heads": 1, "head_dim": 64, "dtype": "bfloat16"}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "block_size": PAGE,
+        "kv_heads": 1,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+    }
     block = cache.kv_bytes(**sizes)
     bounds = cache.block_bytes(**sizes, dense_layers=0) - cache.block_bytes(**sizes)
     return context * block / (context * bounds + tokens * block)
@@ -210,7 +273,9 @@ def run(folder: Path, quick: bool) -> Findings:
     )
 
 
-def claims(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size) -> list[Claim]:
+def claims(
+    read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size
+) -> list[Claim]:
     kept, tokens, longest = read.streaming[size.fixed], size.budgets[0], size.contexts[-1]
     alike = math.exp(float(read.recomputed.mean() - read.of_recomputed.mean()))
     seen = f"{size.fixed} of {size.length} tokens"
@@ -281,7 +346,9 @@ def claims(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times],
     ]
 
 
-def answers(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size) -> list[str]:
+def answers(
+    read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size
+) -> list[str]:
     full, fixed, longest = perplexity(read.full), size.fixed, size.contexts[-1]
 
     def more(found: np.ndarray) -> str:
@@ -305,11 +372,19 @@ def answers(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times]
 def perplexities(read: Texts, size: Size) -> str:
     def cells(name: str, tokens: Any, found: np.ndarray) -> tuple[Any, ...]:
         ratio = over(found, read.full)
-        return name, tokens, f"{perplexity(found):.2f}", f"{ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+        return (
+            name,
+            tokens,
+            f"{perplexity(found):.2f}",
+            f"{ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+        )
 
     rows = [cells("full", size.length, read.full)]
     rows += [cells("quest", tokens, found) for tokens, found in read.quest.items()]
-    rows += [cells(f"streaming, {SINKS} sinks", tokens, found) for tokens, found in read.streaming.items()]
+    rows += [
+        cells(f"streaming, {SINKS} sinks", tokens, found)
+        for tokens, found in read.streaming.items()
+    ]
     rows += [cells(f"streaming, {2 * SINKS} sinks", size.fixed, read.more_sinks)]
     rows += [cells("window alone", size.fixed, read.window)]
     return markdown(("policy", "tokens read at most", "perplexity", "over that of full"), rows)
@@ -320,8 +395,13 @@ def key_table(hidden: Mapping[str, float], size: Size) -> str:
 
 
 def time_table(times: Mapping[int, Times], size: Size) -> str:
-    rows = [(f"{n:,}", 1e3 * one.full, 1e3 * one.selected, f"{one.middle:.2f}") for n, one in times.items()]
-    return markdown(("context", "full, ms a layer", f"{size.read:,} selected tokens, ms", "times as long"), rows)
+    rows = [
+        (f"{n:,}", 1e3 * one.full, 1e3 * one.selected, f"{one.middle:.2f}")
+        for n, one in times.items()
+    ]
+    return markdown(
+        ("context", "full, ms a layer", f"{size.read:,} selected tokens, ms", "times as long"), rows
+    )
 
 
 def figure(read: Texts, size: Size) -> str:
@@ -330,4 +410,6 @@ def figure(read: Texts, size: Size) -> str:
         "streaming": [(tokens, perplexity(found)) for tokens, found in read.streaming.items()],
         "full": [(tokens, perplexity(read.full)) for tokens in (size.sizes[0], size.sizes[-1])],
     }
-    return figures.curves({"": lines}, "tokens that a query reads at most", "perplexity", log_x=2, dashed=("full",))
+    return figures.curves(
+        {"": lines}, "tokens that a query reads at most", "perplexity", log_x=2, dashed=("full",)
+    )

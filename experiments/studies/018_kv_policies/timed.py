@@ -39,7 +39,10 @@ class Times(NamedTuple):
 
 def times(model: Model, size: Any) -> dict[int, Times]:
     """By context; the two kinds take turns."""
-    return {context: _measured(model, context, size.batch, size.read, size.rounds) for context in size.contexts}
+    return {
+        context: _measured(model, context, size.batch, size.read, size.rounds)
+        for context in size.contexts
+    }
 
 
 def batch_of(batch: int, context: int, tokens: int) -> Batch:
@@ -73,12 +76,20 @@ def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -
     def selected(q: jax.Array, keys: BoundedKeys, v: jax.Array, rows: Batch) -> jax.Array:
         return attend_selected(attend, q, keys, v, rows, scale=c.attn_scale)
 
-    return {"full": partial(full, q, keys, v, rows), "selected": partial(selected, q, keys, v, rows)}
+    return {
+        "full": partial(full, q, keys, v, rows),
+        "selected": partial(selected, q, keys, v, rows),
+    }
 
 
 def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) -> Times:
     c = model.config
-    sizes: dict[str, Any] = {"head_dim": c.head_dim, "block_size": PAGE, "kv_heads": c.kv_heads, "heads": c.heads}
+    sizes: dict[str, Any] = {
+        "head_dim": c.head_dim,
+        "block_size": PAGE,
+        "kv_heads": c.kv_heads,
+        "heads": c.heads,
+    }
     impl = attention.choose(None, jax.devices()[0], dtype="float32", query_dtype="float32", **sizes)
     both = contenders(model, impl, batch, context, tokens)
     seconds: dict[str, list[float]] = {name: [] for name in both}
@@ -89,4 +100,6 @@ def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) 
             if i:
                 seconds[name].append(time.perf_counter() - began)
     ratios = [a / b for a, b in zip(seconds["full"], seconds["selected"], strict=True)]
-    return Times(impl, statistics.median(seconds["full"]), statistics.median(seconds["selected"]), ratios)
+    return Times(
+        impl, statistics.median(seconds["full"]), statistics.median(seconds["selected"]), ratios
+    )

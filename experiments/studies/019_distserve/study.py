@@ -25,11 +25,19 @@ from experiments.analysis import figures
 from experiments.simulation.cost import Work
 from experiments.simulation.profiles import PROFILES
 from experiments.studies import lengths
-from experiments.studies.findings import Claim, Findings, Interval, Summary, dig, interval, markdown, rounded, simulated
-
-QUESTION = (
-    "What load do engines for prompts and others for decodes serve within targets for both, and with what throughput?"
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    Summary,
+    dig,
+    interval,
+    markdown,
+    rounded,
+    simulated,
 )
+
+QUESTION = "What load do engines for prompts and others for decodes serve within targets for both, and with what throughput?"
 EXAMPLE = "DistServe, simdistserve/README.md"
 NOTEBOOK = "DistServe, plot.ipynb"
 VLLM = "vLLM documentation, disaggregated prefilling"
@@ -40,19 +48,42 @@ PLACEMENTS = (
     (1, 2),
     (2, 2),
 )  # GPUs of an engine for prompts and of one for decodes; the first is theirs
-HIGHEST, WITHIN = 5.0, 0.05  # requests/s of a GPU: the example's upper end, and how close two probes come
-EXAMPLES_WITHIN = 0.25  # of the example, which gives the last rate that met the targets: the lower end
+HIGHEST, WITHIN = (
+    5.0,
+    0.05,
+)  # requests/s of a GPU: the example's upper end, and how close two probes come
+EXAMPLES_WITHIN = (
+    0.25  # of the example, which gives the last rate that met the targets: the lower end
+)
 FACTORS = {"vLLM": 4.6, "DeepSpeed-MII": 7.36}  # printed: DistServe's rate at 90 % over theirs
-VLLM_SHARES = {0.25: 90, 0.5: 90, 1.0: 85, 1.5: 81, 2.0: 71, 2.25: 70, 2.5: 68, 3.0: 55}  # printed: % by requests/s
+VLLM_SHARES = {
+    0.25: 90,
+    0.5: 90,
+    1.0: 85,
+    1.5: 81,
+    2.0: 71,
+    2.25: 70,
+    2.5: 68,
+    3.0: 55,
+}  # printed: % by requests/s
 MEASURED = FACTORS["vLLM"] * 0.5  # requests/s of a GPU
 SHARES = (0.9, 0.8)
 SPLITS = ((1, 3), (2, 2), (3, 1))  # of four engines of one GPU
 WHY_DATA = "the data set is not used, and exponential lengths are an estimate of it"
-WHY_REAL = "the published one was measured, here each step has the simulator's overhead of 2 or 3 ms; " + WHY_DATA
+WHY_REAL = (
+    "the published one was measured, here each step has the simulator's overhead of 2 or 3 ms; "
+    + WHY_DATA
+)
 WHY_SHARE = "not known: the published one was measured; " + WHY_DATA
 WHY_NOISE = "so few seeds do not decide: the published number is within our interval"
-WHY_SPEED = "the engines for prompts and for decodes each have one kind of step, and fewer of them wait"
-NAMES = {"pools": "2 + 1 GPUs", "vLLM": "1 GPU with vLLM, prompts first", "chunked": "1 GPU with chunked prefill"}
+WHY_SPEED = (
+    "the engines for prompts and for decodes each have one kind of step, and fewer of them wait"
+)
+NAMES = {
+    "pools": "2 + 1 GPUs",
+    "vLLM": "1 GPU with vLLM, prompts first",
+    "chunked": "1 GPU with chunked prefill",
+}
 
 Met = Callable[[Summary], bool]
 
@@ -98,7 +129,10 @@ def profile(engine: str, gpus: int) -> str:
 
 def placed(prefill: int, decode: int) -> tuple[str, ...]:
     """One engine for prompts and one for decodes, by their GPUs."""
-    pools = (f"{{simulate: {profile('distserve', n)}, cache_tokens: {CACHE[n]}}}" for n in (prefill, decode))
+    pools = (
+        f"{{simulate: {profile('distserve', n)}, cache_tokens: {CACHE[n]}}}"
+        for n in (prefill, decode)
+    )
     return ("pools={prefill: %s, decode: %s}" % tuple(pools),)  # noqa: UP031 - braces of YAML
 
 
@@ -109,11 +143,19 @@ def alone(engine: str, gpus: int) -> tuple[str, ...]:
 
 CHUNKED = (  # one engine that does both, with chunks of prompts beside decodes
     *alone("distserve", 1),
-    *("engine.mixed_steps=true", "engine.chunked_prefill=true", "engine.max_num_batched_tokens=512"),
+    *(
+        "engine.mixed_steps=true",
+        "engine.chunked_prefill=true",
+        "engine.max_num_batched_tokens=512",
+    ),
 )
 
 
-ENGINES = {"pools": (3, placed(2, 1)), "vLLM": (1, alone("vllm", 1)), "chunked": (1, CHUNKED)}  # GPUs, overrides
+ENGINES = {
+    "pools": (3, placed(2, 1)),
+    "vLLM": (1, alone("vllm", 1)),
+    "chunked": (1, CHUNKED),
+}  # GPUs, overrides
 
 
 class Found(NamedTuple):
@@ -128,7 +170,13 @@ class Found(NamedTuple):
 
 
 def highest(
-    folder: Path, gpus: int, met: Met, seeds: int, count: int, *overrides: str, within: float = WITHIN
+    folder: Path,
+    gpus: int,
+    met: Met,
+    seeds: int,
+    count: int,
+    *overrides: str,
+    within: float = WITHIN,
 ) -> Found:
     """The highest rate of a GPU that met a criterion, by halves from 0 to HIGHEST, as the example searches it.
 
@@ -140,7 +188,11 @@ def highest(
         low, high = 0.0, HIGHEST
         while high - low > within:
             rate = (low + high) / 2
-            options = (f"workload.arrivals.rate={rate * gpus}", f"workload.count={count}", f"seed={seed}")
+            options = (
+                f"workload.arrivals.rate={rate * gpus}",
+                f"workload.count={count}",
+                f"seed={seed}",
+            )
             ((_, (summary,)),) = simulated(folder / "config.yaml", *options, *overrides)
             low, high = (rate, high) if met(summary) else (low, rate)
         rates.append(low)
@@ -164,13 +216,21 @@ def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> T
     one = f"simulate: {profile('distserve', 1)}, cache_tokens: {CACHE[1]}"
 
     def of(*overrides: str) -> list[float]:
-        options = ("workload.arrivals={process: at_once}", f"workload.count={count}", "reseed=true", *kind)
+        options = (
+            "workload.arrivals={process: at_once}",
+            f"workload.count={count}",
+            "reseed=true",
+            *kind,
+        )
         ((_, runs),) = simulated(folder / "config.yaml", *options, *overrides, repeats=seeds)
         return [dig(run, "total_tokens_per_s") for run in runs]
 
     four = "replicas={count: 4, router: least_loaded}"
     return Throughput(
-        {(a, b): of(f"pools={{prefill: {{count: {a}, {one}}}, decode: {{count: {b}, {one}}}}}") for a, b in SPLITS},
+        {
+            (a, b): of(f"pools={{prefill: {{count: {a}, {one}}}, decode: {{count: {b}, {one}}}}}")
+            for a, b in SPLITS
+        },
         of(*CHUNKED, four),
         of(*alone("distserve", 1), four),
     )
@@ -190,10 +250,21 @@ def run(folder: Path, quick: bool) -> Findings:
     count = 60 if quick else 300  # the example's
     talks, first = kinds()["conversations"], kinds()["first turns"]
     served = {
-        place: highest(folder, sum(place), each_in_time, n, count, *placed(*place), *talks, within=EXAMPLES_WITHIN)
+        place: highest(
+            folder,
+            sum(place),
+            each_in_time,
+            n,
+            count,
+            *placed(*place),
+            *talks,
+            within=EXAMPLES_WITHIN,
+        )
         for place, n in zip(PLACEMENTS, (seeds, few, few, few), strict=True)
     }
-    turns = highest(folder, 3, each_in_time, one, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN)
+    turns = highest(
+        folder, 3, each_in_time, one, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN
+    )
     both = {
         (share, name): highest(folder, gpus, both_in_time(share), few, count, *SLO, *place, *talks)
         for share in SHARES
@@ -201,10 +272,15 @@ def run(folder: Path, quick: bool) -> Findings:
         if share < 0.9 or name != "vLLM"
     }
     attained = {name: shares(folder, few, 30 if quick else 100, name, talks) for name in ENGINES}
-    speeds = {kind: throughput(folder, few, 150 if quick else 500, of) for kind, of in kinds().items()}
+    speeds = {
+        kind: throughput(folder, few, 150 if quick else 500, of) for kind, of in kinds().items()
+    }
     claims = [*example_claims(served), *notebook_claims(both, attained), *throughput_claims(speeds)]
     panels = {"conversations": attained | {"vLLM, measured": list(VLLM_SHARES.items())}}
-    lines = {title: {NAMES.get(name, name): points(of) for name, of in by.items()} for title, by in panels.items()}
+    lines = {
+        title: {NAMES.get(name, name): points(of) for name, of in by.items()}
+        for title, by in panels.items()
+    }
     figure = figures.curves(lines, "requests/s of a GPU", "% within both targets", lowest=0)
     tables = [rate_table(served, turns, both), speed_table(speeds)]
     return Findings(claims, answer(served, turns, both, speeds), {"attainment.svg": figure}, tables)
@@ -250,7 +326,11 @@ def notebook_claims(both: Both, attained: Mapping[str, Attained]) -> list[Claim]
         ),
         *(
             Claim(
-                *(NOTEBOOK, f"{what}: requests within both, vLLM at {rate:g} requests/s", VLLM_SHARES[rate]),
+                *(
+                    NOTEBOOK,
+                    f"{what}: requests within both, vLLM at {rate:g} requests/s",
+                    VLLM_SHARES[rate],
+                ),
                 *(by_rate[rate], 1.1, "%", reason(WHY_SHARE, by_rate[rate], VLLM_SHARES[rate])),
             )
             for rate in rates
@@ -261,25 +341,48 @@ def notebook_claims(both: Both, attained: Mapping[str, Attained]) -> list[Claim]
 def throughput_claims(speeds: Mapping[str, Throughput]) -> list[Claim]:
     what = "tokens/s of the best pools of 4 GPUs over 4 engines"
     return [
-        Claim(VLLM, f"OPT-13B, {kind}, saturated: {what} {how}", (0.0, 1.0), over(found, below), 1.05, "x", WHY_SPEED)
+        Claim(
+            VLLM,
+            f"OPT-13B, {kind}, saturated: {what} {how}",
+            (0.0, 1.0),
+            over(found, below),
+            1.05,
+            "x",
+            WHY_SPEED,
+        )
         for kind, found in speeds.items()
-        for how, below in (("with chunked prefill", found.chunked), ("with whole prompts first", found.whole))
+        for how, below in (
+            ("with chunked prefill", found.chunked),
+            ("with whole prompts first", found.whole),
+        )
     ]
 
 
-def shares(folder: Path, seeds: int, each: int, name: str, kind: tuple[str, ...]) -> list[tuple[float, Interval]]:
+def shares(
+    folder: Path, seeds: int, each: int, name: str, kind: tuple[str, ...]
+) -> list[tuple[float, Interval]]:
     """% of requests within 250 and 100 ms by rate, of `each` requests a GPU, as measured."""
     (gpus, place), found = ENGINES[name], []
     for rate in VLLM_SHARES:
-        options = (f"workload.arrivals.rate={rate * gpus}", f"workload.count={each * gpus}", "reseed=true")
-        ((_, runs),) = simulated(folder / "config.yaml", *options, *SLO, *place, *kind, repeats=seeds)
+        options = (
+            f"workload.arrivals.rate={rate * gpus}",
+            f"workload.count={each * gpus}",
+            "reseed=true",
+        )
+        ((_, runs),) = simulated(
+            folder / "config.yaml", *options, *SLO, *place, *kind, repeats=seeds
+        )
         one = interval([100 * dig(run, "goodput.share") for run in runs])
-        found.append((rate, one._replace(high=min(one.high, 100.0))))  # Student's t knows no largest share
+        found.append(
+            (rate, one._replace(high=min(one.high, 100.0)))
+        )  # Student's t knows no largest share
     return found
 
 
 def said(found: Found) -> str:
-    return f"at least {rounded(found.interval.low)}" if found.bound else rounded(found.interval.middle)
+    return (
+        f"at least {rounded(found.interval.low)}" if found.bound else rounded(found.interval.middle)
+    )
 
 
 def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throughput]) -> list[str]:
@@ -289,10 +392,16 @@ def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throug
         f"{rounded(over(one, one.whole).middle)} times those of engines that compute whole prompts first"
         for kind, one in speeds.items()
     ]
-    slower = all(over(one, below).middle < 1 for one in speeds.values() for below in (one.chunked, one.whole))
+    slower = all(
+        over(one, below).middle < 1 for one in speeds.values() for below in (one.chunked, one.whole)
+    )
     gpu = "; ".join(
         f"{100 * share:.0f} % within, "
-        + ", ".join(f"{name} {said(both[share, key])}" for key, name in NAMES.items() if (share, key) in both)
+        + ", ".join(
+            f"{name} {said(both[share, key])}"
+            for key, name in NAMES.items()
+            if (share, key) in both
+        )
         for share in SHARES
     )
     return [
@@ -321,7 +430,9 @@ def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throug
 
 def rate_table(served: Served, turns: Found, both: Both) -> str:
     each = "each P90 within 200 and 100 ms"
-    rows = [(each, f"{a} + {b} GPUs", "conversations", said(found)) for (a, b), found in served.items()]
+    rows = [
+        (each, f"{a} + {b} GPUs", "conversations", said(found)) for (a, b), found in served.items()
+    ]
     rows.append((each, "2 + 1 GPUs", "first turns", said(turns)))
     rows += [
         (f"{100 * share:.0f} % within 250 and 100 ms", NAMES[name], "conversations", said(found))
@@ -334,6 +445,9 @@ def speed_table(speeds: Mapping[str, Throughput]) -> str:
     rows = []
     for kind, found in speeds.items():
         every = {f"pools, {a} + {b}": speed for (a, b), speed in found.pools.items()}
-        every |= {"4 that do both, chunked prefill": found.chunked, "4 that do both, whole prompts": found.whole}
+        every |= {
+            "4 that do both, chunked prefill": found.chunked,
+            "4 that do both, whole prompts": found.whole,
+        }
         rows += [(kind, name, rounded(interval(speed).middle)) for name, speed in every.items()]
     return markdown(("lengths", "engines of one GPU", "tokens/s, saturated"), rows)

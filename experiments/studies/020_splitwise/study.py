@@ -32,18 +32,31 @@ from experiments.core.drive import Measured
 from experiments.core.workloads import AZURE
 from experiments.studies import splitwise_machines as machines
 from experiments.studies import splitwise_requests as requests
-from experiments.studies.findings import Claim, Findings, Interval, NoTraces, interval, markdown, rounded, simulated
-
-QUESTION = (
-    "What load do machines for prompts and others for tokens serve at the cost or power of machines that do both?"
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    NoTraces,
+    interval,
+    markdown,
+    rounded,
+    simulated,
 )
+
+QUESTION = "What load do machines for prompts and others for tokens serve at the cost or power of machines that do both?"
 TRACES = {"conversations": "conv", "code": "code"}
 FETCH = AZURE
 POWER, COST, STRESS = (f"Splitwise, section VI-{part}" for part in "BCE")
 TIMES = {"splitwise-sim": "decodes as its simulator takes them", "splitwise": "decodes as measured"}
-HIGHEST, WITHIN = 40.0, 0.625  # requests/s of a fifth of a cluster: where the search ends, and how close it comes
+HIGHEST, WITHIN = (
+    40.0,
+    0.625,
+)  # requests/s of a fifth of a cluster: where the search ends, and how close it comes
 SEEDS, SECONDS = 3, 40.0  # of arrivals at each rate
-STRESSED, STRESSED_SECONDS = 180.0, 600.0  # requests/s of a whole cluster, and how long: notebooks/plots.ipynb
+STRESSED, STRESSED_SECONDS = (
+    180.0,
+    600.0,
+)  # requests/s of a whole cluster, and how long: notebooks/plots.ipynb
 WHY_FIXED = (
     "not known; here pools are fixed (Splitwise's mixed pool moves machines between them), and clusters have a fifth "
     "of the machines"
@@ -53,7 +66,10 @@ WHY_DECODES = (
     "pools are fixed here"
 )
 WHY_STRESS = "not known; the published simulator stops decodes for prompts and reserves memory for whole answers"
-WHYS = {"splitwise-sim": (WHY_FIXED, WHY_STRESS), "splitwise": (WHY_DECODES, WHY_DECODES)}  # within targets, stressed
+WHYS = {
+    "splitwise-sim": (WHY_FIXED, WHY_STRESS),
+    "splitwise": (WHY_DECODES, WHY_DECODES),
+}  # within targets, stressed
 
 
 def systems(kind: str) -> dict[str, tuple[str, Sequence[machines.Design], int]]:
@@ -78,7 +94,9 @@ class Found(NamedTuple):
     failed: tuple[str, ...]
 
 
-Missed = Callable[[machines.Design, float], tuple[str, ...]]  # the targets that a design misses at a rate
+Missed = Callable[
+    [machines.Design, float], tuple[str, ...]
+]  # the targets that a design misses at a rate
 
 
 def highest(missed: Missed, design: machines.Design, within: float, served: float = 0.0) -> Found:
@@ -126,8 +144,17 @@ class Run(NamedTuple):
     def measured(self, design: machines.Design, times: str, file: Path, rate: float) -> Measured:
         runs: list[Measured] = []
         limit = max(1, round(rate * self.seconds))
-        options = (f"workload.file={file}", f"workload.time_scale={1 / rate}", f"workload.limit={limit}")
-        simulated(self.config, *options, *design.overrides(times), also=lambda point, one: runs.append(one))
+        options = (
+            f"workload.file={file}",
+            f"workload.time_scale={1 / rate}",
+            f"workload.limit={limit}",
+        )
+        simulated(
+            self.config,
+            *options,
+            *design.overrides(times),
+            also=lambda point, one: runs.append(one),
+        )
         return runs[0]
 
     def searched(self, kind: str, times: str, trace: Path, seeds: int) -> Best:
@@ -137,8 +164,12 @@ class Run(NamedTuple):
             for seed in range(seeds):
                 file = self.requests(trace, HIGHEST, seed)
 
-                def missed(design: machines.Design, rate: float, file: Path = file) -> tuple[str, ...]:
-                    return requests.missed(requests.slowdowns(self.measured(design, times, file, rate).requests))
+                def missed(
+                    design: machines.Design, rate: float, file: Path = file
+                ) -> tuple[str, ...]:
+                    return requests.missed(
+                        requests.slowdowns(self.measured(design, times, file, rate).requests)
+                    )
 
                 one = best(missed, designs, self.within, first)
                 first = designs.index(one.design)
@@ -153,7 +184,9 @@ class Run(NamedTuple):
         count = {"a100": machines.A100S, "h100": machines.H100S}[kind] * machines.SCALE
         rate, design, found = STRESSED / count, machines.Design("", (kind, 1)), []
         for seed in range(seeds):
-            records = self.measured(design, times, self.requests(trace, rate, 100 + seed), rate).requests
+            records = self.measured(
+                design, times, self.requests(trace, rate, 100 + seed), rate
+            ).requests
             ends = [one.arrival + (one.e2e or 0.0) for one in records]
             within = sum(self.seconds / 10 <= end < self.seconds * 9 / 10 for end in ends)
             found.append(within / (self.seconds * 8 / 10) / design.price)
@@ -171,7 +204,11 @@ def claims_of(times: str, found: Best, stress: Mapping[str, Sequence[float]]) ->
     within = "requests/s within the targets"
     return [
         Claim(
-            *(POWER, f"{of}{within}, Splitwise-AA over Baseline-A100 at equal power and cost", 2.15),
+            *(
+                POWER,
+                f"{of}{within}, Splitwise-AA over Baseline-A100 at equal power and cost",
+                2.15,
+            ),
             *(over(found["aa"], found["baseline a100"]), 1.1, "x", why),
         ),
         Claim(
@@ -184,7 +221,11 @@ def claims_of(times: str, found: Best, stress: Mapping[str, Sequence[float]]) ->
         ),
         *(
             Claim(
-                *(STRESS, f"{of}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}", published),
+                *(
+                    STRESS,
+                    f"{of}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}",
+                    published,
+                ),
                 *(interval(stress[kind]), 1.1, "RPS/$", why_stress),
             )
             for kind, published in (("a100", 0.89), ("h100", 0.75))
@@ -208,15 +249,26 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         short = Run(folder / "config.yaml", Path(name), seconds, 8 * WITHIN if quick else WITHIN)
         long = short._replace(seconds=20.0 if quick else STRESSED_SECONDS)
         found = {
-            (kind, times): short.searched(kind, times, file, seeds if kind == "conversations" else 1)
+            (kind, times): short.searched(
+                kind, times, file, seeds if kind == "conversations" else 1
+            )
             for kind, file in files.items()
             for times in TIMES
         }
         stress = {
-            times: {one: long.stressed(one, times, talks, min(seeds, 2)) for one in ("a100", "h100")} for times in TIMES
+            times: {
+                one: long.stressed(one, times, talks, min(seeds, 2)) for one in ("a100", "h100")
+            }
+            for times in TIMES
         }
-    claims = [claim for times in TIMES for claim in claims_of(times, found["conversations", times], stress[times])]
-    return Findings(claims, answer(found, stress, claims), {"rates.svg": figure(found)}, [table(found)])
+    claims = [
+        claim
+        for times in TIMES
+        for claim in claims_of(times, found["conversations", times], stress[times])
+    ]
+    return Findings(
+        claims, answer(found, stress, claims), {"rates.svg": figure(found)}, [table(found)]
+    )
 
 
 All = Mapping[tuple[str, str], Best]
@@ -243,7 +295,16 @@ def figure(found: All) -> str:
 
 
 def table(found: All) -> str:
-    head = ("trace", "times", "budget", "machines, a fifth", "$/h of a GPU", "power", "requests/s", "missed beyond")
+    head = (
+        "trace",
+        "times",
+        "budget",
+        "machines, a fifth",
+        "$/h of a GPU",
+        "power",
+        "requests/s",
+        "missed beyond",
+    )
     rows = []
     for (kind, times), systems_found in found.items():
         for name, rates in systems_found.items():
@@ -251,14 +312,23 @@ def table(found: All) -> str:
             failed = Counter(what for one in rates for what in one.failed)
             rows.append(
                 (
-                    *(kind, TIMES[times], systems(kind)[name][0], design.name, design.price, design.power),
+                    *(
+                        kind,
+                        TIMES[times],
+                        systems(kind)[name][0],
+                        design.name,
+                        design.price,
+                        design.power,
+                    ),
                     *(middle(rates), ", ".join(what for what, _ in failed.most_common(2))),
                 )
             )
     return markdown(head, rows)
 
 
-def answer(found: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]) -> list[str]:
+def answer(
+    found: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
+) -> list[str]:
     theirs, measured = (found["conversations", times] for times in TIMES)
 
     def factors(one: Best) -> tuple[str, str, str]:
@@ -274,10 +344,12 @@ def answer(found: All, stress: Mapping[str, Mapping[str, Sequence[float]]], clai
     agreeing = f"{counts[0]} of {each} published numbers agree with these decodes, and {counts[1]} with measured ones."
     ha = usual(theirs["ha"])
     costs = {
-        name: ha.price / one.price - 1 for name, one in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
+        name: ha.price / one.price - 1
+        for name, one in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
     }
     same = {
-        times: rounded(interval(one["a100"]).middle / interval(one["h100"]).middle) for times, one in stress.items()
+        times: rounded(interval(one["a100"]).middle / interval(one["h100"]).middle)
+        for times, one in stress.items()
     }
     return [
         f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the load of Baseline-A100 at "

@@ -20,7 +20,11 @@ QUESTION = "When does it pay to send a request to the replica that has its prefi
 SOURCE = "Golubev 2026 (blog), llm-d, 8 x A10G, Qwen2.5-7B, 512 clients"
 SETTING = "150 prefixes of 2,048 tokens"
 REPLICAS, CACHE, PREFIX = 8, 110_592, 2048  # of config.yaml; CACHE in tokens of a replica
-CACHES = (90_112, CACHE, 131_072)  # about 85, 90 and 95 % of the memory less the weights; the source does not give it
+CACHES = (
+    90_112,
+    CACHE,
+    131_072,
+)  # about 85, 90 and 95 % of the memory less the weights; the source does not give it
 PLAIN, LOADED, AWARE = ROUTERS = ("round_robin", "least_loaded", "prefix")
 PREFIXES = (8, 32, 64, 150, 300, 432, 864)
 CLIENTS = (8, 64)  # the other runs have 512
@@ -110,15 +114,33 @@ def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
         return [factor * getattr(runs[router], name) for runs in by_cache]
 
     return [
-        one("tokens/s of prefix routing over round robin", MEASURED, [*map(gain, by_cache)], "x", WHY_SHARE),
-        one("mean first token, round robin over prefix", 19.029 / 0.863, [*map(sooner, by_cache)], "x", WHY_QUEUE),
+        one(
+            "tokens/s of prefix routing over round robin",
+            MEASURED,
+            [*map(gain, by_cache)],
+            "x",
+            WHY_SHARE,
+        ),
+        one(
+            "mean first token, round robin over prefix",
+            19.029 / 0.863,
+            [*map(sooner, by_cache)],
+            "x",
+            WHY_QUEUE,
+        ),
         one("output tokens/s, round robin", 2742.0, each(PLAIN, "rate"), "tokens/s", WHY_SHARE),
         one("output tokens/s, prefix", 6423.0, each(AWARE, "rate"), "tokens/s", WHY_SHARE),
         one("mean first token, round robin", 19.029, each(PLAIN, "first"), "s", WHY_QUEUE),
         one("mean first token, prefix", 0.863, each(AWARE, "first"), "s", WHY_FIRST),
         one("mean time of a token, round robin", 109.2, each(PLAIN, "each", 1e3), "ms", WHY_SHARE),
         one("mean time of a token, prefix", 75.3, each(AWARE, "each", 1e3), "ms", WHY_SHARE),
-        one("tokens found in the cache, round robin", 11.0, each(PLAIN, "found", 100), "%", WHY_FOUND),
+        one(
+            "tokens found in the cache, round robin",
+            11.0,
+            each(PLAIN, "found", 100),
+            "%",
+            WHY_FOUND,
+        ),
         one("tokens found in the cache, prefix", 93.0, each(AWARE, "found", 100), "%", WHY_FOUND),
         one("blocks in use, round robin", (98.0, 99.0), each(PLAIN, "used", 100), "%", WHY_FOUND),
         one("blocks in use, prefix", (64.0, 71.0), each(AWARE, "used", 100), "%", WHY_SHARE),
@@ -128,14 +150,19 @@ def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
 
 def run(folder: Path, quick: bool) -> Findings:
     caches, prefixes, clients = ((CACHE,), (8, AT), (64,)) if quick else (CACHES, PREFIXES, CLIENTS)
-    two = (f"workload.count={600 if quick else 9000}", f"sweep.grid.replicas.router=[{PLAIN}, {AWARE}]")
+    two = (
+        f"workload.count={600 if quick else 9000}",
+        f"sweep.grid.replicas.router=[{PLAIN}, {AWARE}]",
+    )
     by_cache = [runs(folder, *two, f"cache_tokens={cache}") for cache in caches]
 
     def least(count: int) -> str:
         return f"workload.count={600 if quick else max(LEAST, TURNS * count)}"
 
     sweep = {count: runs(folder, least(count), f"workload.prefixes={count}") for count in prefixes}
-    load = {count: runs(folder, least(AT), f"workload.arrivals.clients={count}") for count in clients}
+    load = {
+        count: runs(folder, least(AT), f"workload.arrivals.clients={count}") for count in clients
+    }
     load[MANY] = sweep[AT]
     panels = {"throughput": lines(sweep, gain), "first token": lines(sweep, sooner)}
     figure = figures.curves(
@@ -149,12 +176,19 @@ def run(folder: Path, quick: bool) -> Findings:
     return Findings(claimed(by_cache), answer(by_cache, sweep, load), {"pays.svg": figure}, tables)
 
 
-def lines(sweep: Mapping[int, Runs], value: Callable[[Runs, str], float]) -> dict[str, list[tuple[float, float]]]:
+def lines(
+    sweep: Mapping[int, Runs], value: Callable[[Runs, str], float]
+) -> dict[str, list[tuple[float, float]]]:
     """A curve for each router but round robin."""
-    return {router: [(held(n), value(one, router)) for n, one in sweep.items()] for router in (LOADED, AWARE)}
+    return {
+        router: [(held(n), value(one, router)) for n, one in sweep.items()]
+        for router in (LOADED, AWARE)
+    }
 
 
-def answer(by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[int, Runs]) -> list[str]:
+def answer(
+    by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[int, Runs]
+) -> list[str]:
     gains = {count: gain(one) for count, one in sweep.items()}
     best, few, many = max(gains, key=lambda count: gains[count]), min(gains), max(gains)
     source, quiet = span([*map(gain, by_cache)]).middle, min(load)
@@ -187,10 +221,22 @@ def sweep_table(sweep: Mapping[int, Runs]) -> str:
     rows = []
     for count, one in sweep.items():
         for router in ROUTERS:
-            cells = (one[router].rate, gain(one, router), one[router].first, 100 * one[router].found)
+            cells = (
+                one[router].rate,
+                gain(one, router),
+                one[router].first,
+                100 * one[router].found,
+            )
             rows.append((count, f"{held(count):.2f}", router, *cells, one[router].uneven))
     head = (
-        *("prefixes", "in caches of one replica", "router", "tokens/s", "over round robin", "first token, s"),
+        *(
+            "prefixes",
+            "in caches of one replica",
+            "router",
+            "tokens/s",
+            "over round robin",
+            "first token, s",
+        ),
         *("found, %", "busiest replica / mean"),
     )
     return markdown(head, rows)
@@ -198,7 +244,14 @@ def sweep_table(sweep: Mapping[int, Runs]) -> str:
 
 def load_table(load: Mapping[int, Runs]) -> str:
     rows = [
-        (count, router, one[router].rate, gain(one, router), one[router].first, 1e3 * one[router].each)
+        (
+            count,
+            router,
+            one[router].rate,
+            gain(one, router),
+            one[router].first,
+            1e3 * one[router].each,
+        )
         for count, one in sorted(load.items())
         for router in ROUTERS
     ]

@@ -56,7 +56,9 @@ class Model(NamedTuple):
         return tuple(jax.tree.leaves(self.params))
 
 
-def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str, placement: Placement | None = None) -> Model:
+def assemble(
+    config: DecoderConfig, params: dict[str, Any], dtype: str, placement: Placement | None = None
+) -> Model:
     """A model from parameters nested by `ParamSource.path`. Arrays that the configuration determines are added.
 
     Args:
@@ -74,7 +76,9 @@ def matrices(config: DecoderConfig) -> dict[str, Matrix]:
     """The matrices of a model's products, by the names of their parameters."""
     state = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     leaves = nnx.to_flat_state(state)
-    return {".".join(map(str, path)): leaf.matrix for path, leaf in leaves if isinstance(leaf, Weight)}
+    return {
+        ".".join(map(str, path)): leaf.matrix for path, leaf in leaves if isinstance(leaf, Weight)
+    }
 
 
 def packed(config: DecoderConfig, name: str, stored: np.ndarray) -> np.ndarray:

@@ -43,7 +43,9 @@ from pagedjax.device.selection import attend_selected, write
 from pagedjax.device.token_adapters import TokenAdapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-Finish = Callable[..., Any]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
+Finish = Callable[
+    ..., Any
+]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -139,8 +141,12 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.attn_scale:
             object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
-        if self.block is not None and not (isinstance(self.block, type) and issubclass(self.block, Block)):
-            raise ValueError(f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None")
+        if self.block is not None and not (
+            isinstance(self.block, type) and issubclass(self.block, Block)
+        ):
+            raise ValueError(
+                f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None"
+            )
         one_of("norm", self.norm, ("rms", "rms_plus_one", "layer"))
         one_of("activation", self.activation, tuple(ACTIVATIONS))
         for i, kind in enumerate(self.kinds):
@@ -148,7 +154,9 @@ class DecoderConfig:
                 what = f"kinds[{i}] has rope {kind.rope}, and ropes has {len(self.ropes)}"
                 raise ValueError(f"{what}; give a number from 0 to {len(self.ropes) - 1}")
             if kind.sparse and self.experts is None:
-                raise ValueError(f"kinds[{i}] is sparse, and experts is None; give the layer's experts")
+                raise ValueError(
+                    f"kinds[{i}] is sparse, and experts is None; give the layer's experts"
+                )
 
     @property
     def layers(self) -> int:
@@ -164,7 +172,12 @@ class DecoderConfig:
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
         hidden = (self.hidden,)
-        return {"attn.qkv": (*qkv, self.qkv_rows), "attn.out": hidden, "mlp.up": up, "mlp.down": hidden}
+        return {
+            "attn.qkv": (*qkv, self.qkv_rows),
+            "attn.out": hidden,
+            "mlp.up": up,
+            "mlp.down": hidden,
+        }
 
 
 def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
@@ -183,7 +196,9 @@ class Attention(nnx.Module):
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config, self.kind = c, kind
 
-    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def __call__(
+        self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
+    ):
         """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], k_pages, v_pages)."""
         c = self.config
         q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads), batch)
@@ -196,12 +211,16 @@ class Attention(nnx.Module):
         _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads), batch)
         return write(attend, k_pages, v_pages, k, v, batch)
 
-    def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def read(
+        self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
+    ):
         """The queries alone, whose keys and values are in the pages -> y + residual [T, H]."""
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return self._output(q, k_pages, v_pages, batch, attend, residual)
 
-    def weights(self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm) -> jax.Array:
+    def weights(
+        self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm
+    ) -> jax.Array:
         """What `read` weighs the values with, for rows of one token each: [R, heads, M S] float32 by position."""
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
@@ -210,7 +229,11 @@ class Attention(nnx.Module):
     def _heads(self, x, angles, norm, wanted: tuple[int, int], batch: Batch) -> list[jax.Array]:
         """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
         c, (first, last) = self.config, wanted
-        rows = None if last - first == c.heads + 2 * c.kv_heads else (first * c.head_dim, last * c.head_dim)
+        rows = (
+            None
+            if last - first == c.heads + 2 * c.kv_heads
+            else (first * c.head_dim, last * c.head_dim)
+        )
         low = batch.low("attn.qkv", c.parts["attn.qkv"])
         found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
         found = found.reshape(len(x), last - first, c.head_dim)
@@ -225,9 +248,13 @@ class Attention(nnx.Module):
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         c, low = self.config, batch.low("attn.out", self.config.parts["attn.out"])
         if isinstance(k_pages, kv.BoundedKeys):
-            y = attend_selected(attend, q, k_pages, v_pages, batch, scale=c.attn_scale, soft_cap=c.attn_cap)
+            y = attend_selected(
+                attend, q, k_pages, v_pages, batch, scale=c.attn_scale, soft_cap=c.attn_cap
+            )
         else:
-            y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=c.attn_cap)
+            y = attend(
+                q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=c.attn_cap
+            )
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
@@ -283,9 +310,13 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not padding; None: all."""
         impl, matrix = self.weight.implementation, self.weight.matrix
-        if impl.name == "xla":  # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
+        if (
+            impl.name == "xla"
+        ):  # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
             exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-            y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(x.dtype)
+            y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(
+                x.dtype
+            )
         else:
             y = linear(x, self.weight[...], matrix, impl=impl, sizes=used)
         shares = softmax(y.astype(jnp.float32))
@@ -310,18 +341,24 @@ class SparseMLP(nnx.Module):
         self.down, self.down_scales = weight(down, dtype, c.int8, c.linear)
         self.config = c
 
-    def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
+    ) -> jax.Array:
         """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
         return self.routed(x, norm=norm, residual=residual, used=used)[0]
 
-    def routed(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> tuple[jax.Array, Routes]:
+    def routed(
+        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
+    ) -> tuple[jax.Array, Routes]:
         """The same, and the experts of the tokens; those of padding are any."""
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
         weights, chosen = self.router(x, used)
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
-        if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
+        if (
+            e.devices > 1
+        ):  # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
         if used is not None:  # padding has no expert
             expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
@@ -330,9 +367,25 @@ class SparseMLP(nnx.Module):
         up, down = self.up, self.down
         options = {"impl": up.implementation, "sizes": sizes}
         pairs = x[order // e.chosen]
-        pairs = linear(pairs, up[...], up.matrix, scales=values(self.up_scales), activation=c.activation, **options)
-        pairs = linear(pairs, down[...], down.matrix, scales=values(self.down_scales), dtype=jnp.float32, **options)
-        if e.devices > 1 or used is not None:  # pairs of other devices, or of padding, have any numbers
+        pairs = linear(
+            pairs,
+            up[...],
+            up.matrix,
+            scales=values(self.up_scales),
+            activation=c.activation,
+            **options,
+        )
+        pairs = linear(
+            pairs,
+            down[...],
+            down.matrix,
+            scales=values(self.down_scales),
+            dtype=jnp.float32,
+            **options,
+        )
+        if (
+            e.devices > 1 or used is not None
+        ):  # pairs of other devices, or of padding, have any numbers
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed(weighted_sums(pairs, weights), c.axes)
@@ -378,7 +431,9 @@ class Block(nnx.Module):
     def routed_read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
-        y = self.attn.read(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before)
+        y = self.attn.read(
+            x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before
+        )
         return self.rest(x, y, batch)
 
     def rest(self, x: jax.Array, y: jax.Array, batch: Batch) -> tuple[jax.Array, Routes | None]:
@@ -389,7 +444,11 @@ class Block(nnx.Module):
             y: [T, H] the attention's output, to which x was added unless `attn_post` comes first.
         """
         x = x + self.attn_post(y) if self.attn_post else y
-        options = {"norm": self.mlp_norm, "residual": None if self.mlp_post else x, "used": batch.used_tokens}
+        options = {
+            "norm": self.mlp_norm,
+            "residual": None if self.mlp_post else x,
+            "used": batch.used_tokens,
+        }
         if isinstance(self.mlp, SparseMLP):
             y, routes = self.mlp.routed(x, **options)
         else:
@@ -423,14 +482,22 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.embed, self.embed_scales = weight(Matrix(c.vocab_size, c.hidden), dtype, c.int8, c.linear)
+        self.embed, self.embed_scales = weight(
+            Matrix(c.vocab_size, c.hidden), dtype, c.int8, c.linear
+        )
         if not c.tied:  # a table of rows, and not a matrix of products
             self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
         self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
-        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))  # `angle_tables`
-        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8, impl=c.linear)
+        self.angles = Buffer(
+            jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2))
+        )  # `angle_tables`
+        self.head = (
+            None
+            if c.tied
+            else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8, impl=c.linear)
+        )
         self.config, self.dtype = c, dtype
 
     def embedded(self, batch: Batch) -> jax.Array:
@@ -439,7 +506,11 @@ class Decoder(nnx.Module):
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
         table = self.embed[...]
-        x = self.embed.implementation.gather(table, self.embed.matrix, tokens) if self.head is None else table[tokens]
+        x = (
+            self.embed.implementation.gather(table, self.embed.matrix, tokens)
+            if self.head is None
+            else table[tokens]
+        )
         x = x.astype(self.dtype)
         if self.embed_scales is not None:
             x = (x * self.embed_scales[...][tokens][:, None]).astype(self.dtype)
@@ -460,7 +531,12 @@ class Decoder(nnx.Module):
         return run.cache, run.finish(None), run.outputs
 
     def layers(
-        self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = (), experts: Sequence[int] = ()
+        self,
+        cache: kv.KVCache,
+        batch: Batch,
+        attend: Attend,
+        taps: Sequence[int] = (),
+        experts: Sequence[int] = (),
     ) -> Run:
         """Run the T tokens of the batch through all layers, but of the last one only keys and values.
 
@@ -477,7 +553,9 @@ class Decoder(nnx.Module):
         for layer, block in first:
             at, own = batch.page_of(layer), batch.of_layer(layer)
             part = "routed" if layer in experts else "__call__"
-            x, k_pages, v_pages, *found = _run_block(*nnx.split(block), attend, part, x, *pages[at], own, angles)
+            x, k_pages, v_pages, *found = _run_block(
+                *nnx.split(block), attend, part, x, *pages[at], own, angles
+            )
             if found:
                 routes[layer] = found[0]
             pages[at] = k_pages, v_pages
@@ -485,7 +563,9 @@ class Decoder(nnx.Module):
         if last:
             layer, parts = last[0], nnx.split(last[1])
             at = batch.page_of(layer)
-            pages[at] = _run_block(*parts, attend, "write", x, *pages[at], batch.of_layer(layer), angles)
+            pages[at] = _run_block(
+                *parts, attend, "write", x, *pages[at], batch.of_layer(layer), angles
+            )
 
         def finish(only: Batch | None, *, routed: bool = False) -> Any:
             found, rows = (x, batch) if only is None else (x[only.last], only)
@@ -493,14 +573,24 @@ class Decoder(nnx.Module):
             if last:
                 turns = angles if only is None else angles_at(self.angles, only.positions)
                 part = "routed_read" if routed else "read"
-                found = _run_block(*parts, attend, part, found, *pages[at], rows.of_layer(layer), turns)
+                found = _run_block(
+                    *parts, attend, part, found, *pages[at], rows.of_layer(layer), turns
+                )
                 found, last_routes = found if routed else (found, None)
             return (self.norm(found), last_routes) if routed else self.norm(found)
 
-        return Run(cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes)
+        return Run(
+            cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes
+        )
 
     def attention_weights(
-        self, layer: int, x: jax.Array, k_pages: jax.Array, batch: Batch, attend: Attend, heads: Sequence[int]
+        self,
+        layer: int,
+        x: jax.Array,
+        k_pages: jax.Array,
+        batch: Batch,
+        attend: Attend,
+        heads: Sequence[int],
     ) -> jax.Array:
         """What the tokens that samples follow weigh the values of a layer with: [R, heads, M S] float32 by position.
 
@@ -542,7 +632,9 @@ def samples_of(batch: Batch) -> Batch:
         seen = AttentionRows(seen.block_tables[row], jnp.where(used, lens, 0), offsets, each[:-1])
     if groups is not None:
         slots = tuple(slots[batch.last] for slots in groups.slots)
-        groups = groups._replace(slots=slots, block_tables=tuple(t[batch.sampled_row] for t in groups.block_tables))
+        groups = groups._replace(
+            slots=slots, block_tables=tuple(t[batch.sampled_row] for t in groups.block_tables)
+        )
     return batch._replace(
         tokens=batch.tokens[batch.last],
         positions=positions,

@@ -52,7 +52,9 @@ class Eagle(nnx.Module):
         self.norm = RMSNorm(hidden, **norm)
         self.head = Linear(hidden, c.vocabulary, dtype=dtype)
         self.ids = Buffer(jnp.zeros(c.vocabulary, jnp.int32))  # the tokens that can be drafted
-        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2)))  # `angle_tables`
+        self.angles = Buffer(
+            jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2))
+        )  # `angle_tables`
         self.config = c
 
     def features(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
@@ -63,8 +65,12 @@ class Eagle(nnx.Module):
         self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
     ) -> tuple[jax.Array, Any, Any]:
         """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the tokens before."""
-        x = self.join(jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1))
-        return self.block(x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend)
+        x = self.join(
+            jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1)
+        )
+        return self.block(
+            x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend
+        )
 
     def drafted_logits(self, u: jax.Array) -> jax.Array:
         """[B, H] -> [B, V'] float32."""
@@ -88,7 +94,12 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
             f"a draft head has a vocabulary of {vocabulary} tokens; the model has {target.vocab_size}; choose 1 to that"
         )
     layer = replace(
-        target, kinds=(LayerKind(window=window),), ropes=target.ropes[:1], experts=None, int8=False, linear="xla"
+        target,
+        kinds=(LayerKind(window=window),),
+        ropes=target.ropes[:1],
+        experts=None,
+        int8=False,
+        linear="xla",
     )
     layers = target.layers
     return EagleConfig(layer, (min(2, layers // 4), layers // 2, layers - 1), vocabulary)
@@ -99,7 +110,9 @@ def blank_eagle(c: EagleConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Eagle(c, dtype)))
 
 
-def assemble_eagle(c: EagleConfig, ids: np.ndarray, params: dict[str, Any], dtype: str) -> tuple[nnx.GraphDef, Any]:
+def assemble_eagle(
+    c: EagleConfig, ids: np.ndarray, params: dict[str, Any], dtype: str
+) -> tuple[nnx.GraphDef, Any]:
     """A head from its parameters, nested by path, and the token ids [V'] that it drafts, ascending."""
     graphdef, state = blank_eagle(c, dtype)
     computed = {"ids": jnp.asarray(ids, jnp.int32), "angles": jnp.asarray(angle_tables(c.layer))}

@@ -27,7 +27,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         if act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_activation is {act!r}; Gemma uses 'gelu_pytorch_tanh'")
         if config.get("attention_bias") or config.get("use_bidirectional_attention"):
-            raise ValueError("attention_bias or use_bidirectional_attention is true; Gemma here has neither")
+            raise ValueError(
+                "attention_bias or use_bidirectional_attention is true; Gemma here has neither"
+            )
         types = config.get("layer_types") or _types(config["num_hidden_layers"], 6 if third else 2)
         ropes, kinds = _ropes(config), []
         for name in types:
@@ -55,7 +57,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             logit_cap=config.get("final_logit_softcapping"),
         )
     except KeyError as missing:
-        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a Gemma") from None
+        raise ValueError(
+            f"the model's configuration has no {missing}; it is needed to build a Gemma"
+        ) from None
 
 
 def _types(layers: int, every: int) -> list[str]:

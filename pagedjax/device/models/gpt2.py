@@ -8,7 +8,11 @@ from pagedjax.device.models.decoder import Activation, DecoderConfig, LayerKind
 from pagedjax.device.models.param_table import ParamSource
 
 IGNORED = ("h.*.attn.bias", "h.*.attn.masked_bias")  # causal masks that older checkpoints stored
-ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
@@ -21,8 +25,13 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         act = config.get("activation_function", "gelu_new")
         if act not in ACTIVATIONS:
-            raise ValueError(f"activation_function is {act!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
-        for name, wanted in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+            raise ValueError(
+                f"activation_function is {act!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+            )
+        for name, wanted in (
+            ("scale_attn_weights", True),
+            ("scale_attn_by_inverse_layer_idx", False),
+        ):
             if config.get(name, wanted) != wanted:
                 raise ValueError(f"{name} is {config[name]!r}; GPT-2 here has {wanted!r}")
         return DecoderConfig(
@@ -45,7 +54,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             mlp_bias=True,
         )
     except KeyError as missing:
-        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a GPT-2") from None
+        raise ValueError(
+            f"the model's configuration has no {missing}; it is needed to build a GPT-2"
+        ) from None
 
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
@@ -64,7 +75,9 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
             table += _both(("blocks", str(i), ours), f"h.{i}.{theirs}", h)
         for ours, (theirs, out, size_in) in matrices.items():
             path = ("blocks", str(i), *ours.split("."))
-            weight = ParamSource((*path, "weight"), (f"h.{i}.{theirs}.weight",), (out, size_in), transpose=True)
+            weight = ParamSource(
+                (*path, "weight"), (f"h.{i}.{theirs}.weight",), (out, size_in), transpose=True
+            )
             table += [weight, ParamSource((*path, "bias"), (f"h.{i}.{theirs}.bias",), (out,))]
     table += _both(("norm",), "ln_f", h)
     if not c.tied:

@@ -33,7 +33,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         bias = bool(config.get("attention_bias", False))
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
         return DecoderConfig(
             vocab_size=config["vocab_size"],
             hidden=hidden,
@@ -43,7 +45,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             head_dim=config.get("head_dim") or hidden // heads,
             eps=config.get("rms_norm_eps", 1e-6),
             ropes=(Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling"))),),
-            max_len=stretched(config.get("max_position_embeddings", 2048), config.get("rope_scaling")),
+            max_len=stretched(
+                config.get("max_position_embeddings", 2048), config.get("rope_scaling")
+            ),
             tied=config.get("tie_word_embeddings", False),
             qkv_bias=bool(config.get("qkv_bias", bias or kind == "qwen2")),
             out_bias=bias,
@@ -52,7 +56,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             experts=_experts(config, kind),
         )
     except KeyError as missing:
-        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a {kind}") from None
+        raise ValueError(
+            f"the model's configuration has no {missing}; it is needed to build a {kind}"
+        ) from None
 
 
 def stretched(positions: int, scaling: dict[str, Any] | None) -> int:
@@ -80,19 +86,32 @@ def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
     if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
         window = None
     first = config.get("max_window_layers", 0) if kind.startswith("qwen") else 0
-    types = config.get("layer_types") or [SLIDING if i >= first else "full_attention" for i in range(layers)]
+    types = config.get("layer_types") or [
+        SLIDING if i >= first else "full_attention" for i in range(layers)
+    ]
     dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     for i, name in enumerate(types):
-        sparse = kind == "mixtral" or (kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0)
+        sparse = kind == "mixtral" or (
+            kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0
+        )
         yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
 
 
 def _experts(config: dict[str, Any], kind: str) -> Experts | None:
     if kind == "mixtral":
-        return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
+        return Experts(
+            config["num_local_experts"],
+            config["num_experts_per_tok"],
+            config["intermediate_size"],
+            True,
+        )
     if kind == "qwen3_moe":
         normalised = bool(config.get("norm_topk_prob", False))
-        sizes = config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
+        sizes = (
+            config["num_experts"],
+            config["num_experts_per_tok"],
+            config["moe_intermediate_size"],
+        )
         return Experts(*sizes, normalised)
     return None
 
@@ -115,23 +134,33 @@ def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     theirs, ours = f"model.layers.{layer}.self_attn.", ("blocks", str(layer), "attn")
     wide, parts = c.heads * c.head_dim, tuple(f"{theirs}{p}_proj" for p in "qkv")
     table = [
-        ParamSource((*ours, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)),
+        ParamSource(
+            (*ours, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)
+        ),
         ParamSource((*ours, "out", "weight"), (f"{theirs}o_proj.weight",), (c.hidden, wide)),
     ]
     if c.qkv_bias:
-        table.append(ParamSource((*ours, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,)))
+        table.append(
+            ParamSource((*ours, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,))
+        )
     if c.out_bias:
         table.append(ParamSource((*ours, "out", "bias"), (f"{theirs}o_proj.bias",), (c.hidden,)))
     if c.qk_norm:
         for name in ("q_norm", "k_norm"):
-            table.append(ParamSource((*ours, name, "weight"), (f"{theirs}{name}.weight",), (c.head_dim,)))
+            table.append(
+                ParamSource((*ours, name, "weight"), (f"{theirs}{name}.weight",), (c.head_dim,))
+            )
     return table
 
 
 def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
     """names: ours -> theirs."""
     return [
-        ParamSource(("blocks", str(layer), ours, "weight"), (f"model.layers.{layer}.{theirs}.weight",), (c.hidden,))
+        ParamSource(
+            ("blocks", str(layer), ours, "weight"),
+            (f"model.layers.{layer}.{theirs}.weight",),
+            (c.hidden,),
+        )
         for ours, theirs in names.items()
     ]
 
@@ -141,7 +170,9 @@ def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     up = tuple(f"{theirs}{p}_proj.weight" for p in ("gate", "up"))
     return [
         ParamSource((*ours, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
-        ParamSource((*ours, "down", "weight"), (f"{theirs}down_proj.weight",), (c.hidden, c.intermediate)),
+        ParamSource(
+            (*ours, "down", "weight"), (f"{theirs}down_proj.weight",), (c.hidden, c.intermediate)
+        ),
     ]
 
 

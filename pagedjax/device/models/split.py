@@ -55,7 +55,9 @@ class Heads(NamedTuple):
 def check(c: DecoderConfig, mesh: MeshConfig) -> None:
     """Raises ValueError if the model cannot be split over a mesh of these sizes."""
     if mesh.expert > 1 and c.experts is None:
-        raise ValueError(f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all devices")
+        raise ValueError(
+            f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all devices"
+        )
     if c.experts is not None and c.experts.count % mesh.expert:
         fit = [n for n in range(1, c.experts.count + 1) if c.experts.count % n == 0]
         raise ValueError(
@@ -73,7 +75,9 @@ def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
     """The shape of the part that one device has. Its `axes` are those over which partial sums are added."""
     n, found, sparse = mesh.size, heads(c, mesh.size), c.experts
     if sparse:
-        sparse = replace(sparse, intermediate=-(-sparse.intermediate // mesh.tensor), devices=mesh.expert)
+        sparse = replace(
+            sparse, intermediate=-(-sparse.intermediate // mesh.tensor), devices=mesh.expert
+        )
     return replace(
         c,
         vocab_size=-(-c.vocab_size // n),
@@ -118,8 +122,12 @@ def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
         ("vocabulary", c.vocab_size, one.vocab_size * n),
     ]
     if c.experts and one.experts:
-        sizes.append(("expert width", c.experts.intermediate, one.experts.intermediate * mesh.tensor))
-    return said + [f"{name} padded from {size} to {padded}" for name, size, padded in sizes if padded > size]
+        sizes.append(
+            ("expert width", c.experts.intermediate, one.experts.intermediate * mesh.tensor)
+        )
+    return said + [
+        f"{name} padded from {size} to {padded}" for name, size, padded in sizes if padded > size
+    ]
 
 
 def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Split, ...]:
@@ -143,10 +151,13 @@ def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spli
 def _attention(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
     found, first = heads(c, n), np.array([0, c.heads, c.heads + c.kv_heads])
     if layer == "out":
-        return (WHOLE,) if name != "weight" else (WHOLE, Split(AXES, _wide(found.queries, c.head_dim)))
+        return (
+            (WHOLE,) if name != "weight" else (WHOLE, Split(AXES, _wide(found.queries, c.head_dim)))
+        )
     kinds = found.queries, found.keys, found.keys
     shares = [
-        np.where(kind == PADDING, PADDING, kind + at).reshape(n, -1) for kind, at in zip(kinds, first, strict=True)
+        np.where(kind == PADDING, PADDING, kind + at).reshape(n, -1)
+        for kind, at in zip(kinds, first, strict=True)
     ]
     return (Split(AXES, _wide(np.concatenate(shares, axis=1).reshape(-1), c.head_dim)),)
 
@@ -164,10 +175,14 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
     count, size = c.experts.count, c.experts.intermediate
     width = _padded(size, mesh.tensor)
     if name.startswith("down"):
-        return (Split((EXPERT,)), Split((TENSOR,), width)) if name == "down" else (Split((EXPERT,)),)
+        return (
+            (Split((EXPERT,)), Split((TENSOR,), width)) if name == "down" else (Split((EXPERT,)),)
+        )
     one = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)  # rows of one expert
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size
-    rows = np.where(one == PADDING, PADDING, first + one)  # of mesh.expert, mesh.tensor, own experts, rows
+    rows = np.where(
+        one == PADDING, PADDING, first + one
+    )  # of mesh.expert, mesh.tensor, own experts, rows
     return (Split(AXES, rows.reshape(-1)),)
 
 

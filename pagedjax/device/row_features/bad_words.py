@@ -34,9 +34,13 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
         return None
     longest, total = max(sequences, key=len), sum(map(len, sequences))
     if len(longest) > MAX_LENGTH:
-        raise ValueError(f"a bad word has {len(longest)} tokens; the limit is {MAX_LENGTH}; forbid a part of it")
+        raise ValueError(
+            f"a bad word has {len(longest)} tokens; the limit is {MAX_LENGTH}; forbid a part of it"
+        )
     if total > MAX_TOKENS:
-        raise ValueError(f"the bad words have {total} tokens in all; the limit is {MAX_TOKENS}; list fewer")
+        raise ValueError(
+            f"the bad words have {total} tokens in all; the limit is {MAX_TOKENS}; list fewer"
+        )
     allowed, alone = params.allowed_token_ids, {one[0] for one in sequences if len(one) == 1}
     if allowed is not None and set(allowed) <= alone:
         raise ValueError("allowed_token_ids has only bad words of one token")
@@ -55,7 +59,9 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)
     forbidden = (ids >= 0) & ends & ~broken[row, word]
-    return logits.at[row, jnp.where(forbidden, ids, v)].set(-jnp.inf, mode="drop")  # v is past the end: dropped
+    return logits.at[row, jnp.where(forbidden, ids, v)].set(
+        -jnp.inf, mode="drop"
+    )  # v is past the end: dropped
 
 
 def _sampled_before(distance: jax.Array, context: RowContext) -> jax.Array:
@@ -75,7 +81,9 @@ BAD_WORDS = RowFeature(
     stage="logits",
     off={
         "ids": np.full(MAX_TOKENS, OUTSIDE, np.int32),  # the tokens of all sequences
-        "after": np.zeros(MAX_TOKENS, np.int32),  # of each: how many tokens of its sequence come after it
+        "after": np.zeros(
+            MAX_TOKENS, np.int32
+        ),  # of each: how many tokens of its sequence come after it
         "word": np.zeros(MAX_TOKENS, np.int32),  # of each: the number of its sequence
     },
     read=_read,

@@ -54,10 +54,16 @@ class RowChain:
             raise ValueError(f"row_features use the name {twice[0]!r} twice")
         for f in self.features:
             if f.stage not in ("logits", "probs"):
-                raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'probs'")
+                raise ValueError(
+                    f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'probs'"
+                )
         self._off = {f.name: _record(f.off) for f in self.features}
         per_step = {f.name for f in self.features if f.per_step}
-        small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL and name not in per_step]
+        small = [
+            (name, off.dtype)
+            for name, off in self._off.items()
+            if off.nbytes <= SMALL and name not in per_step
+        ]
         self._small = frozenset(name for name, _ in small)
         self.record = np.dtype([("on", "?", (len(self.features),)), *small])
         self._blank = np.zeros((), self.record)
@@ -90,11 +96,15 @@ class RowChain:
         for name in extra:
             if name not in known:
                 names = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"extra_args has {name!r}; the names that this engine knows are: {names}")
+                raise ValueError(
+                    f"extra_args has {name!r}; the names that this engine knows are: {names}"
+                )
         record, names, large = self._blank.copy(), [], {}
         for i, f in enumerate(self.features):
             is_set = [
-                getattr(params, name) != getattr(default, name) if hasattr(default, name) else name in extra
+                getattr(params, name) != getattr(default, name)
+                if hasattr(default, name)
+                else name in extra
                 for name in f.params
             ]
             try:
@@ -126,7 +136,11 @@ class RowChain:
         return {f.name: self._rows(f.name, np.zeros(b, bool)) for f in self.features}
 
     def pack(
-        self, records: np.ndarray, large: Callable[[int, str], bytes], b: int, without: str | None = None
+        self,
+        records: np.ndarray,
+        large: Callable[[int, str], bytes],
+        b: int,
+        without: str | None = None,
     ) -> dict[str, FeatureRows]:
         """By name: the arrays of the features that some row uses, for `b` rows of which the first ones are given.
 
@@ -145,11 +159,15 @@ class RowChain:
                 rows, values = slice(len(records)), records[name]
             else:
                 rows = np.flatnonzero(on)
-                values = np.frombuffer(b"".join([large(row, name) for row in rows.tolist()]), self._off[name].dtype)
+                values = np.frombuffer(
+                    b"".join([large(row, name) for row in rows.tolist()]), self._off[name].dtype
+                )
             packed[name] = self._rows(name, on, rows, values)
         return packed
 
-    def _rows(self, name: str, on: np.ndarray, rows: Any = (), values: np.ndarray | None = None) -> FeatureRows:
+    def _rows(
+        self, name: str, on: np.ndarray, rows: Any = (), values: np.ndarray | None = None
+    ) -> FeatureRows:
         off, fields = self._off[name], {}
         for field in off.dtype.names or ():
             fields[field] = np.empty((len(on), *off[field].shape), off[field].dtype)
@@ -165,11 +183,16 @@ class RowChain:
         """[] bool: some row uses a feature of this stage."""
         return _uses(self.stage(stage), rows)
 
-    def apply(self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext) -> jax.Array:
+    def apply(
+        self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
+    ) -> jax.Array:
         """The features of a stage, each only if some row uses it; first those whose values differ by the step."""
 
         def apply_all(
-            features: Sequence[RowFeature], x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
+            features: Sequence[RowFeature],
+            x: jax.Array,
+            rows: Mapping[str, FeatureRows],
+            context: RowContext,
         ) -> jax.Array:
             for f in features:
                 on, fields = rows[f.name]
@@ -204,7 +227,9 @@ def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> 
             record[name] = value
         except (TypeError, ValueError, OverflowError):
             a = arrays[name]
-            raise ValueError(f"{name} is {value!r:.80}; it must fit {a.dtype} of shape {list(a.shape)}") from None
+            raise ValueError(
+                f"{name} is {value!r:.80}; it must fit {a.dtype} of shape {list(a.shape)}"
+            ) from None
     return record
 
 

@@ -30,11 +30,23 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
             f"limit is {MAX_LISTED}; list fewer"
         )
     if allowed is not None and stops and set(allowed) <= set(stops):
-        raise ValueError(f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}")
-    ids, numbers, total = np.full(MAX_LISTED, -1, np.int32), np.zeros(MAX_LISTED, np.float32), len(entries) + len(stops)
+        raise ValueError(
+            f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}"
+        )
+    ids, numbers, total = (
+        np.full(MAX_LISTED, -1, np.int32),
+        np.zeros(MAX_LISTED, np.float32),
+        len(entries) + len(stops),
+    )
     ids[:total], numbers[:total] = [*entries, *stops], [*entries.values(), *[-np.inf] * len(stops)]
     only = allowed is not None
-    return {"ids": ids, "bias": numbers, "always": len(entries), "min_tokens": params.min_tokens, "only": only}
+    return {
+        "ids": ids,
+        "bias": numbers,
+        "always": len(entries),
+        "min_tokens": params.min_tokens,
+        "only": only,
+    }
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
@@ -54,7 +66,9 @@ LISTED_TOKENS = RowFeature(
     off={
         "ids": np.full(MAX_LISTED, -1, np.int32),
         "bias": np.zeros(MAX_LISTED, np.float32),
-        "always": np.int32(0),  # so many entries count at every position; the stop tokens behind them do not
+        "always": np.int32(
+            0
+        ),  # so many entries count at every position; the stop tokens behind them do not
         "min_tokens": np.int32(0),
         "only": np.bool_(False),  # tokens that are not listed are forbidden
     },

@@ -26,10 +26,14 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, float]
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
-    presence, frequency, repetition = (rows[name][:, None] for name in ("presence", "frequency", "repetition"))
+    presence, frequency, repetition = (
+        rows[name][:, None] for name in ("presence", "frequency", "repetition")
+    )
     used = (presence != 0) | (frequency != 0) | (repetition != 1)
     seen, counts = _counted(logits.shape[1], jnp.where(used[:, 0], context.seq_lens, 0), context)
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = jnp.where(
+        seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
+    )
     return logits - frequency * counts - presence * (counts > 0)
 
 
@@ -50,7 +54,9 @@ def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, j
         position = i * span * size + jnp.arange(span * size)
         known = position < lens[:, None]
         output = known & (position >= context.prompt_len[:, None])
-        seen = seen.at[row, jnp.where(known, ids, v)].set(True, mode="drop")  # v is past the end: dropped
+        seen = seen.at[row, jnp.where(known, ids, v)].set(
+            True, mode="drop"
+        )  # v is past the end: dropped
         return seen, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 
     trips = -(-lens.max() // (span * size))

@@ -17,7 +17,9 @@ from pagedjax.device.row_reductions import row_sums
 
 
 def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    return jnp.where(weights >= rows["min_p"][:, None], weights, 0.0)  # the best token's weight is 1
+    return jnp.where(
+        weights >= rows["min_p"][:, None], weights, 0.0
+    )  # the best token's weight is 1
 
 
 def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
@@ -30,7 +32,9 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Zero the weights outside the smallest set that holds top_p of what is left."""
     top_p, bits = rows["top_p"], _bits(weights)
-    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)  # off: no token is cut by a rounding error
+    share = jnp.where(
+        top_p < 1.0, top_p * row_sums(weights), 0.0
+    )  # off: no token is cut by a rounding error
     threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
     return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 

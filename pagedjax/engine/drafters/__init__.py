@@ -25,5 +25,7 @@ def find(options: Speculative) -> Drafter:
         return Drafter(options.method, None)
     found = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
     if found.propose is None:
-        raise ValueError(f"speculative.method is {options.method!r}, and its propose is None; give it a function")
+        raise ValueError(
+            f"speculative.method is {options.method!r}, and its propose is None; give it a function"
+        )
     return found

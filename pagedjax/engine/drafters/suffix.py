@@ -97,7 +97,9 @@ def own(tokens: np.ndarray, k: int) -> tuple[int, np.ndarray]:
     return low, tokens[at + low : at + low + k] if low else tokens[:0]
 
 
-def propose(memory: Outputs, sequence_id: str, tokens: np.ndarray, k: int) -> np.ndarray | list[int]:
+def propose(
+    memory: Outputs, sequence_id: str, tokens: np.ndarray, k: int
+) -> np.ndarray | list[int]:
     length, drafts = own(tokens, k)
     seen, node = memory.longest(tokens[-DEPTH:].tolist())
     return continuation(node, k) if seen > length else drafts

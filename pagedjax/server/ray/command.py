@@ -24,7 +24,14 @@ from pagedjax.weights.locate import open_checkpoint
 
 NAME = "pagedjax"  # of Serve's application
 log = logging.getLogger("pagedjax.server")
-OF_SERVER = ("max_queue", "min_priority", "max_priority", "allow_user", "result_seconds", "tool_call_parser")
+OF_SERVER = (
+    "max_queue",
+    "min_priority",
+    "max_priority",
+    "allow_user",
+    "result_seconds",
+    "tool_call_parser",
+)
 
 
 def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptions:
@@ -37,11 +44,16 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
         what = "--allow-runtime-lora-updating changes one engine, and --replicas are several"
         raise ValueError(f"{what}; name the adapters at the start, with --lora-modules")
     if args.coordinator or args.processes:
-        raise ValueError("--replicas are engines of one process each; leave --coordinator and --processes out")
+        raise ValueError(
+            "--replicas are engines of one process each; leave --coordinator and --processes out"
+        )
     folders = dict(args.lora_modules)
     if len(folders) < len(args.lora_modules):
         raise ValueError("--lora-modules has a name twice; give each adapter its own")
-    engine = {name: _absolute_file(value) if isinstance(value, str) else value for name, value in engine.items()}
+    engine = {
+        name: _absolute_file(value) if isinstance(value, str) else value
+        for name, value in engine.items()
+    }
     server = {name: getattr(args, name) for name in OF_SERVER}
     return ClusterOptions(
         model=_absolute(args.model),
@@ -75,7 +87,9 @@ def check_files(options: ClusterOptions) -> None:
             raise ValueError(f"--lora-modules {name}={folder}: there is no such folder")
     for flag, path in (("--record", options.record), ("--record-routing", options.record_routing)):
         if path is not None and not os.access(Path(path).parent, os.W_OK):
-            raise ValueError(f"{flag} {path}: its folder does not exist or cannot be written; name another one")
+            raise ValueError(
+                f"{flag} {path}: its folder does not exist or cannot be written; name another one"
+            )
         if path is not None and flag == "--record-routing" and Path(path).exists():
             raise ValueError(f"{flag} {path} exists; name a new file, or delete it")
 
@@ -110,7 +124,9 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         count = options.replicas if scaling is None else scaling.initial_replicas
         words = f"{count} replica{'s' * (count != 1)}"
         print(f"serving {options.of_server().name} on {words} at {url}/v1", flush=True)
-        while not stopped.wait(1.0):  # a wait without end would hold back the signal on some platforms
+        while not stopped.wait(
+            1.0
+        ):  # a wait without end would hold back the signal on some platforms
             pass
         serve.delete(NAME)  # the replicas drain
     finally:
@@ -128,7 +144,9 @@ def _interrupted(*_: Any) -> None:
 def check_cluster(options: ClusterOptions, cluster: str | None) -> None:
     """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may grow."""
     try:
-        cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())
+        cluster_options.check_room(
+            options, application.resources_of(options), ray.cluster_resources()
+        )
     except ValueError as error:
         if cluster is None:
             raise
@@ -143,7 +161,9 @@ def address(args: argparse.Namespace) -> tuple[str, int]:
     """
     if args.ray_address is not None:
         if not 0 < args.port < 2**16:
-            raise ValueError(f"--port is {args.port}; on a cluster it must be from 1 to {2**16 - 1}")
+            raise ValueError(
+                f"--port is {args.port}; on a cluster it must be from 1 to {2**16 - 1}"
+            )
         return args.host, args.port
     with bound_socket(args.host, args.port) as listener:
         return listener.getsockname()[:2]
@@ -157,23 +177,35 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
             start, with Ray's reason.
     """
     shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
-    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown)
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown
+    )
     there = serve.status().applications.get(NAME)
     if there is not None and there.status != "DEPLOY_FAILED":  # a failed one is replaced
         what = f"this cluster serves an application {NAME!r} already"
-        raise ValueError(f"{what}; stop the command that serves it, or call serve.delete({NAME!r}) in Python")
+        raise ValueError(
+            f"{what}; stop the command that serves it, or call serve.delete({NAME!r}) in Python"
+        )
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
+        serve.run(
+            application.application(options), name=NAME, route_prefix="/", logging_config=shown
+        )
         answer = httpx.get(f"{url}/health", timeout=60)
         if answer.status_code != 200:
-            raise ValueError(f"the replicas have started, and {url}/health answers {answer.status_code}: {answer.text}")
+            raise ValueError(
+                f"the replicas have started, and {url}/health answers {answer.status_code}: {answer.text}"
+            )
     except httpx.HTTPError as error:
         serve.delete(NAME)
         what = f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on this cluster already"
         raise ValueError(f"{what}; give that address with --host and --port") from error
     except RuntimeError as error:
-        reasons = [one.message for one in serve.status().applications[NAME].deployments.values() if one.message]
+        reasons = [
+            one.message
+            for one in serve.status().applications[NAME].deployments.values()
+            if one.message
+        ]
         serve.delete(NAME)
         raise ValueError(f"the replicas cannot start: {error}\n{'; '.join(reasons)}") from error
     except (ValueError, KeyboardInterrupt):
@@ -201,4 +233,6 @@ def start_ray(address: str | None, level: str) -> None:
     try:
         ray.init(address=address, **shown)
     except (ConnectionError, RuntimeError) as error:
-        raise ValueError(f"no Ray cluster is at {address!r}: {error}; start one with ray start --head") from error
+        raise ValueError(
+            f"no Ray cluster is at {address!r}: {error}; start one with ray start --head"
+        ) from error

@@ -9,7 +9,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+KEYS = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+)
 ENDING = 5.0  # seconds that an application has to end after its client has left
 
 
@@ -21,8 +32,20 @@ def plain(scope: Scope) -> dict[str, Any]:
 def get(path: str) -> dict[str, Any]:
     """The scope of a GET without a body."""
     return {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http"},
-        **{"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": []},
+        **{
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+        },
+        **{
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [],
+        },
     }
 
 

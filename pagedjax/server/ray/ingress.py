@@ -57,13 +57,17 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     async def health() -> Response:
         """200 while a replica is healthy."""
         good = [one.replica for one in await ingress.of_all("/health") if one.status == 200]
-        return JSONResponse({"status": "ok" if good else "no replica is healthy"}, 200 if good else 503)
+        return JSONResponse(
+            {"status": "ok" if good else "no replica is healthy"}, 200 if good else 503
+        )
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Those of all replicas."""
         found = {one.replica: one.body.decode() for one in await ingress.of_all("/metrics")}
-        return PlainTextResponse(await run_in_threadpool(pages.merged, found), media_type=Metrics.CONTENT_TYPE)
+        return PlainTextResponse(
+            await run_in_threadpool(pages.merged, found), media_type=Metrics.CONTENT_TYPE
+        )
 
     @app.get("/replicas")
     async def present() -> Response:
@@ -76,7 +80,10 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     async def viewers(request: Request) -> Response:
         """A link to the viewer of each replica."""
         root = request.scope.get("root_path", "")
-        links = [f'<li><a href="{root}/replicas/{name}/viewer">{name}</a></li>' for name in await ingress.present()]
+        links = [
+            f'<li><a href="{root}/replicas/{name}/viewer">{name}</a></li>'
+            for name in await ingress.present()
+        ]
         return HTMLResponse(f"<!doctype html><title>Replicas</title><ul>{''.join(links)}</ul>")
 
     app.mount("/replicas/{name}", ingress.named)
@@ -84,7 +91,11 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     server = options.of_server()
     app.add_middleware(Gate, api_key=options.api_key(), max_body_bytes=server.max_body_bytes)
     if server.allow_origins:
-        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        every: dict[str, Any] = {
+            "allow_methods": ["*"],
+            "allow_headers": ["*"],
+            "expose_headers": [HEADER],
+        }
         app.add_middleware(CORSMiddleware, allow_origins=list(server.allow_origins), **every)
     return app
 
@@ -96,7 +107,9 @@ class Ingress:
         self._options, self._replicas = options, replicas
         self._tokenizer = open_tokenizer(options.model)
         self._reader: Reader | None = None
-        self._drained: dict[str, asyncio.Event] = {}  # of each replica that has a request: its time is over
+        self._drained: dict[
+            str, asyncio.Event
+        ] = {}  # of each replica that has a request: its time is over
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of everything that the router decides."""
@@ -121,7 +134,10 @@ class Ingress:
         """What each replica answers to GET. A replica that does not answer in time is left out."""
         names = await self.present()
         # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
-        calls = [asyncio.create_task(self._of_one(name, path), context=contextvars.Context()) for name in names]
+        calls = [
+            asyncio.create_task(self._of_one(name, path), context=contextvars.Context())
+            for name in names
+        ]
         found = await asyncio.gather(*calls)
         return [one for one in found if one is not None]
 
@@ -160,7 +176,9 @@ class Ingress:
 
     # one request ------------------------------------------------------------------------------------------------------
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send, target: str | None) -> None:
+    async def _forward(
+        self, scope: Scope, receive: Receive, send: Send, target: str | None
+    ) -> None:
         if scope["type"] != "http":
             return
         try:
@@ -173,9 +191,13 @@ class Ingress:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             routed = RouterRequest(uuid.uuid4().hex, 0)
             if path in GENERATING:
-                routed = await run_in_threadpool(prompts.router_request, reader, routed.request_id, path, body)
+                routed = await run_in_threadpool(
+                    prompts.router_request, reader, routed.request_id, path, body
+                )
         asked = exchange.plain(scope)
-        call: Any = self._replicas.options(stream=True).answer.remote(asked, body, routed=routed, target=target)
+        call: Any = self._replicas.options(stream=True).answer.remote(
+            asked, body, routed=routed, target=target
+        )
         try:
             await _unless_client_leaves(receive, self._pass_on(call, send))
         finally:  # however this ends, the call is over in the replica too, and the router knows it
@@ -201,7 +223,9 @@ class Ingress:
             if not _is_stream(start):
                 raise  # a part of the answer is sent already, so the connection ends
             last = responses.event(responses.error(ENDED, "server_error", code="replica_ended"))
-            await send({"type": "http.response.body", "body": (last + responses.event("[DONE]")).encode()})
+            await send(
+                {"type": "http.response.body", "body": (last + responses.event("[DONE]")).encode()}
+            )
 
     async def _taken(self, call: DeploymentResponseGenerator[list[Message]]) -> str:
         """Wait for a replica that takes the request -> its name.
@@ -224,7 +248,9 @@ class _Drained(Exception):
     """The replica has left, and its time to end what it had is over."""
 
 
-async def _next(call: DeploymentResponseGenerator[list[Message]], drained: asyncio.Event) -> list[Message] | None:
+async def _next(
+    call: DeploymentResponseGenerator[list[Message]], drained: asyncio.Event
+) -> list[Message] | None:
     """The next messages; None at the end. Raises _Drained if the replica's time is over before."""
     messages, over = asyncio.ensure_future(anext(call, None)), asyncio.ensure_future(drained.wait())
     try:

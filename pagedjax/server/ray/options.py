@@ -21,7 +21,15 @@ from pagedjax.server.app import Options
 from pagedjax.server.serve import name_of, read_key
 from pagedjax.text import yaml_words
 
-RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
+RESOURCES = (
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "memory",
+    "accelerator_type",
+    "runtime_env",
+    "label_selector",
+)
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
 # What the fields of ClusterOptions must be, since a YAML may have anything.
 TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -33,7 +41,11 @@ TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": (int | float, ("drain_seconds", "route_seconds")),
     "true or false": (bool, ("compilation_cache",)),
 }
-OF_THE_INGRESS = ("api_key", "lecture_endpoints", "allow_runtime_lora_updating")  # fields of Options
+OF_THE_INGRESS = (
+    "api_key",
+    "lecture_endpoints",
+    "allow_runtime_lora_updating",
+)  # fields of Options
 
 
 @dataclass(frozen=True)
@@ -92,11 +104,17 @@ class ClusterOptions:
                 raise ValueError(f"server.{name} is not an option of replicas; {remedy}")
         for name, value in (self.resources or {}).items():
             if name not in RESOURCES:
-                raise ValueError(f"resources has the unknown key {name!r}; Ray knows {', '.join(RESOURCES)}")
+                raise ValueError(
+                    f"resources has the unknown key {name!r}; Ray knows {', '.join(RESOURCES)}"
+                )
             if name in AMOUNTS and not (isinstance(value, int | float) and value >= 0):
-                raise ValueError(f"resources.{name} is {value!r}; it must be a number of at least 0")
+                raise ValueError(
+                    f"resources.{name} is {value!r}; it must be a number of at least 0"
+                )
             if name == "resources" and not isinstance(value, Mapping):
-                raise ValueError(f"resources.resources is {value!r}; it must be amounts by name, such as {{TPU: 4}}")
+                raise ValueError(
+                    f"resources.resources is {value!r}; it must be amounts by name, such as {{TPU: 4}}"
+                )
         for name, folder in self.adapters.items():
             if not isinstance(folder, str):
                 raise ValueError(f"adapters.{name} is {folder!r}; it must be a folder")
@@ -127,9 +145,17 @@ class ClusterOptions:
         if self.autoscaling is None:
             return None
         target = self.engine.get("max_num_seqs", EngineConfig.max_num_seqs)
-        least = {"min_replicas": self.replicas, "initial_replicas": self.replicas, "target_ongoing_requests": target}
-        if unknown := [name for name in self.autoscaling if name not in AutoscalingConfig.model_fields]:
-            raise ValueError(f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's AutoscalingConfig")
+        least = {
+            "min_replicas": self.replicas,
+            "initial_replicas": self.replicas,
+            "target_ongoing_requests": target,
+        }
+        if unknown := [
+            name for name in self.autoscaling if name not in AutoscalingConfig.model_fields
+        ]:
+            raise ValueError(
+                f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's AutoscalingConfig"
+            )
         try:
             return AutoscalingConfig(**{**least, **self.autoscaling})
         except ValueError as error:
@@ -154,10 +180,14 @@ def _read(name: str, value: str) -> Any:
     try:
         return yaml_words.load(value)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ValueError(f"{name} is {value!r:.200}, which is no YAML; write {name}='{{max_num_seqs: 4}}'") from error
+        raise ValueError(
+            f"{name} is {value!r:.200}, which is no YAML; write {name}='{{max_num_seqs: 4}}'"
+        ) from error
 
 
-def default_resources(cluster: Mapping[str, float], mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def default_resources(
+    cluster: Mapping[str, float], mesh: Mapping[str, int] | None
+) -> dict[str, Any]:
     """What a replica asks for: its mesh's number of GPUs or TPU chips if the cluster has some, else one CPU.
 
     Args:
@@ -170,15 +200,25 @@ def default_resources(cluster: Mapping[str, float], mesh: Mapping[str, int] | No
     return {"resources": {"TPU": devices}} if cluster.get("TPU") else {"num_cpus": 1}
 
 
-def check_room(options: ClusterOptions, resources: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
+def check_room(
+    options: ClusterOptions, resources: Mapping[str, Any], cluster: Mapping[str, float]
+) -> None:
     """Raises ValueError if a cluster of a fixed size has no room for the replicas."""
-    flat = {"CPU": resources.get("num_cpus", 0), "GPU": resources.get("num_gpus", 0), **resources.get("resources", {})}
+    flat = {
+        "CPU": resources.get("num_cpus", 0),
+        "GPU": resources.get("num_gpus", 0),
+        **resources.get("resources", {}),
+    }
     flat["memory"] = resources.get("memory", 0)
     kind = resources.get("accelerator_type")
     if kind is not None and f"accelerator_type:{kind}" not in cluster:
-        raise ValueError(f"replicas need an accelerator {kind!r}, which Ray does not have; change --replica-resources")
+        raise ValueError(
+            f"replicas need an accelerator {kind!r}, which Ray does not have; change --replica-resources"
+        )
     for name, amount in flat.items():
         if options.replicas * amount > cluster.get(name, 0):
             what = f"replicas is {options.replicas}, and each needs {amount:g} {name}"
             here = f"Ray has {cluster.get(name, 0):g}"
-            raise ValueError(f"{what}, but {here}; start fewer, or ask for less with --replica-resources")
+            raise ValueError(
+                f"{what}, but {here}; start fewer, or ask for less with --replica-resources"
+            )

@@ -14,9 +14,12 @@ def merged(pages: Mapping[str, str]) -> str:
     families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in text_string_to_metric_families(page):
-            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
             whole.samples += [
-                sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+                sample._replace(labels={**sample.labels, "replica": replica})
+                for sample in family.samples
             ]
     return prometheus.generate_latest(_Page(families.values())).decode()  # type: ignore[arg-type]
 

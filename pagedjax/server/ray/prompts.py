@@ -21,7 +21,9 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.use import tool_use
 from pagedjax.vllm_names.prompts import kept
 
-CHARACTERS = 32  # of a token at most, on average; a longer text is refused, and is not worth tokenizing
+CHARACTERS = (
+    32  # of a token at most, on average; a longer text is refused, and is not worth tokenizing
+)
 log = logging.getLogger("pagedjax.server")
 
 
@@ -52,15 +54,23 @@ def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> R
             else:
                 chat = ChatRequest.model_validate_json(body)
             ids = _conversation(reader, chat)
-            longest = chat.max_completion_tokens or chat.max_tokens or reader.max_model_len - len(ids)
+            longest = (
+                chat.max_completion_tokens or chat.max_tokens or reader.max_model_len - len(ids)
+            )
             return _of(reader, request_id, chat, [ids], longest)
-    except Exception as error:  # a wrong body, whose error the replica answers; and whatever else it may cause
+    except (
+        Exception
+    ) as error:  # a wrong body, whose error the replica answers; and whatever else it may cause
         log.debug("a body is not read: %r", error)
     return RouterRequest(request_id, 0)
 
 
 def _of(
-    reader: Reader, request_id: str, body: GenerationBody, prompts: Sequence[Sequence[int]], longest: int
+    reader: Reader,
+    request_id: str,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
 ) -> RouterRequest:
     prompts = [kept(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts]
     if any(len(ids) >= reader.max_model_len for ids in prompts):
@@ -86,14 +96,22 @@ def _prompts(reader: Reader, body: CompletionRequest) -> list[Sequence[int]]:
     if isinstance(several, str) or isinstance(several[0], int):
         several = [several]
     special = body.add_special_tokens is not False
-    if any(isinstance(one, str) and len(one) > CHARACTERS * reader.max_model_len for one in several):
+    if any(
+        isinstance(one, str) and len(one) > CHARACTERS * reader.max_model_len for one in several
+    ):
         raise ValueError("a prompt is too long")
-    return [reader.tokenizer.encode(one, special) if isinstance(one, str) else one for one in several]
+    return [
+        reader.tokenizer.encode(one, special) if isinstance(one, str) else one for one in several
+    ]
 
 
 def _conversation(reader: Reader, body: ChatRequest) -> list[int]:
     use = tool_use(
-        reader.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, reader.server.tool_call_parser
+        reader.tokenizer,
+        body.tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
+        reader.server.tool_call_parser,
     )
     messages = [message.plain() for message in body.messages]
     if len(str(messages)) > CHARACTERS * reader.max_model_len:

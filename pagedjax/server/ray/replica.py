@@ -30,7 +30,9 @@ class Answer(NamedTuple):
 class Replica:
     """The methods that the ingress calls. Serve waits for those that run before it stops the replica."""
 
-    async def __init__(self, options: ClusterOptions) -> None:  # async: in the event loop that answers
+    async def __init__(
+        self, options: ClusterOptions
+    ) -> None:  # async: in the event loop that answers
         self.name = serve.get_replica_context().replica_id.unique_id
         self.llm = LLM(
             options.model,
@@ -61,10 +63,18 @@ class Replica:
     async def facts(self) -> dict[str, Any]:
         """What the ingress must know of the engine."""
         config = self.llm.engine.config
-        return {name: getattr(config, name) for name in ("max_model_len", "block_size", "enable_prefix_caching")}
+        return {
+            name: getattr(config, name)
+            for name in ("max_model_len", "block_size", "enable_prefix_caching")
+        }
 
     async def answer(
-        self, scope: Scope, body: bytes, *, routed: RouterRequest | None = None, target: str | None = None
+        self,
+        scope: Scope,
+        body: bytes,
+        *,
+        routed: RouterRequest | None = None,
+        target: str | None = None,
     ) -> AsyncGenerator[list[Message], None]:
         """The messages of the answer to an HTTP request. Before them, one says which replica has taken the request.
 
@@ -78,7 +88,10 @@ class Replica:
     def _named(self, message: Message) -> Message:
         if message["type"] != "http.response.start":
             return message
-        return {**message, "headers": [*message.get("headers", ()), (HEADER.encode(), self.name.encode())]}
+        return {
+            **message,
+            "headers": [*message.get("headers", ()), (HEADER.encode(), self.name.encode())],
+        }
 
     async def whole(self, path: str, *, target: str) -> Answer:
         """The answer to GET, for pages that all replicas are asked for. `target`: for the request router."""

@@ -21,7 +21,9 @@ from pagedjax.routing import RouterRequest
 from pagedjax.routing.recording import Recorder
 from pagedjax.server.ray import link
 
-EARLY_ENDS = 4096  # that are remembered; such requests are few, and each is asked for within a moment
+EARLY_ENDS = (
+    4096  # that are remembered; such requests are few, and each is asked for within a moment
+)
 log = logging.getLogger("pagedjax.server")
 
 
@@ -29,23 +31,34 @@ class PureRouter(RequestRouter):
     """Calls carry `routed=RouterRequest(...)`, or `target=NAME` for one replica. A call without both goes to any
     replica, and the router does not know of it."""
 
-    def initialize_state(self, router: str, known_blocks: int, drain_seconds: float, record: str | None = None) -> None:
+    def initialize_state(
+        self, router: str, known_blocks: int, drain_seconds: float, record: str | None = None
+    ) -> None:
         """`record`: the file of `routing.recording`; if it exists, another one beside it."""
-        self.routing = Recorder(routing.find(router), known_blocks, None if record is None else unused(Path(record)))
+        self.routing = Recorder(
+            routing.find(router), known_blocks, None if record is None else unused(Path(record))
+        )
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
         self._loop: asyncio.AbstractEventLoop | None = None
         link.LINK.router = self
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The one replica that gets the call. Serve asks again until it is sent."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if Serve asks again, it waits a little before
+        pending_request.routing_context.should_backoff = (
+            True  # if Serve asks again, it waits a little before
+        )
         self._take_presence()
-        call, by_name = pending_request, {one.replica_id.unique_id: one for one in self.curr_replicas.values()}
+        call, by_name = (
+            pending_request,
+            {one.replica_id.unique_id: one for one in self.curr_replicas.values()},
+        )
         target, request = call.kwargs.get("target"), call.kwargs.get("routed")
         if call.future.done() or (target is None and request is None):
             return [candidate_replicas]
@@ -57,7 +70,9 @@ class PureRouter(RequestRouter):
                 target = self._assigned(request)
             except Exception as error:  # of a router of the user's own
                 log.exception("the router failed")
-                call.future.set_exception(link.NotRouted(f"the router failed: {type(error).__name__}: {error}"))
+                call.future.set_exception(
+                    link.NotRouted(f"the router failed: {type(error).__name__}: {error}")
+                )
                 return [candidate_replicas]
         if target not in by_name:
             call.future.set_exception(link.NotRouted(f"replica {target!r} is not present"))

@@ -39,7 +39,9 @@ def multiply(
     return _product((matrix, kind, low and low.parts, activation, rows, dtype), *arrays)
 
 
-def _called(function: Any, options: Any, x, weight, norm, scales, bias, low, residual, sizes) -> jax.Array:
+def _called(
+    function: Any, options: Any, x, weight, norm, scales, bias, low, residual, sizes
+) -> jax.Array:
     """`multiply` of an implementation, from static options and arrays."""
     matrix, kind, parts, activation, rows, dtype = options
     normalised = None if kind is None else Norm(norm, *kind)

@@ -76,7 +76,9 @@ def multiply(
     out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
     eps = np.full(1, norm.eps if norm else 0, np.float32)
     more = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
-    return jax.ffi.ffi_call(handler.target, out)(*operands, options, eps, *more)[0][:, first - start :]
+    return jax.ffi.ffi_call(handler.target, out)(*operands, options, eps, *more)[0][
+        :, first - start :
+    ]
 
 
 def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
@@ -93,7 +95,9 @@ def _scratch(tokens: int, matrix: Matrix) -> Any:
     """The memory of the packed tokens, in tiles. A tile of each matrix may have fewer tokens than there is room for."""
     least, most = COLUMNS
     columns = tokens + most * matrix.count
-    words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (tokens // least + matrix.count + 1)
+    words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (
+        tokens // least + matrix.count + 1
+    )
     return jax.ShapeDtypeStruct((4 * words,), jnp.uint8)
 
 
@@ -114,7 +118,9 @@ def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | 
     return ""
 
 
-def obstacle(device: Any, *, dtype: str, weight_dtype: str, mesh: bool, activation: str | None) -> str:
+def obstacle(
+    device: Any, *, dtype: str, weight_dtype: str, mesh: bool, activation: str | None
+) -> str:
     """See `Implementation`."""
     if mesh:
         return "is for a device without a mesh"
@@ -150,5 +156,8 @@ def pack_low(b: Any, matrix: Matrix) -> Any:
 
 
 IMPLEMENTATION = Implementation(
-    *("cpu", multiply, obstacle, pack, unpack, gather, prepare), invariant=True, low_rank=True, pack_low=pack_low
+    *("cpu", multiply, obstacle, pack, unpack, gather, prepare),
+    invariant=True,
+    low_rank=True,
+    pack_low=pack_low,
 )

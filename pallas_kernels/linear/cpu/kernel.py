@@ -115,10 +115,16 @@ from pallas_kernels.shared.cpu.xla_call import (
 )
 
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
-GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
+GROUP_BYTES, GROUP_PANELS = (
+    400 << 10,
+    16,
+)  # of panels that an item reads: they stay in a core's cache
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
 LEAST_TILES = 8  # tiles of an item at least, if there are two times as many or more
-SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
+SUMS, EDGES = (
+    4 * PANEL * COLUMNS,
+    4 * 4 * PANEL,
+)  # bytes of a tile's sums, and of a panel's scales and biases
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -171,8 +177,15 @@ def _norm_weights(job, out):
 def _pack(job, tile, norm, rows):
     """Packs one tile of x. rows: scratch of 16 rows."""
     entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
-    first, columns, words = load_word(entry), load_word(entry + 8), load_word(job + STEPS) * load_word(job + WORDS)
-    row_bytes, out = bytes_of_row(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
+    first, columns, words = (
+        load_word(entry),
+        load_word(entry + 8),
+        load_word(job + STEPS) * load_word(job + WORDS),
+    )
+    row_bytes, out = (
+        bytes_of_row(load_word(job + K)),
+        load_word(job + PACKED) + tile * load_word(job + TILE_BYTES),
+    )
     for i in range(columns):
         _row(job, token_at(job, first + i), norm, rows + i * row_bytes)
     if LOW and load_word(job + LOW_A) != 0:
@@ -231,7 +244,11 @@ def _edges(job, panel, matrix, out):
 def _finish(job, panel, entry, sums, edges):
     """Scales, biases, activation and residual of a tile's sums, and their way to the result."""
     row, columns = load_word(entry), load_word(entry + 8)
-    size, width, kind = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + ACTIVATION)
+    size, width, kind = (
+        load_word(job + OUT_SIZE),
+        load_word(job + WIDTH),
+        load_word(job + ACTIVATION),
+    )
     residual = load_word(job + RESIDUAL)
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         scale_and_add(sums, edges, edges + 4 * PANEL, columns)
@@ -268,7 +285,11 @@ def _expect(job, panel, entry):
     """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
     if LOW and load_word(job + LOW_A) != 0:
         low_rank.expect_factors(job, panel, entry)
-    size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
+    size, width, residual = (
+        load_word(job + OUT_SIZE),
+        load_word(job + WIDTH),
+        load_word(job + RESIDUAL),
+    )
     row, columns = load_word(entry), load_word(entry + 8)
     first, _ = halves(job, panel, 0)
     at = first - load_word(job + FIRST)
@@ -293,7 +314,11 @@ def _weight_of(job, item):
     chunks, tile_table = load_word(job + CHUNKS), load_word(job + TABLE)
     first_tile = load_word(load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks))
     matrix = load_word(tile_table + 8 * TILE_WORDS * first_tile + 16)
-    panel = matrix * load_word(job + PANELS) + load_word(job + FIRST_PANEL) + load_word(job + GROUP) * (item // chunks)
+    panel = (
+        matrix * load_word(job + PANELS)
+        + load_word(job + FIRST_PANEL)
+        + load_word(job + GROUP) * (item // chunks)
+    )
     return load_word(job + WEIGHT) + panel * load_word(job + PANEL_BYTES)
 
 
@@ -434,7 +459,12 @@ def _split(tiles, wanted, panel_bytes, steps, matrices, workers):
 @compiled
 def _job(frame, workers):
     """Lists the work of a call. Operands: see `implementation.py`."""
-    x, weight, sizes, options = argument(frame, 0), argument(frame, 1), argument(frame, 6), data(argument(frame, 7))
+    x, weight, sizes, options = (
+        argument(frame, 0),
+        argument(frame, 1),
+        argument(frame, 6),
+        data(argument(frame, 7)),
+    )
     rows, k = dim(x, 0), dim(x, 1)
     matrices = max(dim(sizes, 0), 1)
     steps = dim(weight, 1)

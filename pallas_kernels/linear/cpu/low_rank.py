@@ -24,7 +24,16 @@ from pallas_kernels.linear.cpu.job import (
     bytes_of_row,
     halves,
 )
-from pallas_kernels.linear.cpu.vectors import BFLOAT16, DOTS, PAIRS, PANEL, TOGETHER, add_rows, dots, prefetch
+from pallas_kernels.linear.cpu.vectors import (
+    BFLOAT16,
+    DOTS,
+    PAIRS,
+    PANEL,
+    TOGETHER,
+    add_rows,
+    dots,
+    prefetch,
+)
 from pallas_kernels.shared.cpu.memory import load_int, load_word, store_int, store_word
 from pallas_kernels.shared.cpu.translate import compiled
 from pallas_kernels.shared.cpu.vectors import FULL
@@ -59,7 +68,18 @@ def multiply_rows(job, first, columns, x):
             for i in range(0, number, DOTS):
                 own, row, to = x + stride * at, rows + row_bytes * i, out + 4 * i
                 if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16:
-                    dots(tokens, BFLOAT16, own, stride, X_SIZE, row, row_bytes, length, to, 4 * number)
+                    dots(
+                        tokens,
+                        BFLOAT16,
+                        own,
+                        stride,
+                        X_SIZE,
+                        row,
+                        row_bytes,
+                        length,
+                        to,
+                        4 * number,
+                    )
                 else:
                     dots(tokens, 4, own, stride, X_SIZE, row, row_bytes, length, to, 4 * number)
         at += tokens
@@ -70,7 +90,9 @@ def _factors(job, panel, half, slot):
     """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
     first, last = load_int(ranks), load_int(ranks + 4)
-    row = load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
+    row = (
+        load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
+    )
     return load_word(job + LOW_B) + X_SIZE * FULL * row, first, last - first
 
 
@@ -121,7 +143,9 @@ def _sort_by_slot(slots, count, number, order):
         store_int(after, load_int(after) + 1)
     none = load_int(starts + 4)
     for slot in range(1, number):
-        store_int(starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1)))
+        store_int(
+            starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1))
+        )
     for token in range(count):
         start = starts + 4 * load_int(slots + 4 * token)
         place = load_int(start)
@@ -145,7 +169,12 @@ def begin(job, frame, tokens, place):
     """
     store_word(job + LOW_A, 0)
     store_word(job + ORDER, 0)
-    a, b, slots, ranks = argument(frame, 9), argument(frame, 10), argument(frame, 11), argument(frame, 12)
+    a, b, slots, ranks = (
+        argument(frame, 9),
+        argument(frame, 10),
+        argument(frame, 11),
+        argument(frame, 12),
+    )
     number = dim(a, 1)
     order = place + 4 * number * dim(slots, 0)
     if _sort_by_slot(data(slots), tokens, dim(a, 0), order) == 0:

@@ -46,7 +46,10 @@ def arranged_low(xp: Any, b: Any, *, gated: bool = False) -> Any:
     slots, rank, m = b.shape
     parts, half = (2, m // 2) if gated else (1, m)
     halves = -(-half // (PANEL // parts)) * 2 // parts  # of each part
-    found = xp.pad(b.reshape(slots, rank, parts, half), ((0, 0), (0, 0), (0, 0), (0, halves * PANEL // 2 - half)))
+    found = xp.pad(
+        b.reshape(slots, rank, parts, half),
+        ((0, 0), (0, 0), (0, 0), (0, halves * PANEL // 2 - half)),
+    )
     found = found.reshape(slots, rank, parts, halves, PANEL // 2).transpose(0, 3, 2, 1, 4)
     return found.reshape(slots, halves * parts, rank, PANEL // 2)
 
@@ -62,7 +65,9 @@ def _padded(xp: Any, weights: Any, gated: bool) -> Any:
     return found.reshape(e, -1, k + odd)
 
 
-def unpack(packed: np.ndarray, shape: tuple[int, int], *, gated: bool = False, matrices: int = 1) -> np.ndarray:
+def unpack(
+    packed: np.ndarray, shape: tuple[int, int], *, gated: bool = False, matrices: int = 1
+) -> np.ndarray:
     """The inverse of `pack`. shape: [M, K] of the weight."""
     m, k = shape
     panels = packed.swapaxes(1, 2).reshape(len(packed), PANEL, -1)  # of pairs: [P, 32, K / 2, 2]

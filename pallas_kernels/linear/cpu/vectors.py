@@ -75,7 +75,10 @@ def _fetch(builder, address, written, level):
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     fetch = declared(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(fetch, [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))])
+    builder.call(
+        fetch,
+        [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))],
+    )
 
 
 def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
@@ -87,7 +90,8 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
     for first in range(0, 2, VECTORS):
         vectors = range(first, first + VECTORS)
         places = [
-            [builder.add(sums, ir.Constant(WORD, 4 * (PANEL * c + FULL * v))) for v in vectors] for c in range(columns)
+            [builder.add(sums, ir.Constant(WORD, 4 * (PANEL * c + FULL * v))) for v in vectors]
+            for c in range(columns)
         ]
         totals = [[variable(builder, floats(FULL)) for _ in vectors] for _ in range(columns)]
         for row, at in zip(totals, places, strict=True):
@@ -100,7 +104,9 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
             rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
             at = builder.mul(index, ir.Constant(WORD, columns * each))
             for part, c in itertools.product(range(each), range(columns)):
-                number = load_one(builder, x, builder.add(at, ir.Constant(WORD, part * columns + c)))
+                number = load_one(
+                    builder, x, builder.add(at, ir.Constant(WORD, part * columns + c))
+                )
                 number = splat(builder, number, FULL)
                 for row, total in zip(rows, totals[c], strict=True):
                     old = builder.load(total)
@@ -154,7 +160,9 @@ def widen(builder, size, source, out, count):
     """out [count] = source [count] as float32, for a multiple of 16 numbers. size: 4 or 2 bytes."""
 
     def widen_all(size):
-        _each(builder, count, lambda i: store(builder, load(builder, source, i, FULL, size), out, i))
+        _each(
+            builder, count, lambda i: store(builder, load(builder, source, i, FULL, size), out, i)
+        )
 
     each_case(builder, size, (4, 2), widen_all)
 
@@ -196,8 +204,12 @@ def _rounded(builder, x):
     bits = builder.bitcast(x, integers)
     odd = builder.and_(builder.lshr(bits, every(integers, 16)), every(integers, 1))
     nearest = builder.add(bits, builder.add(odd, every(integers, 0x7FFF)))
-    nearest = builder.select(builder.fcmp_unordered("uno", x, x), every(integers, 0x7FC00000), nearest)
-    return builder.trunc(builder.lshr(nearest, every(integers, 16)), ir.VectorType(ir.IntType(16), FULL))
+    nearest = builder.select(
+        builder.fcmp_unordered("uno", x, x), every(integers, 0x7FC00000), nearest
+    )
+    return builder.trunc(
+        builder.lshr(nearest, every(integers, 16)), ir.VectorType(ir.IntType(16), FULL)
+    )
 
 
 @instruction
@@ -254,13 +266,20 @@ def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, o
             for token, own_totals in zip(own, totals, strict=True):
                 numbers = load(builder, token, i, FULL, x_size.constant)
                 for factor, total in zip(factors, own_totals, strict=True):
-                    builder.store(multiply_add(builder, numbers, factor, builder.load(total)), total)
+                    builder.store(
+                        multiply_add(builder, numbers, factor, builder.load(total)), total
+                    )
 
         _each(builder, count, piece)
-        for place, own_totals in zip(_rows_at(builder, out, out_stride, number), totals, strict=True):
+        for place, own_totals in zip(
+            _rows_at(builder, out, out_stride, number), totals, strict=True
+        ):
             for i, total in enumerate(own_totals):
                 found = fold(builder, builder.load(total), builder.fadd)
-                builder.store(found, pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type))
+                builder.store(
+                    found,
+                    pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type),
+                )
 
     each_case(builder, tokens, range(1, TOGETHER + 1), sums)
 
@@ -275,13 +294,17 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
 
     def products(number):
         own = _rows_at(builder, factors, stride, number)
-        totals = [[variable(builder, floats(FULL)) for _ in range(2)] for _ in own]  # even, odd rows
+        totals = [
+            [variable(builder, floats(FULL)) for _ in range(2)] for _ in own
+        ]  # even, odd rows
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
         with each_index(builder, count, step=2) as index:
             for parity in range(2):
                 at = builder.add(index, ir.Constant(WORD, parity))
-                row = load(builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, size.constant)
+                row = load(
+                    builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, size.constant
+                )
                 for token, total in zip(own, totals, strict=True):
                     factor = splat(builder, load_one(builder, token, at), FULL)
                     sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
@@ -301,7 +324,9 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
 def scale_and_add(builder, sums, scales, bias, columns):
     """sums [columns, 32] = sums * scales [32] + bias [32], in place."""
     starts = [ir.Constant(WORD, 0), ir.Constant(WORD, FULL)]
-    factors, added = ([load(builder, each, start, FULL) for start in starts] for each in (scales, bias))
+    factors, added = (
+        [load(builder, each, start, FULL) for start in starts] for each in (scales, bias)
+    )
     with each_index(builder, columns) as index:
         row = builder.add(sums, builder.mul(index, ir.Constant(WORD, 4 * PANEL)))
         for start, factor, more in zip(starts, factors, added, strict=True):
@@ -310,7 +335,10 @@ def scale_and_add(builder, sums, scales, bias, columns):
 
 
 SILU, GELU_TANH = 1, 2
-GELU = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu_tanh(x) = x * sigmoid(GELU[0] * (x + GELU[1] * x**3))
+GELU = (
+    2 * math.sqrt(2 / math.pi),
+    0.044715,
+)  # gelu_tanh(x) = x * sigmoid(GELU[0] * (x + GELU[1] * x**3))
 
 
 def _sigmoid(builder, x):

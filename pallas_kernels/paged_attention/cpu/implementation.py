@@ -22,7 +22,9 @@ HEAD_SIZES = 8  # and its multiples
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.paged_attention.cpu.7"
 BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-PAIRED = "bfloat16_bfloat16"  # bfloat16 queries over bfloat16 pages: their chunks have another product
+PAIRED = (
+    "bfloat16_bfloat16"  # bfloat16 queries over bfloat16 pages: their chunks have another product
+)
 
 
 def _handler(pages: str, invariant: bool) -> Handler:
@@ -31,21 +33,37 @@ def _handler(pages: str, invariant: bool) -> Handler:
     size = BYTES["bfloat16" if pages == PAIRED else pages]
     options = {"size": size, "paired": int(pages == PAIRED), "invariant": int(invariant)}
     folder = Path(__file__).parent
-    return Handler(f"paged_attention_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
+    return Handler(
+        f"paged_attention_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options
+    )
 
 
-_HANDLERS = {(pages, invariant): _handler(pages, invariant) for pages in BYTES for invariant in (False, True)}
+_HANDLERS = {
+    (pages, invariant): _handler(pages, invariant) for pages in BYTES for invariant in (False, True)
+}
 _HANDLERS[PAIRED, False] = _handler(PAIRED, False)
 
 
 def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
     """Returns the handler for keys and values, and queries, of these dtypes."""
-    is_paired = dtype == query_dtype == "bfloat16" and not invariant  # an invariant chunk multiplies as a decode does
+    is_paired = (
+        dtype == query_dtype == "bfloat16" and not invariant
+    )  # an invariant chunk multiplies as a decode does
     return _HANDLERS[PAIRED if is_paired else dtype, invariant]
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None, invariant=False
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    window=None,
+    soft_cap=None,
+    invariant=False,
 ) -> jax.Array:
     """See `api.paged_attention`. Tokens before the windows of all of an item's queries are not read.
 
@@ -66,8 +84,13 @@ def paged_attention(
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
-    factor = scale if q.dtype == jnp.bfloat16 else 0  # the kernel divides by it, to have the bfloat16 numbers again
-    options = jnp.full(1, window or 0, jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor))
+    factor = (
+        scale if q.dtype == jnp.bfloat16 else 0
+    )  # the kernel divides by it, to have the bfloat16 numbers again
+    options = (
+        jnp.full(1, window or 0, jnp.int32),
+        *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)),
+    )
     attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
     return out.reshape(t, n, d).astype(q.dtype)
@@ -89,7 +112,14 @@ def unsupported(platform: str, dtype: str, head_size: int) -> str:
 
 
 def obstacle(
-    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
 ) -> str:
     """See `Implementation`."""
     return unsupported(device.platform, dtype, head_dim)

@@ -95,7 +95,9 @@ def attend(
         less.
     """
     row, part = SIZE * d, 4 * group * d * heads
-    visible = max(first, length - (window + count - 1))  # an aligned span may begin before the window
+    visible = max(
+        first, length - (window + count - 1)
+    )  # an aligned span may begin before the window
     at = visible
     while at < stop:
         offset = at % s
@@ -112,16 +114,23 @@ def attend(
                 query, score = q + token * token_bytes, to + 4 * (token * group * SPAN + i)
                 g = 0
                 while g + SHARED <= group:
-                    scores_shared(SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    scores_shared(
+                        SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
+                    )
                     g += SHARED
                 while g < group:
-                    scores_together(SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    scores_together(
+                        SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
+                    )
                     g += 1
             i += TOGETHER
         while i < run:
             for token in range(count):
                 for g in range(group):
-                    query, score = q + token * token_bytes + 4 * g * d, to + 4 * ((token * group + g) * SPAN + i)
+                    query, score = (
+                        q + token * token_bytes + 4 * g * d,
+                        to + 4 * ((token * group + g) * SPAN + i),
+                    )
                     score_one(SIZE, query, base + i * row, d, score, SPAN)
             i += 1
         at += run
@@ -130,7 +139,9 @@ def attend(
         seen = length - (count - 1 - token)
         begin, end = max(seen - window - first, 0), min(seen, stop) - first
         for g in range(group):
-            top, norm = _softmax(scores + 4 * (token * group + g) * SPAN, begin, end, stop - first, load_float(cap))
+            top, norm = _softmax(
+                scores + 4 * (token * group + g) * SPAN, begin, end, stop - first, load_float(cap)
+            )
             store_float(stats + 8 * (token * group * heads + g), top)
             store_float(stats + 8 * (token * group * heads + g) + 4, norm)
             clear(out + token * part + 4 * g * d, d)
@@ -152,17 +163,24 @@ def attend(
                 g = 0
                 while g + SHARED <= group:
                     address = sums + 4 * g * d
-                    add_weighted_values_shared(SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    add_weighted_values_shared(
+                        SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
+                    )
                     g += SHARED
                 while g < group:
                     address = sums + 4 * g * d
-                    add_weighted_values_together(SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    add_weighted_values_together(
+                        SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
+                    )
                     g += 1
             i += TOGETHER
         while i < run:
             for token in range(count):
                 for g in range(group):
-                    weights, sums = to + 4 * ((token * group + g) * SPAN + i), out + token * part + 4 * g * d
+                    weights, sums = (
+                        to + 4 * ((token * group + g) * SPAN + i),
+                        out + token * part + 4 * g * d,
+                    )
                     add_weighted_values_one(SIZE, weights, base + i * row, d, sums, SPAN)
             i += 1
         at += run

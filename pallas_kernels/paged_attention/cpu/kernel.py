@@ -55,11 +55,24 @@ from pallas_kernels.shared.cpu.xla_call import (
 
 # Words of a job, a block of memory: counters that the threads share, then constants that the handler wrote.
 NEXT, DONE, ITEMS = 8, 16, 24  # behind HOLDERS
-Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
+Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = (
+    32,
+    40,
+    48,
+    56,
+    64,
+    72,
+    80,
+)  # addresses of arguments and result
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
 WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
-FACTOR = 160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
-STATS, PARTS = 168, 176  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
+FACTOR = (
+    160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
+)
+STATS, PARTS = (
+    168,
+    176,
+)  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
 SLOTS = 184  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
 STARTS = 200  # [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
 NO_WINDOW = 1 << 31  # longer than any context
@@ -99,20 +112,31 @@ def _merge(job):
     queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
     for row in range(load_word(job + ROWS)):
         first, count, _ = _row(job, row)
-        start, end = load_word(load_word(job + SLOTS) + 8 * row), load_word(load_word(job + SLOTS) + 8 * (row + 1))
+        start, end = (
+            load_word(load_word(job + SLOTS) + 8 * row),
+            load_word(load_word(job + SLOTS) + 8 * (row + 1)),
+        )
         if end - start <= count:
             continue
         for query in range(count * queries):
             out = load_word(job + OUT) + 4 * d * (first * queries + query)
             place = start * queries + query
-            stats, parts = load_word(job + STATS) + 8 * place, load_word(job + PARTS) + 4 * d * place
+            stats, parts = (
+                load_word(job + STATS) + 8 * place,
+                load_word(job + PARTS) + 4 * d * place,
+            )
             merge_parts(out, stats, parts, (end - start) // count, count * queries, d)
 
 
 @compiled_apart
 def _work(job):
     """Computes items until none is left, then releases the job."""
-    heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
+    heads, group, d, s = (
+        load_word(job + HEADS),
+        load_word(job + GROUP),
+        load_word(job + DIM),
+        load_word(job + BLOCK),
+    )
     window, cap, factor = load_word(job + WINDOW), job + CAP, load_float(job + FACTOR)
     head_bytes = SIZE * s * d
     page_bytes = head_bytes * heads
@@ -132,7 +156,10 @@ def _work(job):
         index = unit - load_word(job + STARTS + 8 * row)
         at = first * token_bytes + 4 * group * d * head
         q, out = load_word(job + Q) + at, load_word(job + OUT) + at
-        k, v = load_word(job + KEYS) + head_bytes * head, load_word(job + VALUES) + head_bytes * head
+        k, v = (
+            load_word(job + KEYS) + head_bytes * head,
+            load_word(job + VALUES) + head_bytes * head,
+        )
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
         if count > SHORT and INVARIANT:
             begin = SHORT * index

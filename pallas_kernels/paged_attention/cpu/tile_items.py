@@ -53,7 +53,9 @@ from pallas_kernels.shared.cpu.vectors import FULL
 CONTEXT_TILE = 64  # context tokens of a step; above LANES, so that windows begin in the first step
 
 
-NEVER = np.float32(-1e30)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
+NEVER = np.float32(
+    -1e30
+)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
 
 
 @compiled
@@ -156,7 +158,23 @@ def _mask_window(scores, visible, window, number):
 
 @compiled
 def _attend_pairs(
-    q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
+    q,
+    k,
+    v,
+    page_bytes,
+    table,
+    first,
+    number,
+    before,
+    window,
+    cap,
+    factor,
+    token_bytes,
+    group,
+    d,
+    s,
+    scratch,
+    out,
 ):
     """As `attend_tile`, by products of pairs of bfloat16 numbers, for queries and pages of bfloat16.
 
@@ -164,17 +182,28 @@ def _attend_pairs(
         that they were. The scores are multiplied by it instead.
     """
     scratch += -scratch % 64
-    visible, top, norm, rescale = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
+    visible, top, norm, rescale = (
+        scratch,
+        scratch + 4 * LANES,
+        scratch + 8 * LANES,
+        scratch + 12 * LANES,
+    )
     places = scratch + 16 * LANES
-    weights = places + 8 * LANES  # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
+    weights = (
+        places + 8 * LANES
+    )  # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
     transposed = weights + 4 * CONTEXT_TILE * LANES  # [D / 2, LANES] pairs, D / 2 up to the next 16
     tokens = transposed + 4 * LANES * (d // 2 + FULL)  # [CONTEXT_TILE / 2, D] pairs of values
     sums = tokens + 2 * d * CONTEXT_TILE
     rows = sums + 4 * d * LANES  # [CONTEXT_TILE] addresses of keys, then of values
     zeros = rows + 8 * CONTEXT_TILE  # [D] bfloat16
-    begin, stop = _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d)
+    begin, stop = _begin(
+        places, visible, top, norm, first, number, before, window, token_bytes, group, d
+    )
     for lane in range(LANES):
-        round_to_bfloat16(q + load_word(places + 8 * lane), np.float32(1) / factor, sums + 2 * d * lane, d)
+        round_to_bfloat16(
+            q + load_word(places + 8 * lane), np.float32(1) / factor, sums + 2 * d * lane, d
+        )
     _transpose_queries(sums, d // 2, number, transposed)
     clear(sums, LANES * d)
     clear(zeros, d)
@@ -203,14 +232,32 @@ def _attend_pairs(
         for i in range(0, even, 2):
             interleave(load_word(rows + 8 * i), load_word(rows + 8 * i + 8), tokens + 2 * d * i, d)
         for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_pairs(weights + 4 * lane, tokens, d, even // 2, rescale + 4 * lane, sums + 4 * d * lane)
+            add_weighted_values_pairs(
+                weights + 4 * lane, tokens, d, even // 2, rescale + 4 * lane, sums + 4 * d * lane
+            )
 
     _write_results(sums, norm, places, number, d, out)
 
 
 @compiled_apart
 def attend_tile(
-    q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
+    q,
+    k,
+    v,
+    page_bytes,
+    table,
+    first,
+    number,
+    before,
+    window,
+    cap,
+    factor,
+    token_bytes,
+    group,
+    d,
+    s,
+    scratch,
+    out,
 ):
     """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
 
@@ -226,13 +273,22 @@ def attend_tile(
         )  # fmt: skip
         return
     scratch += -scratch % 64  # no vector across two cache lines
-    visible, top, norm, rescale = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
-    places = scratch + 16 * LANES  # [LANES] words: offsets of a query and its result from the row's first
+    visible, top, norm, rescale = (
+        scratch,
+        scratch + 4 * LANES,
+        scratch + 8 * LANES,
+        scratch + 12 * LANES,
+    )
+    places = (
+        scratch + 16 * LANES
+    )  # [LANES] words: offsets of a query and its result from the row's first
     weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
     transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
     tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
     sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; before that, the queries
-    begin, stop = _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d)
+    begin, stop = _begin(
+        places, visible, top, norm, first, number, before, window, token_bytes, group, d
+    )
     for lane in range(LANES):
         copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
     _transpose_queries(sums, d, number, transposed)
@@ -255,7 +311,9 @@ def attend_tile(
         _advance(visible)
         _take(v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_tile(weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane)
+            add_weighted_values_tile(
+                weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane
+            )
 
     _write_results(sums, norm, places, number, d, out)
 
@@ -263,4 +321,11 @@ def attend_tile(
 @compiled
 def tile_numbers(d):
     """Returns the numbers of scratch memory of an item. Pairs need less than float32 numbers."""
-    return 6 * LANES + CONTEXT_TILE * LANES + LANES * (d + FULL) + CONTEXT_TILE * d + LANES * d + 2 * FULL
+    return (
+        6 * LANES
+        + CONTEXT_TILE * LANES
+        + LANES * (d + FULL)
+        + CONTEXT_TILE * d
+        + LANES * d
+        + 2 * FULL
+    )

@@ -32,7 +32,9 @@ LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key he
 # The sums of a chunk that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16 (half as long)
 # without.
 WIDE_CPU = has("avx512f")
-PAIRS = has("avx512bf16") and has("avx512vl")  # the CPU multiplies pairs of bfloat16 numbers, in vectors of any length
+PAIRS = has("avx512bf16") and has(
+    "avx512vl"
+)  # the CPU multiplies pairs of bfloat16 numbers, in vectors of any length
 KEYS_AT_ONCE = 8 if WIDE_CPU else 2  # by LANES queries
 QUERIES_AT_ONCE = 6  # by LONGEST numbers of a value
 LONGEST = 64 if WIDE_CPU else 16
@@ -55,7 +57,9 @@ def round_to_bfloat16(builder, source, factor, out, d):
 
     def piece(index, lanes):
         product = builder.fmul(load(builder, source, index, lanes), splat(builder, factor, lanes))
-        bits = builder.bitcast(builder.fptrunc(product, ir.VectorType(BFloat(), lanes)), _shorts(lanes))
+        bits = builder.bitcast(
+            builder.fptrunc(product, ir.VectorType(BFloat(), lanes)), _shorts(lanes)
+        )
         address = builder.add(out, builder.mul(index, ir.Constant(WORD, 2)))
         builder.store(bits, pointer(builder, address, bits.type), align=2)
 
@@ -68,7 +72,9 @@ def interleave(builder, first, second, out, d):
 
     def piece(index, lanes):
         offset = builder.mul(index, ir.Constant(WORD, 2))
-        rows = [pointer(builder, builder.add(row, offset), _shorts(lanes)) for row in (first, second)]
+        rows = [
+            pointer(builder, builder.add(row, offset), _shorts(lanes)) for row in (first, second)
+        ]
         store(builder, _paired(builder, *(builder.load(row, align=2) for row in rows)), out, index)
 
     pieces(builder, d, piece)
@@ -110,7 +116,9 @@ def _score_tile(vectors):
     @instruction
     def score_tile(builder, q, k, d, out):
         """out [keys, LANES] = k [keys, D] . q [D, LANES], of KEYS_AT_ONCE keys and of `vectors` x 16 lanes."""
-        keys = [builder.add(k, builder.mul(d, ir.Constant(WORD, 4 * i))) for i in range(KEYS_AT_ONCE)]
+        keys = [
+            builder.add(k, builder.mul(d, ir.Constant(WORD, 4 * i))) for i in range(KEYS_AT_ONCE)
+        ]
         _store_tile(builder, _sums_of_tile(builder, vectors, q, keys, d, multiply_add), out)
 
     return score_tile
@@ -169,7 +177,10 @@ def _add_values(add):
     return add_values
 
 
-add_weighted_values_tile, add_weighted_values_pairs = _add_values(multiply_add), _add_values(dot_pairs)
+add_weighted_values_tile, add_weighted_values_pairs = (
+    _add_values(multiply_add),
+    _add_values(dot_pairs),
+)
 
 
 @instruction
@@ -182,10 +193,14 @@ def hide(builder, scores, count, visible):
     ends = builder.load(pointer(builder, visible, integers), align=4)
     with each_index(builder, count) as index:
         at, token = builder.mul(index, ir.Constant(WORD, LANES)), builder.trunc(index, INT32)
-        tokens = builder.insert_element(ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0))
+        tokens = builder.insert_element(
+            ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0)
+        )
         tokens = shuffle(builder, tokens, tokens, [0] * FULL)
         x = load(builder, scores, at, FULL)
-        store(builder, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden), scores, at)
+        store(
+            builder, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden), scores, at
+        )
 
 
 def _online_softmax_step(write):
@@ -243,10 +258,15 @@ def _write_pairs(builder, scores, count, power):
     with each_index(builder, builder.udiv(count, ir.Constant(WORD, 2))) as index:
         first = builder.mul(index, ir.Constant(WORD, 2))
         even, odd = (
-            exponential(builder, power(at), SHORT_POWERS) for at in (first, builder.add(first, ir.Constant(WORD, 1)))
+            exponential(builder, power(at), SHORT_POWERS)
+            for at in (first, builder.add(first, ir.Constant(WORD, 1)))
         )
-        both = builder.bitcast(builder.call(rounded, [odd, even]), _shorts(2 * FULL))  # the even ones in front
-        pairs = _paired(builder, *(shuffle(builder, both, both, range(i, i + FULL)) for i in (0, FULL)))
+        both = builder.bitcast(
+            builder.call(rounded, [odd, even]), _shorts(2 * FULL)
+        )  # the even ones in front
+        pairs = _paired(
+            builder, *(shuffle(builder, both, both, range(i, i + FULL)) for i in (0, FULL))
+        )
         builder.store(dot_pairs(builder, pairs, ones, builder.load(total)), total)
         store(builder, pairs, scores, builder.mul(index, ir.Constant(WORD, LANES)))
     return builder.load(total)

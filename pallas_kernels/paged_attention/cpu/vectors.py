@@ -44,7 +44,9 @@ def _scores(count, queries):
         """out [queries, count] = q [queries, D] . k [count, D]: one pass over the keys, which all queries share; sums
         over lanes share their shuffles. Queries follow each other; their results are `stride` numbers apart."""
         zeros = ir.Constant(floats(FULL), None)
-        sums = [[variable(builder, floats(FULL), zeros) for _ in range(count)] for _ in range(queries)]
+        sums = [
+            [variable(builder, floats(FULL), zeros) for _ in range(count)] for _ in range(queries)
+        ]
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
         def piece(index, lanes):
@@ -57,7 +59,12 @@ def _scores(count, queries):
                     if lanes == FULL:
                         new = multiply_add(builder, x, y, old)
                     else:
-                        part = shuffle(builder, builder.fmul(x, y), ir.Constant(floats(HALF), None), range(FULL))
+                        part = shuffle(
+                            builder,
+                            builder.fmul(x, y),
+                            ir.Constant(floats(HALF), None),
+                            range(FULL),
+                        )
                         new = builder.fadd(part, old)
                     builder.store(new, mine[token])
 
@@ -65,10 +72,14 @@ def _scores(count, queries):
         for i, mine in enumerate(sums):
             vectors = [builder.load(accumulated) for accumulated in mine]
             while len(vectors) > 1:
-                vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+                vectors = [
+                    _add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)
+                ]
             # one key alone has its lanes added in the same order, so a score has the same bits either way
             result = vectors[0]
-            for _ in range(4 if count == 1 else 1):  # sums are left side by side: all lanes of a key, or two
+            for _ in range(
+                4 if count == 1 else 1
+            ):  # sums are left side by side: all lanes of a key, or two
                 result = _add_pairs(builder, result, result)
             if count == 1:
                 result = builder.extract_element(result, ir.Constant(INT32, 0))
@@ -86,7 +97,10 @@ def _add_weighted_values(count, queries):
         are `stride` numbers apart."""
         starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(queries)]
         scalars = [
-            [load_one(builder, weights, builder.add(start, ir.Constant(WORD, token))) for token in range(count)]
+            [
+                load_one(builder, weights, builder.add(start, ir.Constant(WORD, token)))
+                for token in range(count)
+            ]
             for start in starts
         ]
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
@@ -98,7 +112,9 @@ def _add_weighted_values(count, queries):
                 at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
                 y = load(builder, v, at, lanes, size.constant)
                 for i, mine in enumerate(scalars):
-                    totals[i] = multiply_add(builder, splat(builder, mine[token], lanes), y, totals[i])
+                    totals[i] = multiply_add(
+                        builder, splat(builder, mine[token], lanes), y, totals[i]
+                    )
             for total, place in zip(totals, places, strict=True):
                 store(builder, total, out, place)
 
@@ -119,9 +135,16 @@ def copy(builder, size, source, out, d):
 
 TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
 SHARED = 3  # queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
-scores_shared, scores_together, score_one = _scores(TOGETHER, SHARED), _scores(TOGETHER, 1), _scores(1, 1)
+scores_shared, scores_together, score_one = (
+    _scores(TOGETHER, SHARED),
+    _scores(TOGETHER, 1),
+    _scores(1, 1),
+)
 add_weighted_values_shared = _add_weighted_values(TOGETHER, SHARED)
-add_weighted_values_together, add_weighted_values_one = _add_weighted_values(TOGETHER, 1), _add_weighted_values(1, 1)
+add_weighted_values_together, add_weighted_values_one = (
+    _add_weighted_values(TOGETHER, 1),
+    _add_weighted_values(1, 1),
+)
 
 
 @instruction
@@ -138,7 +161,11 @@ def scale(builder, out, factor, d):
 @instruction
 def clear(builder, out, d):
     """out [D] = 0."""
-    pieces(builder, d, lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index))
+    pieces(
+        builder,
+        d,
+        lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index),
+    )
 
 
 @instruction
@@ -163,7 +190,9 @@ def apply_soft_cap(builder, numbers, count, stride, cap):
         at = builder.mul(index, stride)
         power = builder.fmul(load(builder, numbers, at, FULL), factor)
         for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays one
-            power = builder.select(builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power)
+            power = builder.select(
+                builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power
+            )
         whole, part = whole_and_part(builder, power)
         two = two_to(builder, whole)
         small = builder.fmul(polynomial(builder, part, POWERS[:-1]), part)  # 2**part - 1

@@ -38,11 +38,24 @@ WGMMA = plgpu.Layout.WGMMA
 
 def shared_bytes(d: int, itemsize: int, tiles: Tiles) -> int:
     """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
-    return itemsize * (2 * tiles.chunk_stages * tiles.chunk_tile * d + GROUPS * LANES * (2 * d + tiles.chunk_tile))
+    return itemsize * (
+        2 * tiles.chunk_stages * tiles.chunk_tile * d + GROUPS * LANES * (2 * d + tiles.chunk_tile)
+    )
 
 
 def chunks(
-    q, k_pages, v_pages, block_tables, seq_lens, first, q_lens, *, scale, window, soft_cap, tiles: Tiles
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    first,
+    q_lens,
+    *,
+    scale,
+    window,
+    soft_cap,
+    tiles: Tiles,
 ) -> jax.Array:
     """Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D], the last of its context of seq_lens[b] tokens.
 
@@ -57,21 +70,38 @@ def chunks(
     q = jnp.pad(q.astype(dtype), ((0, total - t), (0, 0), (0, 0)))
 
     end = first[-1] + q_lens[-1]
-    firsts, counts = jnp.append(first, end), jnp.append(q_lens, total - end)  # padding is a row without a context
+    firsts, counts = (
+        jnp.append(first, end),
+        jnp.append(q_lens, total - end),
+    )  # padding is a row without a context
     seq_lens = jnp.append(seq_lens, 0)
     items_of = -(-counts // (GROUPS * tokens))
     ends = jnp.cumsum(items_of)
-    items = -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1  # rows of two tokens or more, each with one item begun
+    items = (
+        -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1
+    )  # rows of two tokens or more, each with one item begun
     item = jnp.arange(items, dtype=jnp.int32)
-    row = jnp.minimum((item[:, None] >= ends).sum(1, dtype=jnp.int32), b)  # `searchsorted` would be a loop of launches
-    offset = (item - (ends - items_of)[row]) * GROUPS * tokens  # of the item's first token in its row
-    number = jnp.clip(jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens)  # of its tokens
+    row = jnp.minimum(
+        (item[:, None] >= ends).sum(1, dtype=jnp.int32), b
+    )  # `searchsorted` would be a loop of launches
+    offset = (
+        (item - (ends - items_of)[row]) * GROUPS * tokens
+    )  # of the item's first token in its row
+    number = jnp.clip(
+        jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens
+    )  # of its tokens
     position = (seq_lens - counts)[row] + offset  # of its first token in the row's context
-    length = jnp.where(number > 0, jnp.clip(position + number, 0, seq_lens[row]), 0)  # context it sees
+    length = jnp.where(
+        number > 0, jnp.clip(position + number, 0, seq_lens[row]), 0
+    )  # context it sees
     row_of_table = jnp.minimum(row, b - 1)
-    of_items = [a.astype(jnp.int32) for a in (row_of_table, firsts[row] + offset, number, position, length)]
+    of_items = [
+        a.astype(jnp.int32) for a in (row_of_table, firsts[row] + offset, number, position, length)
+    ]
 
-    def paged_chunks(q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch):
+    def paged_chunks(
+        q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch
+    ):
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
         head, item, me = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
         length = lengths[item]
@@ -91,7 +121,9 @@ def chunks(
                 _, start = run_of(run)
                 for g in range(group):
                     queries = q_ref.at[pl.ds(start, tokens), head * group + g]
-                    plgpu.copy_gmem_to_smem(queries, io_s.at[run, pl.ds(g * tokens, tokens)], q_full.at[run])
+                    plgpu.copy_gmem_to_smem(
+                        queries, io_s.at[run, pl.ds(g * tokens, tokens)], q_full.at[run]
+                    )
             rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
             produce(rings, head, tables, rows[item], begin, count, length)
 
@@ -102,7 +134,9 @@ def chunks(
             nearest = positions[item] + me * tokens  # the run's first token in its context
             queries, weights, io = q_s.at[me], p_s.at[me], io_s.at[me]
             plgpu.barrier_wait(q_full.at[me])
-            queries[...] = plgpu.layout_cast(io[...], WGMMA)  # from rows as they lie to tiles that WGMMA reads
+            queries[...] = plgpu.layout_cast(
+                io[...], WGMMA
+            )  # from rows as they lie to tiles that WGMMA reads
             plgpu.commit_smem()
 
             def attend(i, carry):
@@ -138,7 +172,11 @@ def chunks(
                 plgpu.barrier_wait(v_full.at[slot])
 
                 # a weight of 0 does not hide a NaN; one warpgroup for all
-                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
+                @pl.when(
+                    start + tile > length
+                    if window is None
+                    else (start + tile > length) | (start < earliest)
+                )
                 def clear():
                     @pl.when(me == 0)
                     def write():
@@ -170,7 +208,9 @@ def chunks(
                     @pl.when(own - before >= size)
                     def piece(size=size, before=before):
                         piece = io.at[pl.ds(g * tokens + mine - loaded + before, size)]
-                        plgpu.copy_smem_to_gmem(piece, o_ref.at[pl.ds(mine + before, size), head * group + g])
+                        plgpu.copy_smem_to_gmem(
+                            piece, o_ref.at[pl.ds(mine + before, size), head * group + g]
+                        )
 
             lax.fori_loop(0, group, store, None)
             plgpu.wait_smem_to_gmem(0)
@@ -196,6 +236,8 @@ def chunks(
         grid_names=("head", "item"),
         num_threads=GROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
     )
     return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(wanted)

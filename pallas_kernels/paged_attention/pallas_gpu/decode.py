@@ -51,7 +51,9 @@ def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
 def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles, queries: int = 1) -> int:
     """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
     columns, tile = _columns(group * queries), _tile(d, group, queries, tiles)
-    return itemsize * (2 * tiles.decode_stages * tile * d + columns * (d + tile)) + 4 * columns * (d + 1)
+    return itemsize * (2 * tiles.decode_stages * tile * d + columns * (d + tile)) + 4 * columns * (
+        d + 1
+    )
 
 
 def _tile(d: int, group: int, queries: int, tiles: Tiles) -> int:
@@ -65,14 +67,27 @@ def _columns(queries: int) -> int:
     return max(COLUMNS, 1 << (queries - 1).bit_length())
 
 
-def decode(q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles) -> jax.Array:
+def decode(
+    q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles
+) -> jax.Array:
     """q [B, N, D], one token a row, the last of its context -> [B, N, D]; zeros where seq_lens [B] is 0."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
     return _decode(q[:, None], k_pages, v_pages, block_tables, seq_lens, **options)[:, 0]
 
 
 def decode_several(
-    q, k_pages, v_pages, block_tables, seq_lens, rows, counts, *, scale, window, soft_cap, tiles: Tiles
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    rows,
+    counts,
+    *,
+    scale,
+    window,
+    soft_cap,
+    tiles: Tiles,
 ) -> jax.Array:
     """Row rows[i] of the tables has the query tokens q[i, : counts[i]] of q [I, Q, N, D], the last of its context.
 
@@ -83,11 +98,26 @@ def decode_several(
     return _decode(q, k_pages, v_pages, block_tables, lengths, rows, counts, **options)
 
 
-def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale, window, soft_cap, tiles: Tiles):
+def _decode(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    *rows_and_counts,
+    scale,
+    window,
+    soft_cap,
+    tiles: Tiles,
+):
     b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
     dtype, wanted, group = k_pages.dtype, q.dtype, n // heads
-    tile, stages, columns = _tile(d, group, queries, tiles), tiles.decode_stages, _columns(group * queries)
+    tile, stages, columns = (
+        _tile(d, group, queries, tiles),
+        tiles.decode_stages,
+        _columns(group * queries),
+    )
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     several = bool(rows_and_counts)
     whole = parts == 1 and not several  # the result needs no merge
@@ -134,7 +164,11 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
                         seen = (token <= query) & (token < length)
                         seen = seen if window is None else seen & (token > query - window)
                     else:
-                        seen = token < length if window is None else (token < length) & (token >= length - window)
+                        seen = (
+                            token < length
+                            if window is None
+                            else (token < length) & (token >= length - window)
+                        )
                     return jnp.where(seen, x, -jnp.inf)
 
                 x = capped(x, scale, soft_cap)
@@ -143,20 +177,28 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
                     partly = partly if window is None else partly | (start < length - window)
                     x = lax.cond(partly, masked, lambda x: x, x)
                     new = jnp.maximum(top, x.max(axis=0))
-                    base = jnp.where(new == -jnp.inf, 0.0, new)  # of a query that has seen nothing yet
+                    base = jnp.where(
+                        new == -jnp.inf, 0.0, new
+                    )  # of a query that has seen nothing yet
                 else:
                     x = masked(x)  # a tile has a token that is seen
                     base = new = jnp.maximum(top, x.max(axis=0))
                 kept = jnp.exp2(top - base)
                 p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
-                weights = weights * lax.broadcast_in_dim(kept, x.shape, [1]) + p  # summed after the loop
+                weights = (
+                    weights * lax.broadcast_in_dim(kept, x.shape, [1]) + p
+                )  # summed after the loop
                 p_s.transpose((1, 0))[...] = p.astype(dtype)
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(v_full.at[slot])
 
                 # a weight of 0 does not hide a NaN
-                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
+                @pl.when(
+                    start + tile > length
+                    if window is None
+                    else (start + tile > length) | (start < earliest)
+                )
                 def clear():
                     at = numbered((tile, d), 0) + start
                     real = at < length if window is None else (at >= earliest) & (at < length)
@@ -179,7 +221,9 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
                 (o_ref,), (o_s,) = results, results_s
                 o_s.transpose((1, 0))[...] = o.astype(wanted)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], o_ref.at[row, pl.ds(head * group, group)])
+                plgpu.copy_smem_to_gmem(
+                    o_s.at[pl.ds(0, group)], o_ref.at[row, pl.ds(head * group, group)]
+                )
             else:
                 (o_ref, log_ref), (o_s, log_s) = results, results_s
                 o_s[...] = o
@@ -195,7 +239,9 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
         out_s = (plgpu.SMEM((columns, d), wanted),)
     else:
         shapes = (d, columns), (columns,)
-        out_type = tuple(jax.ShapeDtypeStruct((b, heads, parts, *shape), jnp.float32) for shape in shapes)
+        out_type = tuple(
+            jax.ShapeDtypeStruct((b, heads, parts, *shape), jnp.float32) for shape in shapes
+        )
         out_s = tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
     kernel = plgpu.kernel(
         paged_decode,
@@ -223,7 +269,11 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
         ),
     )
     padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
-    grouped = q.reshape(b, queries, heads, group, d).transpose(0, 2, 3, 1, 4).reshape(b, heads, group * queries, d)
+    grouped = (
+        q.reshape(b, queries, heads, group, d)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(b, heads, group * queries, d)
+    )
     of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
     results = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
     if whole:

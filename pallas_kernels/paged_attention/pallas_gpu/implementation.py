@@ -24,7 +24,9 @@ DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads of a key head
-MOST_COLUMNS = 64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
+MOST_COLUMNS = (
+    64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
+)
 
 
 def paged_attention(
@@ -64,14 +66,20 @@ def paged_attention(
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode  # they import Mosaic GPU
 
     tiles = tiles or Tiles.of(device_kind())
-    pages, options = (k_pages, v_pages, block_tables), {"scale": scale, "window": window, "soft_cap": soft_cap}
+    pages, options = (
+        (k_pages, v_pages, block_tables),
+        {"scale": scale, "window": window, "soft_cap": soft_cap},
+    )
     if cu_q_lens is None:  # one launch
         return decode.decode(q, *pages, seq_lens, tiles=tiles, **options)
     first, q_lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
     single = q_lens == 1
     rows = q[jnp.minimum(first, t - 1)]
     decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
-    out, shorts = jnp.zeros_like(q), sizes_of_short_rows(t, MOST_COLUMNS // (n // heads)) if short_rows else []
+    out, shorts = (
+        jnp.zeros_like(q),
+        sizes_of_short_rows(t, MOST_COLUMNS // (n // heads)) if short_rows else [],
+    )
     longest = max((most for _, most in shorts), default=1)  # query tokens of a row that is no chunk
     if t > longest:
         chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)
@@ -94,7 +102,9 @@ def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
     if head_size not in HEAD_SIZES:
         return f"needs a head size of {' or '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
     if block_size not in BLOCK_SIZES:
-        return f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        return (
+            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        )
     if group > MAX_GROUP:
         return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
     return ""
@@ -111,12 +121,21 @@ def wrong_device(device: Any) -> str:
 
 
 def obstacle(
-    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
 ) -> str:
     """See `Implementation`."""
     wrong = wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
     if not wrong and dtype != query_dtype:
-        wrong = f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
+        wrong = (
+            f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
+        )
     return wrong
 
 

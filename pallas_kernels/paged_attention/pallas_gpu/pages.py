@@ -16,7 +16,9 @@ LOG2E = math.log2(math.e)
 
 def swizzled(shape, dtype):
     """Shared memory in WGMMA's layout: tiles of 8 rows of 64 numbers of 16 bits, 128 bytes a row."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
 
 
 def copies(tile: int, block_size: int) -> int:
@@ -61,7 +63,9 @@ def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> N
     def fetch(i, pages):
         following = pages_of(i + 1)  # read while this tile waits for a free slot
         slot = lax.rem(i, jnp.int32(stages))
-        inside = pl.ds(lax.rem((begin + i) * tile, jnp.int32(block_size)) if rows < block_size else 0, rows)
+        inside = pl.ds(
+            lax.rem((begin + i) * tile, jnp.int32(block_size)) if rows < block_size else 0, rows
+        )
         for ring in rings:
             pl.when(i >= stages)(lambda ring=ring: plgpu.barrier_wait(ring.free.at[slot]))
             for piece, page in enumerate(pages):

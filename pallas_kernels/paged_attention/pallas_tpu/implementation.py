@@ -26,7 +26,13 @@ import jax.numpy as jnp
 from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
-from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
+from pallas_kernels.paged_attention.rows import (
+    SHORT,
+    gathered,
+    scattered,
+    sizes_of_short_rows,
+    slots_of,
+)
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.tpu import LANES, row_size
 from pallas_kernels.tiles import TpuTiles
@@ -36,7 +42,9 @@ HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
-SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler needs the rest
+SMEM = (
+    2**20 - 2**17
+)  # bytes of scalar memory for block tables and items; the compiler needs the rest
 
 
 def paged_attention(
@@ -66,7 +74,9 @@ def paged_attention(
     t, n, d = q.shape
     heads, s = k_pages.shape[1], k_pages.shape[2] * k_pages.shape[3] // d
     b, width = block_tables.shape
-    wrong = unsupported(str(k_pages.dtype), d, s, n // heads, interpret=bool(interpret)) or too_much(b, width)
+    wrong = unsupported(
+        str(k_pages.dtype), d, s, n // heads, interpret=bool(interpret)
+    ) or too_much(b, width)
     if not wrong and v_pages.dtype != k_pages.dtype:
         wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
     if wrong:
@@ -84,8 +94,12 @@ def paged_attention(
     if t > SHORT[-1]:
         out = chunks(call, q, seq_lens, cu_q_lens, several & (q_lens > SHORT[-1]))
     for least, most in sizes_of_short_rows(t):
-        row, begin, number = slots_of(several & (q_lens >= least) & (q_lens <= most), cu_q_lens, min(b, t // least))
-        out = scattered(out, short(call, gathered(q, begin, most), seq_lens, row, number), begin, number)
+        row, begin, number = slots_of(
+            several & (q_lens >= least) & (q_lens <= most), cu_q_lens, min(b, t // least)
+        )
+        out = scattered(
+            out, short(call, gathered(q, begin, most), seq_lens, row, number), begin, number
+        )
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
@@ -103,7 +117,9 @@ class Call(NamedTuple):
     def __call__(self, q: jax.Array, work: Work, sizes: Sizes) -> jax.Array:
         options = {"vmem_limit": self.tiles.vmem_limit, "interpret": self.interpret}
         tables, width = self.block_tables.reshape(-1), self.block_tables.shape[1]
-        return attend(q, self.k_pages, self.v_pages, tables, work, sizes, self.scores, width=width, **options)
+        return attend(
+            q, self.k_pages, self.v_pages, tables, work, sizes, self.scores, width=width, **options
+        )
 
 
 def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
@@ -115,7 +131,9 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
     return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
 
 
-def short(call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array) -> jax.Array:
+def short(
+    call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array
+) -> jax.Array:
     """q [I, Q, N, D], of which number[i] tokens are row[i]'s, the last of its context -> the same shape.
 
     Undefined for other tokens. A slot with the number 0 is no item.
@@ -125,11 +143,15 @@ def short(call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number:
     grouped = q.reshape(slots, queries, shape.heads, shape.group, d).transpose(0, 2, 3, 1, 4)
     tiles = decode_tiles(grouped.reshape(slots, shape.heads, rows, d), sizes)
     out = call(tiles, short_work(seq_lens, row, number, sizes, call.scores.window), sizes)
-    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :d].reshape(slots, shape.heads, shape.group, queries, d)
+    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :d].reshape(
+        slots, shape.heads, shape.group, queries, d
+    )
     return out.transpose(0, 3, 1, 2, 4).reshape(slots, queries, n, d)
 
 
-def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
+def chunks(
+    call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array
+) -> jax.Array:
     """q [T, N, D] -> [T, N, D] of the rows that are `chosen` [B]; zeros for all other tokens."""
     (t, n, d), shape = q.shape, call.shape
     sizes = chunk_sizes(shape, call.tiles)
@@ -160,7 +182,9 @@ def streams_of(q: jax.Array, streams: int) -> jax.Array:
     """[..., R, D] -> [..., streams * R, streams * D]: each stream's queries in the stream's lanes, zeros elsewhere."""
     *front, rows, d = q.shape
     eye = jnp.eye(streams, dtype=q.dtype)
-    wide = jnp.einsum("...rd,xy->...xryd", q, eye, precision="highest")  # by default a TPU rounds q to bfloat16
+    wide = jnp.einsum(
+        "...rd,xy->...xryd", q, eye, precision="highest"
+    )  # by default a TPU rounds q to bfloat16
     return wide.reshape(*front, streams * rows, streams * d)
 
 
@@ -195,21 +219,43 @@ def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
     span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
     kernel = "decode" if queries == 1 else f"short{queries}"
-    sizes = Sizes(tiles.decode_units, queries, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages, kernel)
+    sizes = Sizes(
+        tiles.decode_units,
+        queries,
+        shape.streams,
+        shape.s,
+        max(span, shape.s),
+        tiles.decode_stages,
+        kernel,
+    )
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
     """Sizes whose tiles have `chunk_rows` rows for each key head."""
     tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
-    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages, "chunks")
+    sizes = Sizes(
+        1,
+        tokens,
+        shape.streams,
+        shape.s,
+        max(tiles.chunk_span, shape.s),
+        tiles.chunk_stages,
+        "chunks",
+    )
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
 def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
     """Halves sizes in turn until they fit in VMEM, for many key heads. The compiler refuses what never fits."""
     span, tokens = max(LANES, shape.s), min(sizes.tokens, MIN_TOKENS)
-    for field, least in (("span", 2 * span), ("units", 1), ("tokens", 2 * tokens), ("span", span), ("tokens", tokens)):
+    for field, least in (
+        ("span", 2 * span),
+        ("units", 1),
+        ("tokens", 2 * tokens),
+        ("span", span),
+        ("tokens", tokens),
+    ):
         while vmem(shape, sizes) > limit and getattr(sizes, field) > least:
             sizes = sizes._replace(**{field: getattr(sizes, field) // 2})
     return sizes
@@ -230,7 +276,9 @@ def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return row, item - (end - counts)[row], item < end[-1]
 
 
-def _work(blocks: int, block, valid, unit, row, begin, end, base, span: int, window: int | None) -> Work:
+def _work(
+    blocks: int, block, valid, unit, row, begin, end, base, span: int, window: int | None
+) -> Work:
     first = (valid & (block < jnp.arange(blocks + 1)[:, None])).sum(1, dtype=jnp.int32)
     start = jnp.zeros_like(base)
     if window is not None:
@@ -245,14 +293,24 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
     row, _, valid = _items((seq_lens > 0).astype(jnp.int32), b)
     zero = jnp.zeros_like(row)
     where = row // sizes.units, valid, row % sizes.units, row
-    return _work(-(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window)
+    return _work(
+        -(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window
+    )
 
 
 def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
     """An item for each slot that is used; slot i is tile i, and the used ones come first."""
     slot, zero = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row)
     where = slot // sizes.units, number > 0, slot % sizes.units, row
-    return _work(-(-len(row) // sizes.units), *where, zero, number, seq_lens[row] - number, sizes.span, window)
+    return _work(
+        -(-len(row) // sizes.units),
+        *where,
+        zero,
+        number,
+        seq_lens[row] - number,
+        sizes.span,
+        window,
+    )
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
@@ -271,7 +329,9 @@ def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | 
 # --- what it can serve ------------------------------------------------------------------------------------------------
 
 
-def unsupported(dtype: str, head_size: int, block_size: int, group: int, *, interpret: bool = False) -> str:
+def unsupported(
+    dtype: str, head_size: int, block_size: int, group: int, *, interpret: bool = False
+) -> str:
     """Returns why the kernel cannot take a shape, as the rest of a sentence; empty if it can.
 
     Args:
@@ -280,12 +340,20 @@ def unsupported(dtype: str, head_size: int, block_size: int, group: int, *, inte
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if interpret:
-        whole = (head_size % LANES == 0 or LANES % head_size == 0) and block_size * head_size % LANES == 0
-        return "" if whole else f"needs pages of whole rows of {LANES}, and they are [{block_size}, {head_size}]"
+        whole = (
+            head_size % LANES == 0 or LANES % head_size == 0
+        ) and block_size * head_size % LANES == 0
+        return (
+            ""
+            if whole
+            else f"needs pages of whole rows of {LANES}, and they are [{block_size}, {head_size}]"
+        )
     if head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
     if block_size not in BLOCK_SIZES:
-        return f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        return (
+            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        )
     if group > MAX_GROUP:
         return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
     return ""
@@ -312,10 +380,19 @@ def wrong_device(device: Any) -> str:
 
 
 def obstacle(
-    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
 ) -> str:
     """See `Implementation`."""
     return wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
 
 
-IMPLEMENTATION = Implementation("pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write)
+IMPLEMENTATION = Implementation(
+    "pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write
+)

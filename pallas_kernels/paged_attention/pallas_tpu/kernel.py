@@ -31,10 +31,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.shared.tpu import LANES, pinned
 
-NEG = -1e30  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
+NEG = (
+    -1e30
+)  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
 UNROLLED = 4  # key heads in one body of the loop over them
 LOG2E = math.log2(math.e)
-ITEM, STEP, SENT, USED = range(4)  # of the cursor: the item and step that is copied next, spans copied, spans used
+ITEM, STEP, SENT, USED = range(
+    4
+)  # of the cursor: the item and step that is copied next, spans copied, spans used
 
 
 class Work(NamedTuple):
@@ -105,10 +109,27 @@ def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
     ring = 2 * sizes.stages * heads * sizes.span // sizes.streams * lanes * itemsize
     sums = heads * rows * (lanes + 2 * LANES) * 4
     scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
-    return ring + sums + scores + 2 * units * heads * (rows + rows // sizes.streams) * lanes * q_itemsize
+    return (
+        ring
+        + sums
+        + scores
+        + 2 * units * heads * (rows + rows // sizes.streams) * lanes * q_itemsize
+    )
 
 
-def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores, *, width, vmem_limit, interpret):
+def attend(
+    q,
+    k_pages,
+    v_pages,
+    tables,
+    work: Work,
+    sizes: Sizes,
+    scores: Scores,
+    *,
+    width,
+    vmem_limit,
+    interpret,
+):
     """Computes the attention of every tile's queries over the tokens that they see.
 
     Args:
@@ -146,7 +167,9 @@ def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((blocks, units, heads, kept, lanes), q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
+        ),
         interpret=interpret,
         name=f"paged_attention_{sizes.kernel}",
     )
@@ -166,7 +189,9 @@ def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
         lax.fori_loop(0, sizes.stages - 1, lambda _, none: _send(r, total), None)
 
     r.out[...] = jnp.zeros_like(r.out)
-    lax.fori_loop(r.work.first[block], r.work.first[block + 1], lambda i, _: _item(r, i, total), None)
+    lax.fori_loop(
+        r.work.first[block], r.work.first[block + 1], lambda i, _: _item(r, i, total), None
+    )
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -261,7 +286,9 @@ def _item(r: Refs, item, total) -> None:
         slot = slot_of(r, r.cursor[USED])
         r.cursor[USED] = r.cursor[USED] + 1
         wait(r, slot, item, i)
-        pl.when((i * r.sizes.span < seen[0]) | ((i + 1) * r.sizes.span > seen[1]))(lambda: _clear(r, slot, i, seen))
+        pl.when((i * r.sizes.span < seen[0]) | ((i + 1) * r.sizes.span > seen[1]))(
+            lambda: _clear(r, slot, i, seen)
+        )
         hidden = _hidden(r, item, i)
         _over_heads(r.acc.shape[0], lambda head: _update(r, r.work.unit[item], slot, head, hidden))
 
@@ -276,13 +303,19 @@ def _clear(r: Refs, slot, step, seen) -> None:
     """
     _, pages, heads, rows, lanes = r.v_ring.shape
     number = lambda axis: lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)  # noqa: E731
-    token = number(0) * r.sizes.block_size + number(1) * r.sizes.streams + number(2) // (lanes // r.sizes.streams)
+    token = (
+        number(0) * r.sizes.block_size
+        + number(1) * r.sizes.streams
+        + number(2) // (lanes // r.sizes.streams)
+    )
     token = token + step * r.sizes.span
     real = (token >= seen[0]) & (token < seen[1])
 
     def one(head, _):
         for ring in (r.v_ring, r.k_ring)[: min(2, r.sizes.streams)]:
-            ring[slot, :, head] = jnp.where(real, ring[slot, :, head].astype(jnp.float32), 0.0).astype(ring.dtype)
+            ring[slot, :, head] = jnp.where(
+                real, ring[slot, :, head].astype(jnp.float32), 0.0
+            ).astype(ring.dtype)
 
     lax.fori_loop(0, heads, one, None)
 
@@ -295,7 +328,9 @@ def _hidden(r: Refs, item, step):
     stream = row // (rows // r.sizes.streams)
     key = column * r.sizes.streams + stream + step * r.sizes.span
     query = (row & (r.sizes.tokens - 1)) + r.work.base[item]
-    return key > query if r.scores.window is None else (key > query) | (key <= query - r.scores.window)
+    return (
+        key > query if r.scores.window is None else (key > query) | (key <= query - r.scores.window)
+    )
 
 
 def _update(r: Refs, unit, slot, head, hidden) -> None:

@@ -13,11 +13,17 @@ from typing import Any
 
 import numpy as np
 
-PAGE, ALIGNED = 2 << 20, 64  # bytes of a huge page; what JAX wants of an array that it does not copy
+PAGE, ALIGNED = (
+    2 << 20,
+    64,
+)  # bytes of a huge page; what JAX wants of an array that it does not copy
 PIECE = 64 << 20  # bytes that are mapped at a time, for several arrays
 
 _lock = threading.Lock()
-_last: tuple[Any, int] = (lambda: None, 0)  # a weak reference to the last piece, which arrays keep alive; bytes in use
+_last: tuple[Any, int] = (
+    lambda: None,
+    0,
+)  # a weak reference to the last piece, which arrays keep alive; bytes in use
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -51,7 +51,9 @@ def each_index(builder: Any, stop: Any, start: Any = None, step: int = 1) -> Ite
     builder.position_at_end(after)
 
 
-def each_case(builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]) -> None:
+def each_case(
+    builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]
+) -> None:
     """Generates code that runs generate(case) for the case that `value` is; of a constant, the code of its case."""
     if isinstance(value, ir.Constant):
         assert value.constant in cases
@@ -75,7 +77,12 @@ def shuffle(builder, a, b, lanes):
 
 def splat(builder, value, lanes):
     undefined = ir.Constant(floats(lanes), ir.Undefined)
-    return shuffle(builder, builder.insert_element(undefined, value, ir.Constant(INT32, 0)), undefined, [0] * lanes)
+    return shuffle(
+        builder,
+        builder.insert_element(undefined, value, ir.Constant(INT32, 0)),
+        undefined,
+        [0] * lanes,
+    )
 
 
 def every(kind, value):
@@ -95,7 +102,9 @@ def load(builder, base, index, lanes, size=4):
     bits = builder.load(pointer(builder, address, stored), align=size)
     if size == 2:
         wide = ir.VectorType(INT32, lanes)
-        return builder.bitcast(builder.shl(builder.zext(bits, wide), every(wide, 16)), floats(lanes))
+        return builder.bitcast(
+            builder.shl(builder.zext(bits, wide), every(wide, 16)), floats(lanes)
+        )
     wide = ir.VectorType(ir.IntType(16), lanes)
     bits = builder.zext(bits, wide)
     sign = builder.shl(builder.and_(bits, every(wide, 0x80)), every(wide, 8))
@@ -142,7 +151,9 @@ def fold(builder, value, combine):
     lanes = value.type.count
     while lanes > 1:
         lanes //= 2
-        value = combine(*(shuffle(builder, value, value, range(first, first + lanes)) for first in (0, lanes)))
+        value = combine(
+            *(shuffle(builder, value, value, range(first, first + lanes)) for first in (0, lanes))
+        )
     return builder.extract_element(value, ir.Constant(INT32, 0))
 
 

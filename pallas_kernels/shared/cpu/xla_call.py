@@ -23,7 +23,11 @@ from pallas_kernels.shared.cpu.translate import compiled
 
 FFI_MAJOR, FFI_MINOR = 0, 3
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
-EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
+EXTENSION_TYPE, EXTENSION_METADATA, METADATA = (
+    8,
+    1,
+    24,
+)  # the type's offset, its value for metadata, and theirs
 METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
 BUFFER_TYPE, BUFFER_RANK, BUFFER_DATA, BUFFER_DIMS = 16, 32, 24, 40
 IS_FLOAT32 = 11

@@ -82,14 +82,21 @@ def test_round_with_stolen_processors_is_repeated(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[{}]", 'entry 0: needs "prompt"'), ("[1]", "entry 0: needs"), ("{", "is not JSON")]
+    ("text", "message"),
+    [("[{}]", 'entry 0: needs "prompt"'), ("[1]", "entry 0: needs"), ("{", "is not JSON")],
 )
 def test_bad_workload_file_is_reported(config, tmp_path, capsys, text, message):
     (tmp_path / "odd.json").write_text(text)
-    for file, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+    for file, why in (
+        (tmp_path / "none.json", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
         assert peers.main([*config(first={}), "--file", str(file)]) == 2
         said = capsys.readouterr().err
-        assert f"error: --file is '{file}', which cannot be read: {why}; name a JSON list of requests" in said
+        assert (
+            f"error: --file is '{file}', which cannot be read: {why}; name a JSON list of requests"
+            in said
+        )
     assert peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
     said = capsys.readouterr().err
     assert f"error: {tmp_path / 'odd.json'}" in said
@@ -119,14 +126,20 @@ def test_too_few_tokens_are_an_error(config):
 
 
 def test_failed_start_error_has_reason_and_log(config):
-    with pytest.raises(SystemExit, match=r"second: RuntimeError: no such engine; what it printed is in .*peer1\.log"):
+    with pytest.raises(
+        SystemExit,
+        match=r"second: RuntimeError: no such engine; what it printed is in .*peer1\.log",
+    ):
         peers.main(config(first={}, second={"broken": True}))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"adapter": "vlm"}, "contenders.first.adapter is 'vlm'; it must be one of llama_cpp, openvino, pagedjax"),
+        (
+            {"adapter": "vlm"},
+            "contenders.first.adapter is 'vlm'; it must be one of llama_cpp, openvino, pagedjax",
+        ),
         ({"pyhton": "python"}, "'pyhton'; did you mean 'python'?"),
         ({"exact": "yes"}, "contenders.first.exact is 'yes'; it must be true or false"),
     ],
@@ -170,7 +183,8 @@ def test_pagedjax_adapter(tmp_path, capsys):
     options = {"max_model_len": 160, "max_num_seqs": 4, "num_blocks": 200, "token_buckets": [8, 64]}
     options["max_num_batched_tokens"] = 64
     contenders = {
-        f"blocks of {size}": {"adapter": "pagedjax", "options": {**options, "block_size": size}} for size in (4, 16)
+        f"blocks of {size}": {"adapter": "pagedjax", "options": {**options, "block_size": size}}
+        for size in (4, 16)
     }
     file, work = tmp_path / "peers.yaml", tmp_path / "work.json"
     model = tiny_llama(tmp_path / "llama", tied=True)

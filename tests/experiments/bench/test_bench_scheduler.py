@@ -51,7 +51,9 @@ def test_load_uses_its_features(ran: Ran) -> None:
     assert len(pool.idle) > pool.num_blocks // 2
     groups = ran["decode+all"][0].state
     assert {seq.group is not None for seq in groups.running.seqs} == {True}
-    assert all(len(seq.hashes) >= seq.computed // 16 - 1 for seq in groups.running.seqs), "outputs are published"
+    assert all(len(seq.hashes) >= seq.computed // 16 - 1 for seq in groups.running.seqs), (
+        "outputs are published"
+    )
 
 
 def test_timing_of_known_steps() -> None:

@@ -11,12 +11,20 @@ from experiments.bench import server
 
 @pytest.mark.slow
 def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
-    small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}  # fewer programs to compile
+    small = {
+        "max_num_batched_tokens": 64,
+        "token_buckets": (64,),
+        "max_num_seqs": 8,
+    }  # fewer programs to compile
     monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)
     out = tmp_path / "out.json"
-    server.main(["--model", str(tiny_folder), "--requests", "3", "--rounds", "1", "--json", str(out)])
+    server.main(
+        ["--model", str(tiny_folder), "--requests", "3", "--rounds", "1", "--json", str(out)]
+    )
     found = json.loads(out.read_text())["output_tokens_per_s"]
-    assert {way: len(values) for way, values in found.items()} == dict.fromkeys(("library", "whole", "streamed"), 1)
+    assert {way: len(values) for way, values in found.items()} == dict.fromkeys(
+        ("library", "whole", "streamed"), 1
+    )
     assert all(value > 0 for values in found.values() for value in values)
     assert "| library |" in capsys.readouterr().out
 

@@ -24,7 +24,9 @@ def by_hand(requests: list[SampledRequest], size: int) -> tuple[int, int]:
         for output in ask.outputs:
             listed += sum(-(-(ask.prompt + k) // size) for k in range(output))
         ends = [ask.outputs[0] - 1, *ask.outputs[1:]]
-        together = sum(max(0, sum(end >= step for end in ends) - 1) for step in range(1, max(ends) + 1))
+        together = sum(
+            max(0, sum(end >= step for end in ends) - 1) for step in range(1, max(ends) + 1)
+        )
         saved += together * ((ask.prompt - 1) // size)
     return listed, listed - saved
 
@@ -52,7 +54,9 @@ def test_saved_share_of_two_branches_by_hand() -> None:
     # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two blocks each, one shared.
     found = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
     assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
-    assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, "the only block is partial, and is copied"
+    assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, (
+        "the only block is partial, and is copied"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,9 @@ def shares() -> dict[tuple[str, int, str], float]:
     return rows
 
 
-def test_paper_values_lie_between_both_kinds_of_lengths(shares: dict[tuple[str, int, str], float]) -> None:
+def test_paper_values_lie_between_both_kinds_of_lengths(
+    shares: dict[tuple[str, int, str], float],
+) -> None:
     for n, paper in ALPACA.paper.items():
         assert paper is not None
         assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
@@ -80,7 +86,9 @@ def test_paper_values_lie_between_both_kinds_of_lengths(shares: dict[tuple[str, 
     assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
 
 
-def test_equal_length_branches_save_n_minus_1_of_n(shares: dict[tuple[str, int, str], float]) -> None:
+def test_equal_length_branches_save_n_minus_1_of_n(
+    shares: dict[tuple[str, int, str], float],
+) -> None:
     for data in (ALPACA, SHAREGPT):
         constants = [shares[data.name, n, "same"] * n / (n - 1) for n in (2, 4, 6)]
         assert constants == pytest.approx([constants[0]] * 3, rel=0.02)
@@ -112,6 +120,8 @@ def test_drawn_lengths_have_expected_means() -> None:
 def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]
+    expected = [
+        (name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)
+    ]
     assert [(row["dataset"], row["n"]) for row in rows] == expected
     assert all(0 <= row["saved"] < 100 and row["error"] >= 0 for row in rows)

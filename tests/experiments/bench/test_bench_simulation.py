@@ -48,7 +48,11 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
 )
 def test_a_config_that_cannot_run_in_every_way_is_refused(tmp_path, capsys, changes, message):
     path = tmp_path / "small.json"
-    kept = {name: value for name, value in ({**RAW, "model": "smollm2-135m"} | changes).items() if value is not None}
+    kept = {
+        name: value
+        for name, value in ({**RAW, "model": "smollm2-135m"} | changes).items()
+        if value is not None
+    }
     path.write_text(json.dumps(kept), encoding="utf-8")
     with pytest.raises(SystemExit):
         simulation.main([str(path)])
@@ -57,4 +61,7 @@ def test_a_config_that_cannot_run_in_every_way_is_refused(tmp_path, capsys, chan
 
 def test_the_folders_of_a_trace_are_not_kept_and_other_values_are():
     assert simulation._nameless("workload.file=folder/trace.csv") == "workload.file=trace.csv"
-    assert simulation._nameless("simulate.profile=vllm/opt-13b/tp1") == "simulate.profile=vllm/opt-13b/tp1"
+    assert (
+        simulation._nameless("simulate.profile=vllm/opt-13b/tp1")
+        == "simulate.profile=vllm/opt-13b/tp1"
+    )

@@ -10,7 +10,12 @@ from experiments.bench import speculation
 from pagedjax import LLM
 from tests.weights.tiny import tiny_llama
 
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "num_blocks": 64}
+SMALL = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (8, 32),
+    "num_blocks": 64,
+}
 
 
 def work(count: int = 2) -> speculation.Workload:
@@ -18,7 +23,9 @@ def work(count: int = 2) -> speculation.Workload:
 
 
 def test_workloads_have_the_shapes_that_they_say():
-    edit, prose, w1 = speculation.workloads(lambda text: list(text.encode()), 320, 16, ("edit", "prose", "w1"))
+    edit, prose, w1 = speculation.workloads(
+        lambda text: list(text.encode()), 320, 16, ("edit", "prose", "w1")
+    )
     assert len(edit.prompts) == len(prose.prompts) == len(edit.lengths) == 4
     assert all(b"renamed to" in bytes(prompt) for prompt in edit.prompts)
     assert len(w1.prompts) == len(w1.lengths) == 64
@@ -48,7 +55,9 @@ def test_each_engine_has_a_row_and_the_plain_one_the_ratio_1(tiny):
 def test_other_tokens_than_those_of_the_plain_engine_fail_the_run(tiny, tmp_path):
     other = LLM(tiny_llama(tmp_path / "other", tied=True), progress=False, **SMALL)
     with pytest.raises(RuntimeError, match="edit: other gave other tokens than the plain engine"):
-        speculation.measure(work(), {"plain": LLM(tiny, progress=False, **SMALL), "other": other}, rounds=1)
+        speculation.measure(
+            work(), {"plain": LLM(tiny, progress=False, **SMALL), "other": other}, rounds=1
+        )
 
 
 def test_bad_arguments_are_refused(capsys):

@@ -12,7 +12,16 @@ from experiments.bench import startup
 @pytest.mark.slow
 def test_stages_sum_to_total_and_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
     out = tmp_path / "startup.json"
-    words = ["--model", str(tiny_folder), "--kinds", "LLM(lazy)", "--repeats", "1", "--json", str(out)]
+    words = [
+        "--model",
+        str(tiny_folder),
+        "--kinds",
+        "LLM(lazy)",
+        "--repeats",
+        "1",
+        "--json",
+        str(out),
+    ]
     assert startup.main(words) == 0
     runs = json.loads(out.read_text())["runs"]
     assert set(runs) == {"LLM(lazy), cold", "LLM(lazy), warm"}
@@ -58,7 +67,11 @@ def test_zero_repeats_are_refused(capsys):
 
 def test_process_with_stolen_processors_is_not_counted():
     def run(total, stolen):
-        return dict.fromkeys((*startup.STAGES, "total"), total) | {"stolen": stolen, "programs": 1, "cached": 0}
+        return dict.fromkeys((*startup.STAGES, "total"), total) | {
+            "stolen": stolen,
+            "programs": 1,
+            "cached": 0,
+        }
 
     lucky, unlucky = run(1.0, 0.01), run(9.0, 0.5)
     assert startup.counted([lucky, unlucky]) == [lucky]

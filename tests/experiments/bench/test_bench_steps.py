@@ -18,16 +18,23 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     model, batch = tiny.model, 3
     c = model.config
     weights = [w for w, _ in lower_bounds.weights_of(model)]
-    assert len(weights) == 4 * c.layers + 1  # the head too; an embedding of its own is not multiplied
+    assert (
+        len(weights) == 4 * c.layers + 1
+    )  # the head too; an embedding of its own is not multiplied
     products = lower_bounds.weight_products(model, batch)()
     gated = [m.gated for _, m in lower_bounds.weights_of(model)]
     assert sum(gated) == c.layers
     rows = [np.asarray(w) for w in weights]
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
-    first = [silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum() for w, g in zip(rows, gated, strict=True)]
+    first = [
+        silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum()
+        for w, g in zip(rows, gated, strict=True)
+    ]
     chex.assert_trees_all_close(products, first, rtol=1e-3, atol=1e-4)
     chex.assert_type(products, jnp.float32)
-    chex.assert_trees_all_close(lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close(
+        lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4
+    )
     sums = lower_bounds.read_weights(model)()
     chex.assert_shape(sums, [()] * len(weights))
     chex.assert_trees_all_close(sums, [w.sum() for w in rows], rtol=1e-3, atol=1e-3)
@@ -63,7 +70,9 @@ def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folde
 def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     out = tmp_path / "idle.json"
     for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine
-        idle.main(["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)])
+        idle.main(
+            ["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)]
+        )
         plain, ahead = json.loads(out.read_text())["rows"]
         if plain["idle"] > plain["host"]:
             break
@@ -80,6 +89,8 @@ def test_programs_of_a_trace():
     caller = [event(idle.BEGINS, 5, 6), event(idle.ENDS, 6, 9), event("something else", 9, 10)]
     caller += [event(idle.BEGINS, 20, 21), event(idle.ENDS, 22, 30), event(idle.ENDS, 31, 40)]
     lines = [SimpleNamespace(name=f"{idle.CALLERS}/1", events=caller[::-1])]
-    lines += [SimpleNamespace(name="a helper", events=[event(idle.BEGINS, 1, 2), event(idle.ENDS, 3, 4)])]
+    lines += [
+        SimpleNamespace(name="a helper", events=[event(idle.BEGINS, 1, 2), event(idle.ENDS, 3, 4)])
+    ]
     trace = SimpleNamespace(planes=[SimpleNamespace(lines=lines)])
     assert list(idle.programs(trace)) == [(5, 9), (20, 30)]

@@ -8,7 +8,9 @@ import pytest
 
 from experiments.bench import quality
 
-NAMES = [name for name in quality.VARIANTS if not name.startswith("quest")]  # the tiny model has two layers, all dense
+NAMES = [
+    name for name in quality.VARIANTS if not name.startswith("quest")
+]  # the tiny model has two layers, all dense
 
 
 @pytest.mark.slow
@@ -16,11 +18,25 @@ def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path,
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]
     own = '{"name": "quest", "tokens": 16, "dense_layers": 1}'
-    quality.main(["--model", str(tiny_folder), *sizes, "--json", str(out), "--kv-policy", own, "--variants", *NAMES])
+    quality.main(
+        [
+            "--model",
+            str(tiny_folder),
+            *sizes,
+            "--json",
+            str(out),
+            "--kv-policy",
+            own,
+            "--variants",
+            *NAMES,
+        ]
+    )
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows[own]["difference"] < 1e-4, "prompts read everything"
     assert rows[own]["same_greedy"] < 1
-    first, weights, cache, both = (rows[name] for name in ("as it is", "int8 weights", "8-bit cache", "both"))
+    first, weights, cache, both = (
+        rows[name] for name in ("as it is", "int8 weights", "8-bit cache", "both")
+    )
     assert (first["difference"], first["same_best"], first["same_greedy"]) == (0, 1, 1)
     for row in (weights, cache, both):
         assert 0 < row["difference"] < 0.2

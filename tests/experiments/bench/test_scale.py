@@ -26,7 +26,13 @@ from pagedjax.host.types import EMPTY_PLAN
 
 README = Path(scale.__file__).parents[1] / "results" / "README.md"
 KEPT = Path(scale.__file__).parents[1] / "results" / "cpu" / "scale" / "scale.json"
-ODD = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+ODD = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 def size(tree) -> int:
@@ -43,12 +49,18 @@ def config():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_paper_weights_match_parameters(tied: bool, bias: bool):
-    body = ODD | {"tie_word_embeddings": tied, "attention_bias": bias, "max_position_embeddings": 100}
+    body = ODD | {
+        "tie_word_embeddings": tied,
+        "attention_bias": bias,
+        "max_position_embeddings": 100,
+    }
     model = scale.model_of(Shape(5, 30, 3, 320), body)
     p = paper(model.config, sequences=5, context=30)
     assert p.weights == size(model.params)
     read = size(model.params) - size(model.params["angles"])
-    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "five rows of the embedding"
+    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), (
+        "five rows of the embedding"
+    )
 
 
 def test_paper_products_match_compiler_flops():
@@ -56,7 +68,11 @@ def test_paper_products_match_compiler_flops():
 
     def products(params) -> float:
         flat, tree = jax.tree.flatten(params)
-        run = lambda *ws: [w @ jnp.ones((w.shape[1], 8)) for w in jax.tree.leaves(tree.unflatten(ws)) if w.ndim == 2]  # noqa: E731
+
+        def run(*ws):
+            matrices = [w for w in jax.tree.leaves(tree.unflatten(ws)) if w.ndim == 2]
+            return [w @ jnp.ones((w.shape[1], 8)) for w in matrices]
+
         return jax.jit(run).lower(*flat).cost_analysis()["flops"]
 
     assert paper(model.config, sequences=8, context=30).products == products(model.params)
@@ -99,7 +115,16 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
-    p = Paper(0, weights_read=100, kv_read=30, products=1000, attention=60, cache=0, inputs=0, activations=0)
+    p = Paper(
+        0,
+        weights_read=100,
+        kv_read=30,
+        products=1000,
+        attention=60,
+        cache=0,
+        inputs=0,
+        activations=0,
+    )
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
@@ -115,8 +140,12 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
     blanks = {sequences: blank_sampling(sequences)}
     host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
     for i in range(WARM + steps):
-        host, _, batch = scale.advance(host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i)
-        chex.assert_trees_all_equal(batch.cu_q_lens, jnp.arange(sequences + 1), custom_message="one token each")
+        host, _, batch = scale.advance(
+            host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i
+        )
+        chex.assert_trees_all_equal(
+            batch.cu_q_lens, jnp.arange(sequences + 1), custom_message="one token each"
+        )
         lengths.append(batch.seq_lens)
         tokens.append(batch.tokens)
     assert len(host.state.running.seqs) == sequences, "no sequence has ended"
@@ -124,7 +153,9 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
     assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
     assert lengths[-1].max() < context + ROOM
     sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
-    chex.assert_trees_all_equal(tokens[-1], sampled, custom_message="a step computes the tokens sampled before it")
+    chex.assert_trees_all_equal(
+        tokens[-1], sampled, custom_message="a step computes the tokens sampled before it"
+    )
     assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
 
 
@@ -188,14 +219,18 @@ def test_command_measures_every_point(quick):
     for point in [p for several in figures["factors"].values() for p in several]:
         assert len(point["step_ms"]) == len(point["host_us"]) == 2
         assert min(*point["step_ms"], *point["host_us"]) > 0
-        assert scale_report.difference(point) == 0, "the compiler's arguments are weights, cache and inputs"
+        assert scale_report.difference(point) == 0, (
+            "the compiler's arguments are weights, cache and inputs"
+        )
         assert point["compiled"]["activations"] >= point["paper"]["activations"]
 
 
 @pytest.mark.slow
 def test_report_has_table_and_sentence_per_factor(quick):
     heading, *_ = quick.text.splitlines()
-    assert heading.startswith("## cpu/scale: `python -m experiments.bench.scale --quick --steps 2`, 20")
+    assert heading.startswith(
+        "## cpu/scale: `python -m experiments.bench.scale --quick --steps 2`, 20"
+    )
     for name, values in QUICK.values.items():
         rows = [text for text in quick.text.splitlines() if text.startswith(f"| {values[-1]} |")]
         assert any(len(row.split("|")) == 3 + len(scale_report.COLUMNS) for row in rows)
@@ -227,8 +262,14 @@ def test_documented_tables_match_kept_figures():
         (["--steps", "0"], "--steps is 0; a sequence has room for 40: choose 1 to 40"),
         (["--steps", "41"], "--steps is 41; a sequence has room for 40: choose 1 to 40"),
         (["--layers", "0", "2"], "--layers has 0; each value must be at least 1: leave it out"),
-        (["--sequences", "4", "4"], "--sequences has 4 only; growth needs at least 2 values: add another one"),
-        (["--context", "8", "64"], "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps"),
+        (
+            ["--sequences", "4", "4"],
+            "--sequences has 4 only; growth needs at least 2 values: add another one",
+        ),
+        (
+            ["--context", "8", "64"],
+            "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps",
+        ),
         (["--sequences", "1", "100000000"], "--sequences has 100000000, which takes"),
         (["--vocabulary", "many"], "invalid int value: 'many'"),
         (["--json", "no/such/folder/out.json"], "in a folder that does not exist; make it first"),
@@ -251,14 +292,23 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    need = scale_calculated.needed_bytes(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    need = scale_calculated.needed_bytes(
+        Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM}
+    )
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
-    with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
+    with pytest.raises(
+        ValueError,
+        match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory",
+    ):
         chosen(QUICK, {}, 3, need - 1)
-    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device without a known size is not checked"
+    assert chosen(QUICK, {}, 3, None).values == QUICK.values, (
+        "a device without a known size is not checked"
+    )
 
 
 def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():
     setup = chosen(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
-    assert setup == Setup({**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values)
+    assert setup == Setup(
+        {**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values
+    )
     assert setup.values == FULL.values | {"context": (100, 9000)}

@@ -11,7 +11,11 @@ from experiments.core.records import RequestRecord, StepRecord
 
 
 def summarize(
-    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], size: int, slo: Slo | None = None, **options: Any
+    requests: Sequence[RequestRecord],
+    steps: Sequence[StepRecord],
+    size: int,
+    slo: Slo | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Args: size: of a block, in tokens. options: of `summary`."""
     return summary(requests, of_steps(steps), of_tokens(requests), size, slo, **options)

@@ -16,7 +16,12 @@ from tests import drawn
 SIMULATED = {
     "name": "spread",
     "model": "nothing is loaded",
-    "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+    "engine": {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+        "token_buckets": [16],
+    },
     "cache_tokens": 256,
     "workload": {
         "kind": "synthetic",
@@ -30,7 +35,11 @@ SIMULATED = {
 
 
 def planned(sizes: list[int], repeats: int) -> list[Run]:
-    raw: dict[str, Any] = {**SIMULATED, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
+    raw: dict[str, Any] = {
+        **SIMULATED,
+        "repeats": repeats,
+        "sweep": {"grid": {"engine.block_size": sizes}},
+    }
     return plan_runs(config.expand(raw, Path()), alive=4)
 
 
@@ -62,7 +71,9 @@ def gave(state: Assignment, least: int) -> Assignment:
     st.sampled_from([0.0, 0.1, 0.5]),
     st.randoms(),
 )
-def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(places, repeats, least, losses, random):
+def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
+    places, repeats, least, losses, random
+):
     """Places whose workers begin, finish and are lost in any order; a new worker may be on another kind of machine."""
     plan = planned([1, 2, 4, 8, 16], repeats)
     state, made, failed = assignment.new(plan, places), [], []
@@ -72,7 +83,9 @@ def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(places, r
         if random.random() < losses:
             state, run = assignment.lost(state, place)
             failed += [] if run is None else [run]
-            assert (place in state.starting) == (run is not None), "one that dies before it began is not replaced"
+            assert (place in state.starting) == (run is not None), (
+                "one that dies before it began is not replaced"
+            )
         elif place in state.starting:
             state = assignment.began(state, place, random.choice(["slow", "fast"]))
         else:
@@ -84,7 +97,9 @@ def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(places, r
     kinds = {(key_of(run), kind) for run, kind in made}
     assert len(kinds) == len({key for key, _ in kinds})
     left = {at.kind for at in state.workers.values()}
-    assert all(not left or state.made[key_of(run)] not in left for run in state.waiting), "a worker could make it"
+    assert all(not left or state.made[key_of(run)] not in left for run in state.waiting), (
+        "a worker could make it"
+    )
     assert losses or not state.waiting
 
 
@@ -136,10 +151,16 @@ def test_a_worker_prefers_its_own_engines_and_then_new_ones():
     assert keys == [keys[0], keys[1], keys[1], keys[0]]
     every = set(keys)
     assert choose(waiting, set(), set(), {}, "m") is waiting[0]
-    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
+    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], (
+        "another worker has the first engine"
+    )
     assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
-    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], (
+        "it helps, and builds one too"
+    )
     assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
-    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
+    assert choose(waiting[2:], set(), every, {}, "m") is None, (
+        "the last run of an engine is for who has it"
+    )
     assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
     assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None

@@ -27,7 +27,12 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
     "name": "changes",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "engine": {
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
     "cache_tokens": 512,
     "workload": {
         "kind": "synthetic",
@@ -48,17 +53,24 @@ def measured(**changes):
     (point,) = expand({**RAW, **changes}, folder=Path())
     made = point.experiment
     assert made.simulate is not None
-    return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
+    return measure(
+        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
+    )
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
     """Steps of one second -> (replica of each request, begins of each replica's steps, requests computed anew)."""
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
     simulate, ever = Simulate(step_s=1.0), count + sum(change.join for change in changes)
-    engines = [SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(ever)]
+    engines = [
+        SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
+        for _ in range(ever)
+    ]
     anew: list[str] = []
     times = Times(ever)
-    where = drive_replicas(engines, router, 32, work, GREEDY, times, None, Present(count, changes, anew.append))
+    where = drive_replicas(
+        engines, router, 32, work, GREEDY, times, None, Present(count, changes, anew.append)
+    )
     return where, [[started for started, *_ in steps] for steps in times.steps], anew
 
 
@@ -106,7 +118,9 @@ def test_changes_after_the_end_change_nothing():
     late = {"changes": [{"at": 1e6, "join": 3}, {"at": 2e6, "fail": 4}]}
     plain, changed = measured(), measured(replicas={**RAW["replicas"], **late})
     assert (changed.requests, changed.steps) == (plain.requests, plain.steps)
-    assert changed.summary == plain.summary, "replicas that would join after the end were never there"
+    assert changed.summary == plain.summary, (
+        "replicas that would join after the end were never there"
+    )
 
 
 def test_replicas_that_joined_before_the_end_are_counted():
@@ -119,7 +133,9 @@ def test_replicas_that_joined_before_the_end_are_counted():
     }
     changes = [{"at": 0.0, "join": 1}, {"at": 0.625, "join": 1}, {"at": 0.75, "join": 4}]
     slow = {"step_s": 0.25, "model": "llama-3-8b"}
-    summary = measured(replicas={"count": 1, "changes": changes}, workload=workload, simulate=slow).summary
+    summary = measured(
+        replicas={"count": 1, "changes": changes}, workload=workload, simulate=slow
+    ).summary
     assert summary["duration_s"] == 0.75
     assert summary["replicas"]["count"] == 3
     assert summary["replicas"]["busy_share"]["mean"] == pytest.approx(1 / 3)
@@ -141,8 +157,13 @@ def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
     made = sum(step.sampled for step in found.steps)
     assert (found.summary["output_tokens"], made) == (90, 90 + 8)
     steady = found.summary["steady_output_tokens_per_s"]
-    assert steady == pytest.approx(100), "one replica makes a token every 10 ms, and what the other one made is lost"
-    one, none = found.summary["replicas"]["requests"]["most"], found.summary["replicas"]["requests"]["least"]
+    assert steady == pytest.approx(100), (
+        "one replica makes a token every 10 ms, and what the other one made is lost"
+    )
+    one, none = (
+        found.summary["replicas"]["requests"]["most"],
+        found.summary["replicas"]["requests"]["least"],
+    )
     assert (one, none) == (10, 0), "a request counts where it ended"
 
 
@@ -162,14 +183,21 @@ def drawn_changes(present: int, rows: list[tuple[float, str, int]]) -> list[dict
     60,
     count=st.integers(1, 3),
     rows=st.lists(
-        st.tuples(st.floats(0.0, 0.6), st.sampled_from(["join", "leave", "fail"]), st.integers(1, 2)), max_size=5
+        st.tuples(
+            st.floats(0.0, 0.6), st.sampled_from(["join", "leave", "fail"]), st.integers(1, 2)
+        ),
+        max_size=5,
     ),
     router=st.sampled_from(sorted(ROUTERS)),
     branches=st.integers(1, 2),
     clients=st.one_of(st.none(), st.integers(1, 8)),
 )
 def test_laws_of_changes(count: int, rows: list, router: str, branches: int, clients: int | None):
-    arrivals = RAW["workload"]["arrivals"] if clients is None else {"process": "closed_loop", "clients": clients}
+    arrivals = (
+        RAW["workload"]["arrivals"]
+        if clients is None
+        else {"process": "closed_loop", "clients": clients}
+    )
     changes = drawn_changes(count, rows)
     found = measured(
         replicas={"count": count, "router": router, "changes": changes},
@@ -214,7 +242,9 @@ def test_a_run_with_changes_runs_again_and_has_a_key_of_its_own(tmp_path):
     assert expand(plain, folder=Path())[0].key == keys[0]
     (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
     assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (summary,) = [json.loads(line) for line in (tmp_path / "runs/changes/runs.jsonl").read_text().splitlines()]
+    (summary,) = [
+        json.loads(line) for line in (tmp_path / "runs/changes/runs.jsonl").read_text().splitlines()
+    ]
     (again,) = load(tmp_path / "runs/changes" / summary["run"] / "config.yaml")
     assert again.experiment.replicas is not None
     assert again.experiment.replicas.changes == (Change(0.05, join=1), Change(0.1, fail=2))
@@ -224,12 +254,27 @@ def test_a_run_with_changes_runs_again_and_has_a_key_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([{"at": 1.0}], r"join, leave and fail are \(0, 0, 0\); one of them must be above 0, and the others 0"),
-        ([{"at": 1.0, "join": 1, "fail": 1}], r"join, leave and fail are \(1, 0, 1\); one of them must be"),
-        ([{"at": 1.0, "join": -1}], r"join, leave and fail are \(-1, 0, 0\); one of them must be above 0"),
+        (
+            [{"at": 1.0}],
+            r"join, leave and fail are \(0, 0, 0\); one of them must be above 0, and the others 0",
+        ),
+        (
+            [{"at": 1.0, "join": 1, "fail": 1}],
+            r"join, leave and fail are \(1, 0, 1\); one of them must be",
+        ),
+        (
+            [{"at": 1.0, "join": -1}],
+            r"join, leave and fail are \(-1, 0, 0\); one of them must be above 0",
+        ),
         ([{"at": -1.0, "join": 1}], r"at is -1.0; it must be at least 0 seconds, and finite"),
-        ([{"at": 2.0, "join": 1}, {"at": 1.0, "join": 1}], r"replicas.changes are at \[2.0, 1.0\] seconds; list them"),
-        ([{"at": 1.0, "leave": 1}, {"at": 2.5, "fail": 1}], "replicas.changes leave 0 replicas at 2.5 s; at least 1"),
+        (
+            [{"at": 2.0, "join": 1}, {"at": 1.0, "join": 1}],
+            r"replicas.changes are at \[2.0, 1.0\] seconds; list them",
+        ),
+        (
+            [{"at": 1.0, "leave": 1}, {"at": 2.5, "fail": 1}],
+            "replicas.changes leave 0 replicas at 2.5 s; at least 1",
+        ),
         ([{"at": 1.0, "stop": 1}], "unknown key replicas.changes.*'stop'"),
     ],
 )

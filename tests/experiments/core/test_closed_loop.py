@@ -24,7 +24,12 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
     "name": "closed",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "engine": {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
     "cache_tokens": 1024,
     "workload": {
         "kind": "synthetic",
@@ -42,7 +47,9 @@ def measured(**changes):
     (point,) = expand({**RAW, **changes}, folder=Path())
     made = point.experiment
     assert made.simulate is not None
-    return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
+    return measure(
+        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
+    )
 
 
 def ends(requests: list[RequestRecord]) -> list[float]:
@@ -58,11 +65,19 @@ def unfinished_at(requests: list[RequestRecord], time: float) -> int:
 def test_times_by_hand():
     """Steps of 1 s, a token each, two clients: both are busy until 2 s and 3 s; the next ones begin there."""
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
-    engine = SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(step_s=1.0))
+    engine = SimulatedEngine(
+        config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(step_s=1.0)
+    )
     added: list[tuple[str, float]] = []
     add = engine.add
-    engine.add = lambda name, *rest, **more: (added.append((name, engine.now)), add(name, *rest, **more))[1]
-    work = [WorkItem(name, 0.0, (20,) * 5, output) for name, output in (("a", 2), ("b", 3), ("c", 1), ("d", 1))]
+    engine.add = lambda name, *rest, **more: (
+        added.append((name, engine.now)),
+        add(name, *rest, **more),
+    )[1]
+    work = [
+        WorkItem(name, 0.0, (20,) * 5, output)
+        for name, output in (("a", 2), ("b", 3), ("c", 1), ("d", 1))
+    ]
     start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep, clients=2)
     assert added == [("a", 0.0), ("b", 0.0), ("c", 2.0), ("d", 3.0)]
     assert (start, len(results)) == (0.0, 4)
@@ -79,13 +94,17 @@ def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict 
     assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
     for one in requests[clients:]:
         assert one.arrival in ends(requests), "it is sent when another one ends"
-        left = one.arrival < requests[-1].arrival  # at the last arrival, more clients may be free than requests left
+        left = (
+            one.arrival < requests[-1].arrival
+        )  # at the last arrival, more clients may be free than requests left
         assert unfinished_at(requests, one.arrival) == clients or (not left and clients > 1)
     assert found.workload.describe()["last_arrival_s"] == requests[-1].arrival
 
 
 def test_one_client_has_its_requests_one_after_another():
-    requests = measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}).requests
+    requests = measured(
+        workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}
+    ).requests
     assert [one.arrival for one in requests[1:]] == ends(requests)[:-1]
     assert {one.queue for one in requests} == {0.0}
 
@@ -111,22 +130,33 @@ def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: 
     assert found.failed is None
     *before, last = sorted({one.arrival for one in requests})
     assert {unfinished_at(requests, time) for time in before} <= {clients}
-    assert unfinished_at(requests, last) <= clients, "the last requests may be fewer than the free clients"
-    chex.assert_trees_all_equal(
-        [one.arrival for one in requests], ([0.0] * clients + sorted(ends(requests)))[: len(requests)]
+    assert unfinished_at(requests, last) <= clients, (
+        "the last requests may be fewer than the free clients"
     )
-    assert all(one.queue is not None and one.queue >= 0 for one in requests), "nothing is computed before it is sent"
+    chex.assert_trees_all_equal(
+        [one.arrival for one in requests],
+        ([0.0] * clients + sorted(ends(requests)))[: len(requests)],
+    )
+    assert all(one.queue is not None and one.queue >= 0 for one in requests), (
+        "nothing is computed before it is sent"
+    )
 
 
 def test_enough_clients_are_all_requests_at_once():
-    alone = measured(workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"})
-    many = measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}})
+    alone = measured(
+        workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"}
+    )
+    many = measured(
+        workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}}
+    )
     assert (many.requests, many.steps, many.summary) == (alone.requests, alone.steps, alone.summary)
 
 
 def test_more_clients_make_more_tokens_and_wait_longer():
     found = [
-        measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}).summary
+        measured(
+            workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}
+        ).summary
         for n in (1, 4, 8)
     ]
     rates, waits = ([dict_[key] for dict_ in found] for key in ("output_tokens_per_s", "itl_s"))
@@ -162,5 +192,7 @@ def test_no_clients_are_refused():
     arrivals = {"process": "closed_loop", "clients": 0}
     with pytest.raises(ValueError, match=r"workload.arrivals.clients is 0; it must be at least 1"):
         measured(workload={**RAW["workload"], "arrivals": arrivals})
-    with pytest.raises(ValueError, match=r"workload.arrivals.clients is missing; it must be an integer"):
+    with pytest.raises(
+        ValueError, match=r"workload.arrivals.clients is missing; it must be an integer"
+    ):
         measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})

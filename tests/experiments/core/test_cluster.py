@@ -35,7 +35,12 @@ WORKLOAD = {
 }
 MEASURED = {
     "name": "spread",
-    "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+    "engine": {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+        "token_buckets": [16],
+    },
     "cache_tokens": 256,
     "workload": WORKLOAD,
     "sampling": {"temperature": 0.0, "ignore_eos": True},
@@ -43,7 +48,11 @@ MEASURED = {
     "repeats": 2,
     "sweep": {"grid": {"engine.block_size": [4, 16]}},
 }
-SIMULATED = {**MEASURED, "model": "nothing is loaded", "simulate": {"chip": "h200", "model": "llama-3-8b"}}
+SIMULATED = {
+    **MEASURED,
+    "model": "nothing is loaded",
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
 
 
 def node(name: str, alive: bool = True, **totals: float) -> dict[str, Any]:
@@ -52,23 +61,42 @@ def node(name: str, alive: bool = True, **totals: float) -> dict[str, Any]:
 
 
 def test_a_measured_run_has_a_node_s_processors_alone():
-    nodes = [node("a", CPU=8.0), node("b", CPU=16.0), node("dead", alive=False, CPU=4.0), node("head")]
-    assert places_of(nodes, None, measured=True) == (Place({"num_cpus": 8}, "a"), Place({"num_cpus": 16}, "b"))
+    nodes = [
+        node("a", CPU=8.0),
+        node("b", CPU=16.0),
+        node("dead", alive=False, CPU=4.0),
+        node("head"),
+    ]
+    assert places_of(nodes, None, measured=True) == (
+        Place({"num_cpus": 8}, "a"),
+        Place({"num_cpus": 16}, "b"),
+    )
 
 
 def test_a_measured_run_has_a_gpu_where_the_cluster_has_some():
     nodes = [node("a", CPU=9.0, GPU=2.0), node("b", CPU=16.0), node("c", CPU=1.0, GPU=2.0)]
     part, none = {"num_gpus": 1.0, "num_cpus": 4.0}, {"num_gpus": 1.0}
-    assert places_of(nodes, None, measured=True) == (*[Place(part, "a")] * 2, *[Place(none, "c")] * 2)
+    assert places_of(nodes, None, measured=True) == (
+        *[Place(part, "a")] * 2,
+        *[Place(none, "c")] * 2,
+    )
 
 
 def test_a_simulated_run_has_one_processor():
-    assert places_of([node("a", CPU=2.0), node("b", CPU=1.0)], None, measured=False) == (Place({"num_cpus": 1.0}),) * 3
+    assert (
+        places_of([node("a", CPU=2.0), node("b", CPU=1.0)], None, measured=False)
+        == (Place({"num_cpus": 1.0}),) * 3
+    )
 
 
 def test_asked_resources_decide_how_many_workers_there_are():
     nodes = [node("a", CPU=8.0, GPU=2.0, TPU=4.0), node("b", CPU=3.0, GPU=1.0)]
-    for text, count in (("num_cpus=2", 5), ("num_cpus=2,num_gpus=1", 3), ("num_gpus=0.5", 6), ("TPU=4", 1)):
+    for text, count in (
+        ("num_cpus=2", 5),
+        ("num_cpus=2,num_gpus=1", 3),
+        ("num_gpus=0.5", 6),
+        ("TPU=4", 1),
+    ):
         asked = parse_resources(text)
         assert places_of(nodes, asked, measured=True) == (Place(asked),) * count
     with pytest.raises(
@@ -77,18 +105,30 @@ def test_asked_resources_decide_how_many_workers_there_are():
         r"num_cpus=8,num_gpus=2,TPU=4; num_cpus=3,num_gpus=1. Ask for less",
     ):
         places_of(nodes, parse_resources("num_gpus=4"), measured=True)
-    with pytest.raises(ValueError, match=r"a worker needs num_cpus=1, and no node .* have nothing: there is no node"):
+    with pytest.raises(
+        ValueError,
+        match=r"a worker needs num_cpus=1, and no node .* have nothing: there is no node",
+    ):
         places_of([], None, measured=True)
 
 
-@pytest.mark.parametrize("text", ["", "num_cpus", "num_cpus=", "=2", "num_cpus=0", "num_cpus=-1", "a=1,a=2", "a=inf"])
+@pytest.mark.parametrize(
+    "text", ["", "num_cpus", "num_cpus=", "=2", "num_cpus=0", "num_cpus=-1", "a=1,a=2", "a=inf"]
+)
 def test_resources_are_names_with_numbers(text: str):
-    with pytest.raises(ValueError, match=r"--worker-resources has '.*'; each name once, with a number above 0: write"):
+    with pytest.raises(
+        ValueError,
+        match=r"--worker-resources has '.*'; each name once, with a number above 0: write",
+    ):
         parse_resources(text)
 
 
 def test_resources_have_the_names_of_ray_s_options():
-    assert parse_resources("num_cpus=2, num_gpus=0.5,TPU=4") == {"num_cpus": 2.0, "num_gpus": 0.5, "TPU": 4.0}
+    assert parse_resources("num_cpus=2, num_gpus=0.5,TPU=4") == {
+        "num_cpus": 2.0,
+        "num_gpus": 0.5,
+        "TPU": 4.0,
+    }
     with pytest.raises(ValueError, match=r"--worker-resources has 'GPU'; its name is num_gpus"):
         parse_resources("GPU=1")
 
@@ -96,10 +136,19 @@ def test_resources_have_the_names_of_ray_s_options():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("object_store_memory=1000", r"has 'object_store_memory', which Ray reserves for no worker; leave it out"),
+        (
+            "object_store_memory=1000",
+            r"has 'object_store_memory', which Ray reserves for no worker; leave it out",
+        ),
         ("bundle=1", r"has 'bundle', which Ray reserves for no worker"),
-        ("num_cpus=0.00001", r"has 'num_cpus=0.00001', and the least part that Ray reserves is 0.0001"),
-        ("num_gpus=1.5", r"has 'num_gpus=1.5'; above 1 Ray reserves only whole ones; write num_gpus=1 or num_gpus=2"),
+        (
+            "num_cpus=0.00001",
+            r"has 'num_cpus=0.00001', and the least part that Ray reserves is 0.0001",
+        ),
+        (
+            "num_gpus=1.5",
+            r"has 'num_gpus=1.5'; above 1 Ray reserves only whole ones; write num_gpus=1 or num_gpus=2",
+        ),
         ("num_cpus=1,TPU=2.5", r"has 'TPU=2.5'; above 1 Ray .* write TPU=2 or TPU=3"),
     ],
 )
@@ -109,7 +158,14 @@ def test_resources_that_ray_does_not_reserve_are_refused(text: str, message: str
 
 
 def test_parts_that_ray_reserves_are_taken():
-    for text in ("num_gpus=0.5", "num_gpus=2", "num_cpus=1.5", "num_cpus=0.0001", "mine=1.5", "memory=1000.5"):
+    for text in (
+        "num_gpus=0.5",
+        "num_gpus=2",
+        "num_cpus=1.5",
+        "num_cpus=0.0001",
+        "mine=1.5",
+        "memory=1000.5",
+    ):
         name, number = text.split("=")
         assert parse_resources(text) == {name: float(number)}
 
@@ -117,15 +173,27 @@ def test_parts_that_ray_reserves_are_taken():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--worker-resources", "num_cpus=1"], "--worker-resources is given, and --backend is not ray; add --backend"),
-        (["--backend", "ray", "--worker-resources", "GPU=1"], "--worker-resources has 'GPU'; its name is num_gpus"),
-        (["--backend", "ray", "--worker-resources", "num_gpus=1.5"], "--worker-resources has 'num_gpus=1.5'; above 1"),
+        (
+            ["--worker-resources", "num_cpus=1"],
+            "--worker-resources is given, and --backend is not ray; add --backend",
+        ),
+        (
+            ["--backend", "ray", "--worker-resources", "GPU=1"],
+            "--worker-resources has 'GPU'; its name is num_gpus",
+        ),
+        (
+            ["--backend", "ray", "--worker-resources", "num_gpus=1.5"],
+            "--worker-resources has 'num_gpus=1.5'; above 1",
+        ),
         (["--backend", "ray", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
     ],
 )
 def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str], message: str):
     pytest.importorskip("ray")
-    assert run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]) == 2
+    assert (
+        run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments])
+        == 2
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
@@ -141,7 +209,10 @@ def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, ca
         out = ["--out", str(tmp_path / "runs"), "--backend", "ray"]
         assert run.main([str(written(tmp_path, SIMULATED)), *out]) == 2
     assert time.monotonic() - began < 30
-    assert f"error: RAY_ADDRESS is {address!r}, and no cluster answers there (" in capsys.readouterr().err
+    assert (
+        f"error: RAY_ADDRESS is {address!r}, and no cluster answers there ("
+        in capsys.readouterr().err
+    )
 
 
 def test_only_an_address_of_a_host_and_a_port_is_tried():
@@ -151,7 +222,8 @@ def test_only_an_address_of_a_host_and_a_port_is_tried():
         cluster.listens(other)
     for wrong in ("127.0.0.1:70000", "[::1]:1"):
         with pytest.raises(
-            ValueError, match=r"RAY_ADDRESS is '.*', and no cluster answers there .*; unset RAY_ADDRESS"
+            ValueError,
+            match=r"RAY_ADDRESS is '.*', and no cluster answers there .*; unset RAY_ADDRESS",
         ):
             cluster.listens(wrong)
 
@@ -172,7 +244,11 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cluster of this machine, with two processors and four chips to give away."""
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("r")  # short: a socket's path has at most 107 characters
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
     ray.init("local", num_cpus=2, resources={"TPU": 4}, _temp_dir=str(folder), **options)
     yield ray
     ray.shutdown()
@@ -192,7 +268,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def files(folder: Path, *apart: str) -> dict[str, str]:
     found = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_text() for path in found if path.name not in apart}
+    return {
+        str(path.relative_to(folder)): path.read_text() for path in found if path.name not in apart
+    }
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
@@ -201,24 +279,47 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_simulated_runs_have_the_bytes_of_one_process(tmp_path, measured, local_ray):
-    refused = {**SIMULATED, "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}}}
+    refused = {
+        **SIMULATED,
+        "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}},
+    }
     assert measured(refused, "one") == 1, "one point is beyond the model's length"
     assert measured(refused, "two", "--backend", "ray") == 1
-    alone, spread = (files(tmp_path / name, "env.json", "sweep.json", "error.txt") for name in ("one", "two"))
+    alone, spread = (
+        files(tmp_path / name, "env.json", "sweep.json", "error.txt") for name in ("one", "two")
+    )
     assert alone == spread
     assert local_ray.is_initialized(), "the cluster is not ours to end"
 
 
 @pytest.mark.slow
-def test_measured_runs_have_the_requests_and_tokens_of_one_process(tmp_path, measured, local_ray, model):
+def test_measured_runs_have_the_requests_and_tokens_of_one_process(
+    tmp_path, measured, local_ray, model
+):
     sections = {**MEASURED, "model": model}
     assert measured(sections, "one") == 0
     assert measured(sections, "two", "--backend", "ray", "--worker-resources", "num_cpus=1") == 0
     alone, spread = summaries(tmp_path / "one"), summaries(tmp_path / "two")
-    same = ("name", "label", "swept", "point", "repeat", "order", "run", "failed", "source", "jax", "device")
-    assert [{key: one[key] for key in same} for one in alone] == [{key: one[key] for key in same} for one in spread]
+    same = (
+        "name",
+        "label",
+        "swept",
+        "point",
+        "repeat",
+        "order",
+        "run",
+        "failed",
+        "source",
+        "jax",
+        "device",
+    )
+    assert [{key: one[key] for key in same} for one in alone] == [
+        {key: one[key] for key in same} for one in spread
+    ]
     for counted in ("tokens_sha256", "requests", "output_tokens", "finished"):
-        assert [one["metrics"][counted] for one in alone] == [one["metrics"][counted] for one in spread]
+        assert [one["metrics"][counted] for one in alone] == [
+            one["metrics"][counted] for one in spread
+        ]
     assert files(tmp_path / "one").keys() == files(tmp_path / "two").keys()
     seconds = []
     for one in spread:
@@ -227,7 +328,11 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(tmp_path, mea
             tmp_path / "one/spread" / one["run"] / "config.yaml"
         ).read_text()
         where = json.loads((folder / "env.json").read_text())
-        assert (where["source"], where["cpu"]["model"], where["device"]["kind"]) == (source(), cpu_model(), "cpu")
+        assert (where["source"], where["cpu"]["model"], where["device"]["kind"]) == (
+            source(),
+            cpu_model(),
+            "cpu",
+        )
         assert where["worker"] == {"num_cpus": 1.0}
         seconds.append(where["startup"]["total"])
     assert len(set(seconds)) == 2, "an engine is built once, and both repeats have it"
@@ -258,7 +363,9 @@ def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, meas
     sections = {**SIMULATED, "sweep": sweep}
     assert measured(sections, "runs", "--backend", "ray") == 1
     found = summaries(tmp_path / "runs")
-    assert [(one["order"], one["repeat"]) for one in found] == [(i, r) for i in range(4) for r in range(2)]
+    assert [(one["order"], one["repeat"]) for one in found] == [
+        (i, r) for i in range(4) for r in range(2)
+    ]
     assert [one["failed"] is None for one in found] == [True] * 4 + [False] * 4
     for one in found[4:]:
         assert one["failed"].startswith("the worker of this run is lost. ActorDiedError")
@@ -266,13 +373,21 @@ def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, meas
         assert {"config.yaml", "env.json", "error.txt", "summary.json", "policy.py"} == {
             path.name for path in folder.iterdir()
         }
-    kept = {one["run"]: (tmp_path / "runs/spread" / one["run"]).stat().st_mtime_ns for one in found[:4]}
+    kept = {
+        one["run"]: (tmp_path / "runs/spread" / one["run"]).stat().st_mtime_ns for one in found[:4]
+    }
     mark.unlink()
-    assert measured(sections, "runs", "--backend", "ray") == 0, "failed runs are made again, and no others"
+    assert measured(sections, "runs", "--backend", "ray") == 0, (
+        "failed runs are made again, and no others"
+    )
     assert kept == {name: (tmp_path / "runs/spread" / name).stat().st_mtime_ns for name in kept}
     assert measured({**sections, "name": "alone"}, "runs") == 0
-    alone = [json.loads(line) for line in (tmp_path / "runs/alone/runs.jsonl").read_text().splitlines()]
-    assert [one["metrics"] for one in summaries(tmp_path / "runs")] == [one["metrics"] for one in alone]
+    alone = [
+        json.loads(line) for line in (tmp_path / "runs/alone/runs.jsonl").read_text().splitlines()
+    ]
+    assert [one["metrics"] for one in summaries(tmp_path / "runs")] == [
+        one["metrics"] for one in alone
+    ]
 
 
 @pytest.mark.slow
@@ -280,7 +395,10 @@ def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ra
     began = time.monotonic()
     assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_cpus=3") == 2
     assert time.monotonic() - began < 20
-    assert "--worker-resources is num_cpus=3, and no node of the Ray cluster has so much" in capsys.readouterr().err
+    assert (
+        "--worker-resources is num_cpus=3, and no node of the Ray cluster has so much"
+        in capsys.readouterr().err
+    )
     assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_gpus=1") == 2
 
 
@@ -305,20 +423,30 @@ def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray,
 
 @pytest.mark.slow
 def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monkeypatch):
-    monkeypatch.setattr("experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"})
+    monkeypatch.setattr(
+        "experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"}
+    )
     assert measured(SIMULATED, "runs", "--backend", "ray") == 1
     found = summaries(tmp_path / "runs")
     assert len(found) == 4
-    assert all("a node has other code" in one["failed"] and "install the same" in one["failed"] for one in found)
+    assert all(
+        "a node has other code" in one["failed"] and "install the same" in one["failed"]
+        for one in found
+    )
 
 
 @pytest.mark.slow
 def test_a_worker_with_other_code_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
-    first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()  # compared, and named in the note
+    first, same = (
+        iter([{"source": "another", "jax": "0.0"}] * 2),
+        cluster.code(),
+    )  # compared, and named in the note
     monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
     assert measured(SIMULATED, "runs", "--backend", "ray") == 0
     told = capsys.readouterr().err
-    assert f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code" in told
+    assert (
+        f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code" in told
+    )
 
 
 @pytest.mark.slow
@@ -352,7 +480,16 @@ def test_a_run_is_announced_when_a_worker_gets_it(local_ray):
     one = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, ours=False)
     for _, summary in cluster.results(plan, environment(device=False), begins, one):
         told.append(("ends", summary["order"], summary["repeat"]))
-    assert [what for what, *_ in told] == ["begins", "begins", "ends", "begins", "ends", "begins", "ends", "ends"]
+    assert [what for what, *_ in told] == [
+        "begins",
+        "begins",
+        "ends",
+        "begins",
+        "ends",
+        "begins",
+        "ends",
+        "ends",
+    ]
 
 
 def alive(folder: Path) -> list[str]:
@@ -374,7 +511,9 @@ def short_folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's"
+)
 def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model):
     pytest.importorskip("ray")
     many = {**MEASURED, "model": model, "repeats": 500}
@@ -386,9 +525,18 @@ def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, mode
         "--out",
         str(short_folder / "runs"),
     ]
-    variables = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(short_folder), "PYTHONPATH": str(ROOT)}
+    variables = {
+        **os.environ,
+        "RAY_ADDRESS": "local",
+        "RAY_TMPDIR": str(short_folder),
+        "PYTHONPATH": str(ROOT),
+    }
     child = subprocess.Popen(
-        [*command, "--backend", "ray", "--quiet"], env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, "--backend", "ray", "--quiet"],
+        env=variables,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         limit = time.monotonic() + 120

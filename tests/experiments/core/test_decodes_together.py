@@ -25,7 +25,12 @@ from tests import drawn
 RAW: dict[str, Any] = {
     "name": "runs",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 6, "max_model_len": 200, "max_num_batched_tokens": 64, "block_size": 8},
+    "engine": {
+        "max_num_seqs": 6,
+        "max_model_len": 200,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
     "cache_tokens": 512,
     "workload": {
         "kind": "synthetic",
@@ -95,7 +100,12 @@ def compare(changes: dict[str, Any]) -> Counting:
 
 CHANGES = [{"at": 0.1, "fail": 1}, {"at": 0.2, "join": 1}, {"at": 0.3, "leave": 1}]
 PROFILE = {"chip": None, "profile": "distserve/opt-13b/tp1", "model": "opt-13b", "padded": False}
-MEASURED = {"chip": None, "profile": "splitwise/bloom-176b/a100", "model": "opt-13b", "padded": False}
+MEASURED = {
+    "chip": None,
+    "profile": "splitwise/bloom-176b/a100",
+    "model": "opt-13b",
+    "padded": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,10 @@ def test_records_are_those_of_steps_made_one_by_one(changes):
     [
         {"simulate": {"kv_cache": False}, "engine": {"enable_prefix_caching": False}},
         {"simulate": {"whole_batches": True}, "engine": {"policy": "static"}},
-        {"simulate": {"acceptance": 0.7}, "engine": {"speculative": {"method": "ngram", "num_tokens": 3}}},
+        {
+            "simulate": {"acceptance": 0.7},
+            "engine": {"speculative": {"method": "ngram", "num_tokens": 3}},
+        },
         {"engine": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 9}}},
     ],
     ids=["no cache", "whole batches", "speculation", "a KV policy"],
@@ -145,12 +158,16 @@ def test_engines_whose_steps_differ_make_them_one_by_one(changes):
 def test_a_fitted_cost_model_gives_the_same_times(tmp_path):
     (point,) = expand(RAW, folder=Path())
     steps = drive.measure(simulated(point.experiment), point, 0).steps
-    (tmp_path / "steps.jsonl").write_text(json_lines([step._asdict() for step in steps]), encoding="utf-8")
+    (tmp_path / "steps.jsonl").write_text(
+        json_lines([step._asdict() for step in steps]), encoding="utf-8"
+    )
     fit = {"simulate": {"chip": None, "model": "llama-3-8b", "fit": str(tmp_path)}}
     assert compare(fit).together > 50
 
 
-@pytest.mark.parametrize("seconds", [lambda work: 0.01 if work.context < 500 else 0.02, lambda w: math.sqrt(w.context)])
+@pytest.mark.parametrize(
+    "seconds", [lambda work: 0.01 if work.context < 500 else 0.02, lambda w: math.sqrt(w.context)]
+)
 def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
     work = Work(8, 3, 3, 490, 490, single=3, single_context=490)
     times = step_times(1.0, 10, work, seconds, 0.5)
@@ -177,7 +194,12 @@ def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
 def test_records_of_drawn_runs_are_those_of_steps_made_one_by_one(
     blocks, rows, rate, replicas, router, policy, caching, chunked, seed
 ):
-    engine = {"max_num_seqs": rows, "policy": policy, "enable_prefix_caching": caching, "chunked_prefill": chunked}
+    engine = {
+        "max_num_seqs": rows,
+        "policy": policy,
+        "enable_prefix_caching": caching,
+        "chunked_prefill": chunked,
+    }
     engine |= {"max_num_batched_tokens": 64 if chunked else 256}
     changes: dict[str, Any] = {"engine": engine, "cache_tokens": 8 * blocks, "seed": seed}
     changes["workload"] = {"arrivals": {"process": "poisson", "rate": rate}}

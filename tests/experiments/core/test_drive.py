@@ -45,7 +45,12 @@ class HostOnly:
         return bool(self.state.waiting or self.state.running.seqs)
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        forks: Sequence[str] = (),
     ) -> None:
         self.added.append((request_id, self.clock.now - 1000.0))
         self.limits.append(params.max_tokens)
@@ -75,12 +80,18 @@ def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
     assert start == 1000.0
     # r1 waits for the step that was running at 0.1 s; r2 and r3 come after a sleep with nothing to do.
     assert [name for name, _ in engine.added] == ["r0", "r1", "r2", "r3"]
-    assert [time for _, time in engine.added] == pytest.approx([0.0, 0.25, 3.0, 3.0], abs=LONGEST_SLEEP)
+    assert [time for _, time in engine.added] == pytest.approx(
+        [0.0, 0.25, 3.0, 3.0], abs=LONGEST_SLEEP
+    )
     assert all(time >= item.arrival for (_, time), item in zip(engine.added, work, strict=True))
     assert max(clock.sleeps) <= LONGEST_SLEEP
     requests = request_records(results, work, start)
-    assert requests[1].queue == pytest.approx(0.15)  # from the intended arrival, not from when it was added
-    assert {branch.finish_reason for request in requests for branch in request.branches} == {"length"}
+    assert requests[1].queue == pytest.approx(
+        0.15
+    )  # from the intended arrival, not from when it was added
+    assert {branch.finish_reason for request in requests for branch in request.branches} == {
+        "length"
+    }
     assert engine.limits == [2] * 4
 
 
@@ -92,10 +103,15 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     first, second = request_records(results, work, start, branches=3)
     # By hand, steps of 0.25 s: the prompt; then the two forks, which have their first token a step after the first one.
     assert [branch.branch_id for branch in first.branches] == ["r0", "r0.1", "r0.2"]
-    assert [branch.token_times for branch in first.branches] == [(0.25, 0.5, 0.75), *[(0.5, 0.75, 1.0)] * 2]
+    assert [branch.token_times for branch in first.branches] == [
+        (0.25, 0.5, 0.75),
+        *[(0.5, 0.75, 1.0)] * 2,
+    ]
     assert (first.ttft, first.e2e) == (0.25, 1.0)
     assert [branch.finish_reason for branch in first.branches] == ["length"] * 3
-    assert not request_records(results[:3], work, start, branches=3)[0].done, "two of its branches have not ended"
+    assert not request_records(results[:3], work, start, branches=3)[0].done, (
+        "two of its branches have not ended"
+    )
     # 4 places: the second request waits for the three of the first, so it starts when the last of them has ended.
     assert (second.queue, second.ttft, second.e2e) == (0.75, 1.0, 1.75)
 
@@ -114,7 +130,8 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
 def test_refused_request_error_has_its_id_and_a_remedy() -> None:
     clock = Clock()
     with pytest.raises(
-        ValueError, match=r"refused r0 \(99 prompt tokens, at most 2 .*max_model_len.* Bound the workload"
+        ValueError,
+        match=r"refused r0 \(99 prompt tokens, at most 2 .*max_model_len.* Bound the workload",
     ):
         drive(HostOnly(clock), items(0.0, prompt=99), SamplingParams(), clock, clock.sleep)
 
@@ -146,5 +163,7 @@ def test_run_with_compilation_or_unfinished_request_fails() -> None:
 
     assert reason(results) is None
     compiled = [results[0]._replace(compilations=3), *results[1:]]
-    assert str(reason(compiled)).startswith("compiled in the measured run: 3 compilations, in step 0 (6 tokens, 2 seq")
+    assert str(reason(compiled)).startswith(
+        "compiled in the measured run: 3 compilations, in step 0 (6 tokens, 2 seq"
+    )
     assert reason(results[:-1]) == "2 of 2 requests did not finish"

@@ -23,7 +23,12 @@ WORKLOAD = {
 
 def points(repeats: int = 2, num_blocks: int | None = 8, **grid: list[Any]) -> list[config.Point]:
     paths = {name.replace("__", "."): values for name, values in grid.items()}
-    base = {"name": "unit", "workload": WORKLOAD, "engine": {"num_blocks": num_blocks}, "repeats": repeats}
+    base = {
+        "name": "unit",
+        "workload": WORKLOAD,
+        "engine": {"num_blocks": num_blocks},
+        "repeats": repeats,
+    }
     return config.expand({**base, "sweep": {"grid": paths}} if paths else base, Path("."))
 
 
@@ -33,13 +38,25 @@ def labels(runs: Any) -> list[str]:
 
 def test_repeats_interleave_and_odd_repeats_run_in_reverse() -> None:
     runs = plan_runs(points(engine__block_size=[8, 16], seed=[1, 2]), alive=4)
-    one_way = ["block_size=8, seed=1", "block_size=8, seed=2", "block_size=16, seed=1", "block_size=16, seed=2"]
-    assert labels(runs) == [f"{label} r0" for label in one_way] + [f"{label} r1" for label in one_way[::-1]]
+    one_way = [
+        "block_size=8, seed=1",
+        "block_size=8, seed=2",
+        "block_size=16, seed=1",
+        "block_size=16, seed=2",
+    ]
+    assert labels(runs) == [f"{label} r0" for label in one_way] + [
+        f"{label} r1" for label in one_way[::-1]
+    ]
 
 
 def test_engine_sized_by_free_memory_shares_no_group() -> None:
     runs = plan_runs(points(num_blocks=None, engine__block_size=[8, 16]), alive=4)
-    assert labels(runs) == ["block_size=8 r0", "block_size=8 r1", "block_size=16 r0", "block_size=16 r1"]
+    assert labels(runs) == [
+        "block_size=8 r0",
+        "block_size=8 r1",
+        "block_size=16 r0",
+        "block_size=16 r1",
+    ]
 
 
 @settings(max_examples=12, deadline=None)
@@ -52,9 +69,19 @@ def test_engine_sized_by_free_memory_shares_no_group() -> None:
     st.lists(st.sampled_from([4, 8, None]), min_size=1, unique=True),
 )
 def test_every_run_happens_once_and_each_engine_is_built_once(
-    alive: int, repeats: int, models: list[str], sizes: list[int], seeds: list[int], blocks: list[int | None]
+    alive: int,
+    repeats: int,
+    models: list[str],
+    sizes: list[int],
+    seeds: list[int],
+    blocks: list[int | None],
 ) -> None:
-    grid = {"model": models, "engine__block_size": sizes, "seed": seeds, "engine__num_blocks": blocks}
+    grid = {
+        "model": models,
+        "engine__block_size": sizes,
+        "seed": seeds,
+        "engine__num_blocks": blocks,
+    }
     found = points(repeats, **grid)
     runs = plan_runs(found, alive)
     assert sorted((run.order, run.repeat) for run in runs) == [
@@ -64,10 +91,14 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
     built: list[Any] = []
     loaded: list[str] = []
     engines = Engines(
-        alive, lambda model, **dtypes: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
+        alive,
+        lambda model, **dtypes: loaded.append(model) or model,
+        lambda **fields: built.append(fields) or fields,
     )
     for run in runs:
-        with patch("experiments.core.engines.gc"):  # these engines hold nothing, and there are hundreds
+        with patch(
+            "experiments.core.engines.gc"
+        ):  # these engines hold nothing, and there are hundreds
             engine = engines.get(run.point.experiment)
         assert engine["model"] == run.point.experiment.model
         assert engine["block_size"] == run.point.experiment.engine.block_size
@@ -90,7 +121,9 @@ def test_weights_are_loaded_once_per_dtype() -> None:
     for run in plan_runs(points(engine__block_size=[8, 16], **grid), alive=4):
         wanted, made = run.point.experiment.engine, engines.get(run.point.experiment)
         assert (made["dtype"], made["weight_dtype"]) == (wanted.dtype, wanted.weight_dtype)
-    assert loaded == [(dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]]
+    assert loaded == [
+        (dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]
+    ]
 
 
 def test_failed_engine_build_is_not_repeated() -> None:

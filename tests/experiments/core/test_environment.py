@@ -20,7 +20,10 @@ def test_stolen_share_is_relative_to_requested_time():
     assert now is not None
     used, stolen = now
     assert used > 0
-    since = used - 900_000, stolen - 100_000  # jiffies, many enough to make concurrent activity negligible
+    since = (
+        used - 900_000,
+        stolen - 100_000,
+    )  # jiffies, many enough to make concurrent activity negligible
     assert stolen_share(since) == pytest.approx(0.1, abs=0.001)
 
 
@@ -29,11 +32,28 @@ def test_stolen_share_is_none_without_a_start():
 
 
 def test_source_hash_changes_with_measuring_code_only(tmp_path: Path, monkeypatch):
-    hashed = ("pagedjax/a.py", "pagedjax/device/models/b.py", "pallas_kernels/c.py", "pallas_kernels/tiles/h200.json")
-    hashed += ("experiments/run.py", "experiments/core/environment.py", "experiments/simulation/cost.py")
+    hashed = (
+        "pagedjax/a.py",
+        "pagedjax/device/models/b.py",
+        "pallas_kernels/c.py",
+        "pallas_kernels/tiles/h200.json",
+    )
+    hashed += (
+        "experiments/run.py",
+        "experiments/core/environment.py",
+        "experiments/simulation/cost.py",
+    )
     hashed += ("experiments/analysis/plots.py",)
-    others = ("experiments/studies/001/study.py", "experiments/bench/scale.py", "experiments/results/a.json")
-    others += ("experiments/hardware/on_gpu.py", "experiments/training/train_tiny.py", "pagedjax/notes.txt")
+    others = (
+        "experiments/studies/001/study.py",
+        "experiments/bench/scale.py",
+        "experiments/results/a.json",
+    )
+    others += (
+        "experiments/hardware/on_gpu.py",
+        "experiments/training/train_tiny.py",
+        "pagedjax/notes.txt",
+    )
     files = (*hashed, *others)
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +64,9 @@ def test_source_hash_changes_with_measuring_code_only(tmp_path: Path, monkeypatc
         (tmp_path / name).write_text("edited")
         found.append(environment.source.__wrapped__())
     assert len(set(found)) == len(hashed) + 1
-    assert set(found[len(hashed) :]) == {found[len(hashed)]}, "studies, benchmarks and results measure nothing in a run"
+    assert set(found[len(hashed) :]) == {found[len(hashed)]}, (
+        "studies, benchmarks and results measure nothing in a run"
+    )
 
 
 def test_source_hash_covers_every_module_that_the_commands_import():
@@ -53,10 +75,16 @@ import sys
 from experiments import capacity, compare, report, run
 print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "experiments"), sep="\\n")
 """
-    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     imported = {Path(line) for line in printed.stdout.splitlines()}
     covered = set(environment.source_files(ROOT))
     assert imported <= covered
-    found = {path.relative_to(ROOT).parts[1] for path in covered if path.relative_to(ROOT).parts[0] == "experiments"}
+    found = {
+        path.relative_to(ROOT).parts[1]
+        for path in covered
+        if path.relative_to(ROOT).parts[0] == "experiments"
+    }
     assert not found & {"studies", "bench", "hardware", "training", "results"}
     assert found >= {"core", "simulation", "analysis", "run.py"}

@@ -38,72 +38,159 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"engine": {"block_sise": 16}}, r"unknown key engine\.'block_sise'; did you mean 'block_size'"),
-        ({"engine": {"block_size": "16"}}, r"engine\.block_size is '16'; it must be an integer \(write it without quo"),
+        (
+            {"engine": {"block_sise": 16}},
+            r"unknown key engine\.'block_sise'; did you mean 'block_size'",
+        ),
+        (
+            {"engine": {"block_size": "16"}},
+            r"engine\.block_size is '16'; it must be an integer \(write it without quo",
+        ),
         ({"engine": {"block_size": True}}, r"engine\.block_size is True; it must be an integer"),
-        ({"engine": {"block_size": 0}}, r"engine\.block_size is 0; it must be an integer of at least 1"),
-        ({"engine": {"memory_fraction": "0.1"}}, r"engine\.memory_fraction is '0\.1'.*without quotes: 0\.1"),
+        (
+            {"engine": {"block_size": 0}},
+            r"engine\.block_size is 0; it must be an integer of at least 1",
+        ),
+        (
+            {"engine": {"memory_fraction": "0.1"}},
+            r"engine\.memory_fraction is '0\.1'.*without quotes: 0\.1",
+        ),
         (
             {"engine": {"compilation": "background"}},
             r"engine\.compilation is 'background', and a measured run compiles everything first; set it to eager",
         ),
-        ({"engine": {"dtype": "bfloat"}}, r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'"),
-        ({"engine": {"mesh": {"tensor": 0}}}, r"^engine\.mesh\.tensor is 0; it must be an integer of at least 1"),
+        (
+            {"engine": {"dtype": "bfloat"}},
+            r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'",
+        ),
+        (
+            {"engine": {"mesh": {"tensor": 0}}},
+            r"^engine\.mesh\.tensor is 0; it must be an integer of at least 1",
+        ),
         (
             {"engine": {"speculative": {"num_tokens": 0}}},
             r"^engine\.speculative\.num_tokens is 0; it must be an integer",
         ),
-        ({"engine": 3}, r"engine is 3; it must be a mapping, such as \{block_size: 16\}, with keys from: block_size"),
-        ({"workload": 12}, r"workload is 12; it must be a mapping, such as \{kind: prompts, file: \.\.\.\}"),
-        ({"sampling": {"temperature": 3.0}}, r"sampling\.temperature is 3\.0; it must be between 0 \(greedy\) and 2"),
-        ({"sampling": {"max_tokens": 3}}, r"sampling\.max_tokens: output lengths belong to the workload"),
+        (
+            {"engine": 3},
+            r"engine is 3; it must be a mapping, such as \{block_size: 16\}, with keys from: block_size",
+        ),
+        (
+            {"workload": 12},
+            r"workload is 12; it must be a mapping, such as \{kind: prompts, file: \.\.\.\}",
+        ),
+        (
+            {"sampling": {"temperature": 3.0}},
+            r"sampling\.temperature is 3\.0; it must be between 0 \(greedy\) and 2",
+        ),
+        (
+            {"sampling": {"max_tokens": 3}},
+            r"sampling\.max_tokens: output lengths belong to the workload",
+        ),
         (
             {"sampling": {"stop": ["\n"]}},
             r"sampling\.stop: an experiment runs on token ids.*use sampling\.stop_token_ids",
         ),
-        ({"sampling": {"bad_words": ["x"]}}, r"sampling\.bad_words: an experiment.*use sampling\.bad_words_token_ids"),
-        ({"sampling": {"structured_outputs": {"regex": "a"}}}, r"sampling\.structured_outputs: an experiment runs on"),
-        ({"sampling": {"truncate_prompt_tokens": 3}}, r"truncate_prompt_tokens: .*the workload has the lengths"),
+        (
+            {"sampling": {"bad_words": ["x"]}},
+            r"sampling\.bad_words: an experiment.*use sampling\.bad_words_token_ids",
+        ),
+        (
+            {"sampling": {"structured_outputs": {"regex": "a"}}},
+            r"sampling\.structured_outputs: an experiment runs on",
+        ),
+        (
+            {"sampling": {"truncate_prompt_tokens": 3}},
+            r"truncate_prompt_tokens: .*the workload has the lengths",
+        ),
         ({"sampling": {"n": 0}}, r"sampling\.n is 0; it must be at least 1"),
-        ({"sampling": {"n": 4, "best_of": 2}}, r"sampling\.best_of is 2; it must be None, or .* at least n \(4\)"),
-        ({"sampling": {"stop_token_ids": [1, "x"]}}, r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer"),
+        (
+            {"sampling": {"n": 4, "best_of": 2}},
+            r"sampling\.best_of is 2; it must be None, or .* at least n \(4\)",
+        ),
+        (
+            {"sampling": {"stop_token_ids": [1, "x"]}},
+            r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer",
+        ),
         ({"repeat": 3}, r"unknown key 'repeat'; did you mean 'repeats'"),
         ({"repeats": 0}, r"repeats is 0; it must be at least 1"),
         ({"seed": -1}, r"seed is -1; it must be at least 0"),
         ({"name": "a/b"}, r"name is 'a/b'"),
         ({"warmup": {"requests": -1}}, r"warmup\.requests is -1; it must be at least 0"),
         ({"slo": {"ttft": 0}}, r"slo\.ttft is 0\.0; it must be above 0 seconds"),
-        ({"cache_tokens": 100}, r"100; it must be a multiple of engine\.block_size \(16\), and at least 16"),
-        ({"cache_tokens": -16}, r"cache_tokens is -16; it must be a multiple .*\(16\), and at least 16"),
-        ({"cache_tokens": 64, "engine": {"num_blocks": 4}}, r"both given; give one"),
-        ({"workload": {"kind": "synthetik"}}, r"workload\.kind is 'synthetik'.*did you mean 'synthetic'"),
-        ({"workload": {"count": 2}}, r"workload\.kind is missing; it must be one of 'prompts', 'synthetic'"),
-        ({"workload": {"kind": "synthetic", "count": 2}}, r"workload\.prompt is missing"),
-        ({"workload": {**BASE["workload"], "prompt": {"dist": "fixed"}}}, r"workload\.prompt\.value is missing"),
-        ({"workload": {**BASE["workload"], "max_token": 2}}, r"unknown key workload\.'max_token'"),
-        ({"workload": {"kind": "trace", "file": "no.csv"}}, r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY"),
-        ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
-        ({"workload": {**BASE["workload"], "count": 0}}, r"workload\.count is 0; it must be at least 1"),
         (
-            {"workload": {**BASE["workload"], "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3}}},
+            {"cache_tokens": 100},
+            r"100; it must be a multiple of engine\.block_size \(16\), and at least 16",
+        ),
+        (
+            {"cache_tokens": -16},
+            r"cache_tokens is -16; it must be a multiple .*\(16\), and at least 16",
+        ),
+        ({"cache_tokens": 64, "engine": {"num_blocks": 4}}, r"both given; give one"),
+        (
+            {"workload": {"kind": "synthetik"}},
+            r"workload\.kind is 'synthetik'.*did you mean 'synthetic'",
+        ),
+        (
+            {"workload": {"count": 2}},
+            r"workload\.kind is missing; it must be one of 'prompts', 'synthetic'",
+        ),
+        ({"workload": {"kind": "synthetic", "count": 2}}, r"workload\.prompt is missing"),
+        (
+            {"workload": {**BASE["workload"], "prompt": {"dist": "fixed"}}},
+            r"workload\.prompt\.value is missing",
+        ),
+        ({"workload": {**BASE["workload"], "max_token": 2}}, r"unknown key workload\.'max_token'"),
+        (
+            {"workload": {"kind": "trace", "file": "no.csv"}},
+            r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY",
+        ),
+        ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
+        (
+            {"workload": {**BASE["workload"], "count": 0}},
+            r"workload\.count is 0; it must be at least 1",
+        ),
+        (
+            {
+                "workload": {
+                    **BASE["workload"],
+                    "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3},
+                }
+            },
             r"workload\.prompt\.min is 9 and max 3; they must be 1 <= min <= max",
         ),
         (
-            {"workload": {**BASE["workload"], "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9}}},
+            {
+                "workload": {
+                    **BASE["workload"],
+                    "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9},
+                }
+            },
             r"workload\.output\.mu is 663\.0, a median of exp\(mu\) tokens; it must be at most 16\.6",
         ),
         ({"sweep": {"gird": {}}}, r"sweep is .*keys from: grid, zip, list"),
         ({"sweep": {"grid": {"seed": 3}}}, r"sweep\.grid is .*list of one value or more"),
-        ({"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}}, r"seed has 1, engine\.block_size has 2"),
+        (
+            {"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}},
+            r"seed has 1, engine\.block_size has 2",
+        ),
         ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
         ({"sweep": {"grid": {"repeats": [1, 2]}}}, r"'repeats'.*cannot be swept"),
-        ({"sweep": {"grid": {"seed": [1, 2]}, "zip": {"seed": [3]}}}, r"one key in two of its parts"),
+        (
+            {"sweep": {"grid": {"seed": [1, 2]}, "zip": {"seed": [3]}}},
+            r"one key in two of its parts",
+        ),
         ({"sweep": {"list": [{"seed": 0}, {"repeats.x": 1}]}}, r"cannot be swept"),
         ({"sweep": {"list": [{"seed": 0}, {}]}}, r"points 1 \(seed=0\) and 2 are the same"),
-        ({"sweep": {"grid": {"engine.block_sizes": [1]}}}, r"unknown key engine\.'block_sizes'; did you mean"),
+        (
+            {"sweep": {"grid": {"engine.block_sizes": [1]}}},
+            r"unknown key engine\.'block_sizes'; did you mean",
+        ),
     ],
 )
-def test_config_error_has_path_value_and_limit(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_config_error_has_path_value_and_limit(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         points(tmp_path, **sections)
 
@@ -124,7 +211,9 @@ def test_missing_section_error_names_the_section(tmp_path: Path) -> None:
 
 
 def test_duplicate_key_error_has_both_lines() -> None:
-    with pytest.raises(ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"):
+    with pytest.raises(
+        ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"
+    ):
         load_text("seed: 1\nname: a\nseed: 2", "x.yaml")
     with pytest.raises(ValueError, match="'a' is given twice"):
         load_text("x: {y: {a: 1, a: 1}}", "x.yaml")
@@ -133,10 +222,20 @@ def test_duplicate_key_error_has_both_lines() -> None:
 
 def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
     (point,) = points(
-        tmp_path, sampling={"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
+        tmp_path,
+        sampling={
+            "temperature": 0,
+            "stop_token_ids": [5, 4],
+            "min_tokens": 40,
+            "logit_bias": {3: 1},
+        },
     )
     sampling = point.experiment.sampling
-    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (0.0, (5, 4), {3: 1.0})
+    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (
+        0.0,
+        (5, 4),
+        {3: 1.0},
+    )
     assert parse(Lengths, {"dist": "exponential", "mean": 3}, "x").mean == 3.0
     assert isinstance(point.experiment.workload, Synthetic)
 
@@ -153,15 +252,25 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
         "seed=1, count=3, block_size=16, max_num_batched_tokens=64",
     ]
     assert len(found) == 8
-    assert {p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 8} == {32}
-    assert {p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 16} == {16}
+    assert {
+        p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 8
+    } == {32}
+    assert {
+        p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 16
+    } == {16}
     assert points(tmp_path)[0].label == "one point"
-    assert config.short_names(["a.seed", "b.seed", "c"]) == {"a.seed": "a.seed", "b.seed": "b.seed", "c": "c"}
+    assert config.short_names(["a.seed", "b.seed", "c"]) == {
+        "a.seed": "a.seed",
+        "b.seed": "b.seed",
+        "c": "c",
+    }
 
 
 def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None:
     sweep = {"grid": {"engine.block_size": [8, 16]}}
-    (point,) = points(tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5")
+    (point,) = points(
+        tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5"
+    )
     assert point.experiment.engine.max_num_seqs == 4
     assert point.experiment.slo.ttft == 1.5
     both = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
@@ -169,7 +278,9 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     assert [p.label for p in found] == ["seed=1", "seed=2"]
     assert {p.experiment.engine.block_size for p in found} == {32}
     assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
-    lengths = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}}
+    lengths = {
+        "grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}
+    }
     for form, text in (
         ({"zip": sweep["grid"]}, "engine.block_size=32"),
         (lengths, "workload.prompt.value=9"),
@@ -187,13 +298,27 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
         "sweep.grid.engine.block_size=[8]",
         "sweep.grid={engine.block_size: [8]}",
     ):
-        for texts in ((new, "engine.block_size=32"), ("engine.block_size=32", new), ("engine={}", new)):
-            with pytest.raises(ValueError, match=r"another --set sweeps engine\.block_size; leave one of the two out"):
+        for texts in (
+            (new, "engine.block_size=32"),
+            ("engine.block_size=32", new),
+            ("engine={}", new),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"another --set sweeps engine\.block_size; leave one of the two out",
+            ):
                 points(tmp_path, *texts, sweep=both)
     found = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=both)
-    assert [(p.label, p.experiment.engine.block_size) for p in found] == [("seed=5", 32), ("seed=6", 32)]
+    assert [(p.label, p.experiment.engine.block_size) for p in found] == [
+        ("seed=5", 32),
+        ("seed=6", 32),
+    ]
     assert len(points(tmp_path, "sweep.zip.seed=[1, 2]")) == 2
-    for text, message in (("seed", "write it as"), ("name.x=1", "no keys inside"), ("seed=[1", "--set seed")):
+    for text, message in (
+        ("seed", "write it as"),
+        ("name.x=1", "no keys inside"),
+        ("seed=[1", "--set seed"),
+    ):
         with pytest.raises(ValueError, match=message):
             points(tmp_path, text)
     with pytest.raises(ValueError, match="not a mapping of lists"):
@@ -248,9 +373,16 @@ def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path: Pa
 
 def test_point_key_depends_on_the_mesh(tmp_path: Path) -> None:
     def key(simulate: dict[str, Any]) -> str:
-        return points(tmp_path, simulate={"chip": "h200", **simulate}, sampling={"ignore_eos": True})[0].key
+        return points(
+            tmp_path, simulate={"chip": "h200", **simulate}, sampling={"ignore_eos": True}
+        )[0].key
 
-    meshes = [{}, {"mesh": {"tensor": 2}}, {"mesh": {"tensor": 4}}, {"mesh": {"tensor": 2}, "hop_s": 1e-6}]
+    meshes = [
+        {},
+        {"mesh": {"tensor": 2}},
+        {"mesh": {"tensor": 4}},
+        {"mesh": {"tensor": 2}, "hop_s": 1e-6},
+    ]
     assert len({key(mesh) for mesh in meshes}) == len(meshes)
     assert key({"mesh": {"tensor": 2, "expert": 1}}) == key({"mesh": {"tensor": 2}})
     engines = [{}, {"mesh": {"tensor": 2}}, {"devices": [1]}]
@@ -267,7 +399,10 @@ def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
 
 
 def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
-    assert [point_key._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
+    assert [point_key._model_source(name) for name in ("smollm2-135m", "org/name")] == [
+        "smollm2-135m",
+        "org/name",
+    ]
 
     def key(model: str) -> str:
         return points(tmp_path, model=model)[0].key
@@ -282,7 +417,10 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     same = key(first)
     assert same == key(str(tmp_path / "b")) != key("smollm2-135m")
     found = [same]
-    for file in ("model.safetensors", "params/0"):  # written again by a trainer: as long as before, at another time
+    for file in (
+        "model.safetensors",
+        "params/0",
+    ):  # written again by a trainer: as long as before, at another time
         os.utime(tmp_path / "a" / file)
         found.append(key(first))
     (tmp_path / "a/config.json").write_text("{ }")
@@ -303,7 +441,9 @@ def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, 
     first = key("A", "A = 1")
     assert first == key("A", "A = 1", "moved.py")
     assert len({first, key("A", "A = 2"), key("B", "A = 1"), points(tmp_path)[0].key}) == 4
-    with pytest.raises(ValueError, match=rf"engine\.{field} is 'none\.py:A', but there is no file none\.py"):
+    with pytest.raises(
+        ValueError, match=rf"engine\.{field} is 'none\.py:A', but there is no file none\.py"
+    ):
         points(tmp_path, engine={field: "none.py:A"})
 
 
@@ -315,8 +455,14 @@ def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> N
 
     first = key("A = 1")
     assert first == key("A = 1", "moved.py") != key("A = 2")
-    assert points(tmp_path, engine={"speculative": {"method": "ngram"}})[0].key != points(tmp_path)[0].key
-    with pytest.raises(ValueError, match=r"engine\.speculative\.method is 'none\.py:A', but there is no file none\.py"):
+    assert (
+        points(tmp_path, engine={"speculative": {"method": "ngram"}})[0].key
+        != points(tmp_path)[0].key
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"engine\.speculative\.method is 'none\.py:A', but there is no file none\.py",
+    ):
         points(tmp_path, engine={"speculative": {"method": "none.py:A"}})
 
 
@@ -339,7 +485,10 @@ def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> No
 
 def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
     for text, message in (
-        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),
+        (
+            "raise KeyError('x')",
+            r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file",
+        ),
         ("X = 5 +", r"whose file raises SyntaxError"),
         ("raise ValueError('no')", r"whose file raises ValueError: no; correct the file"),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
@@ -357,7 +506,10 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
     simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
     for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
         (tmp_path / "steps.jsonl").write_text(text)
-        refused(r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder", **simulated)
+        refused(
+            r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder",
+            **simulated,
+        )
     file = tmp_path / "w"
     for kind, content, message in (
         ("tokens", b"{", "w is not JSON"),
@@ -368,11 +520,15 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         file.write_bytes(content)
         refused(message, workload={"kind": kind, "file": "w"})
     (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
-    with pytest.raises(ValueError, match=r"cannot read the config .*bad\.yaml: it is not UTF-8 text"):
+    with pytest.raises(
+        ValueError, match=r"cannot read the config .*bad\.yaml: it is not UTF-8 text"
+    ):
         config.load(tmp_path / "bad.yaml")
 
 
-def test_relative_file_is_found_in_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_file_is_found_in_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
@@ -381,7 +537,9 @@ def test_relative_file_is_found_in_current_folder(tmp_path: Path, monkeypatch: p
 
 
 def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,4\n")
+    (tmp_path / "t.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,4\n"
+    )
     raw = {
         "name": "unit",
         "workload": {"kind": "trace", "file": "t.csv"},
@@ -390,7 +548,9 @@ def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path)
         "simulate": {"step_s": 1.0, "model": "llama-3-8b"},
     }
     (point,) = config.expand(raw, tmp_path)
-    assert point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"  # of commit ae39054
+    assert (
+        point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"
+    )  # of commit ae39054
 
 
 def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
@@ -399,7 +559,9 @@ def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
     rows = "2026-01-05 09:00:00.0,3,4\n2026-01-05 09:00:01.0,3,4\n"
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
     files = sorted(folder.glob("*.yaml"))
-    assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
+    assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {
+        path.stem for path in files
+    }
     for path in files:
         if path.stem == "peers":
             command = "bench.peers"
@@ -414,16 +576,30 @@ def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
         assert "# Expected: " in path.read_text()
 
 
-scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
+scalars = (
+    st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
+)
 
 
 @drawn.given(
     40,
     100,
-    st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)),
+    st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    ),
 )
 def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
-    for section in ("engine", "workload", "sampling", "sweep", "warmup", "slo", "seed", "cache_tokens"):
+    for section in (
+        "engine",
+        "workload",
+        "sampling",
+        "sweep",
+        "warmup",
+        "slo",
+        "seed",
+        "cache_tokens",
+    ):
         with contextlib.suppress(ValueError):  # anything else escapes and fails
             found = config.expand({**BASE, section: value}, Path("."))
             assert all(json.dumps(p.swept) and len(p.key) == 64 for p in found)

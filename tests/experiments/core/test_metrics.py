@@ -46,7 +46,9 @@ def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
     request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
     limit = request.prompt_len + request.max_tokens
     first = 10 * ord(work.request_id)  # requests share no block
-    return Row(Seq(request, 0, limit, length, computed, tuple(range(first, first + limit // S + 1))), count)
+    return Row(
+        Seq(request, 0, limit, length, computed, tuple(range(first, first + limit // S + 1))), count
+    )
 
 
 def step(
@@ -83,13 +85,17 @@ def step(
         num_blocks=10,
     )
     started, finished, device = seconds
-    return StepResult(plan, tuple(events), START + started, START + finished, device, padded, compilations)
+    return StepResult(
+        plan, tuple(events), START + started, START + finished, device, padded, compilations
+    )
 
 
 A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
 # a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes again in step 4.
 RUN = [
-    step(0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2),
+    step(
+        0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2
+    ),
     step(
         1,
         [row(A, 6, 5, 1), row(B, 3, 0, 3)],
@@ -145,7 +151,9 @@ def test_step_records_of_hand_made_run() -> None:
 
 
 def test_summary_of_hand_made_run() -> None:
-    summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START, S), S, Slo(ttft=1.2, itl=2.0))
+    summary = summarize(
+        request_records(RUN, [A, B], START), step_records(RUN, START, S), S, Slo(ttft=1.2, itl=2.0)
+    )
     assert summary["duration_s"] == 3.0
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 5)
     assert summary["output_tokens_per_s"] == pytest.approx(5 / 3)
@@ -160,16 +168,31 @@ def test_summary_of_hand_made_run() -> None:
     assert (summary["preemptions"], summary["compilations"], summary["steps"]) == (1, 2, 5)
     assert summary["between_steps_s"] == pytest.approx(0.25)
     assert summary["itl_s"]["p50"] == 0.5
-    assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)  # linear between the 2nd and the 3rd of three
+    assert summary["itl_s"]["p90"] == pytest.approx(
+        0.5 + 0.8 * 1.0
+    )  # linear between the 2nd and the 3rd of three
     assert summary["ttft_s"]["mean"] == 1.25
-    assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
+    assert summary["goodput"] == {
+        "requests_per_s": pytest.approx(1 / 3),
+        "share": 0.5,
+    }  # a's 1.5 s misses 1.2 s
 
 
 def test_drafts_of_hand_made_run() -> None:
     """a decodes with 3 drafts, 2 of them accepted; then with 1, which is wrong; then with none, beside b's prompt."""
     a, b = item("a", 0.0, 3, 9), item("b", 0.0, 1, 2)
     plans = [
-        (step(0, [row(a, 3, 0, 3)], [Sampled(0, ("a",), (9,))], (0.0, 1.0, 0.8), admitted=("a",), blocks=1), ()),
+        (
+            step(
+                0,
+                [row(a, 3, 0, 3)],
+                [Sampled(0, ("a",), (9,))],
+                (0.0, 1.0, 0.8),
+                admitted=("a",),
+                blocks=1,
+            ),
+            (),
+        ),
         (
             step(
                 1,
@@ -204,10 +227,20 @@ def test_drafts_of_hand_made_run() -> None:
     ]
     run = [result._replace(plan=result.plan._replace(drafts=drafts)) for result, drafts in plans]
     steps = step_records(run, START, S)
-    assert [(s.drafts, s.accepted, s.decodes) for s in steps] == [(0, 0, 0), (3, 2, 1), (1, 0, 1), (0, 0, 1)]
+    assert [(s.drafts, s.accepted, s.decodes) for s in steps] == [
+        (0, 0, 0),
+        (3, 2, 1),
+        (1, 0, 1),
+        (0, 0, 1),
+    ]
     requests = request_records(run, [a, b], START)
     summary = summarize(requests, steps, S, speculates=True)
-    assert summary.pop("speculation") == {"drafts": 4, "accepted": 2, "acceptance": 0.5, "tokens_per_decode": 5 / 3}
+    assert summary.pop("speculation") == {
+        "drafts": 4,
+        "accepted": 2,
+        "acceptance": 0.5,
+        "tokens_per_decode": 5 / 3,
+    }
     assert summary == summarize(requests, steps, S)  # nothing else changes
     alone = summarize(requests, steps[:1], S, speculates=True)["speculation"]
     assert alone == {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": None}
@@ -220,7 +253,9 @@ def drafted(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
 
 def test_steady_rate_excludes_start_and_end() -> None:
     # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
-    made = [time for one in request_records(RUN, [A, B], START) for time in one.branches[0].token_times]
+    made = [
+        time for one in request_records(RUN, [A, B], START) for time in one.branches[0].token_times
+    ]
     assert steady_rate(made) == pytest.approx((5 - 2) / (3.0 - 1.5))
     assert steady_rate([2.0, 2.0]) is steady_rate([]) is None
     # 2 slow tokens, 16 of a second each, 2 slow ones: the slow ones do not count.
@@ -242,8 +277,14 @@ def test_goodput_counts_requests_that_meet_every_target() -> None:
     requests[1] = requests[1]._replace(branches=(branch._replace(finish_reason="abort"),))
     assert share(Slo(ttft=9.0)) == 0.5
     # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad request of two.
-    slow, fast = requests[0].branches[0], branch._replace(finish_reason="stop", token_times=(1.5, 1.6))
-    requests[:] = [requests[0]._replace(branches=(fast, slow)), requests[0]._replace(branches=(fast, fast))]
+    slow, fast = (
+        requests[0].branches[0],
+        branch._replace(finish_reason="stop", token_times=(1.5, 1.6)),
+    )
+    requests[:] = [
+        requests[0]._replace(branches=(fast, slow)),
+        requests[0]._replace(branches=(fast, fast)),
+    ]
     assert share(Slo(itl=0.3)) == 0.5
     assert share(Slo(itl=0.4)) == 1.0
     requests[0] = requests[0]._replace(branches=(fast, slow._replace(finish_reason="abort")))
@@ -261,11 +302,21 @@ def test_token_digest_differs_for_different_outputs() -> None:
 
 
 def test_interrupted_run_counts_unfinished_requests() -> None:
-    requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START, S)
+    requests, steps = (
+        request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START),
+        step_records(RUN[:2], START, S),
+    )
     summary = summarize(requests, steps, S)
     assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
     assert requests[2].queue is None
-    assert summary["itl_s"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+    assert summary["itl_s"] == {
+        "count": 0,
+        "mean": None,
+        "p50": None,
+        "p90": None,
+        "p99": None,
+        "max": None,
+    }
 
 
 def test_summarize_refuses_empty_or_foreign_runs() -> None:
@@ -306,8 +357,13 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
     Returns the results, the requests, what each step looks like from outside, and how many branches a request has.
     """
     rng = random.Random(seed)
-    items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 6)) for i in range(rng.randint(1, 6))]
-    config = scheduler.SchedulerConfig(S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32)
+    items = [
+        item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 6))
+        for i in range(rng.randint(1, 6))
+    ]
+    config = scheduler.SchedulerConfig(
+        S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32
+    )
     branches = min(1 + seed % 3, config.max_num_seqs, config.max_num_batched_tokens)
     state, waiting, results, observed, now = scheduler.init(config), list(items), [], [], 0.0
     while waiting or state.waiting or state.running.seqs:
@@ -317,7 +373,13 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
             hashes = tuple(map(str, range(prompt // S))) if seed % 2 else ()
             _, *forks = branch_ids(new.request_id, branches)
             request = Request(
-                new.request_id, prompt, new.max_tokens, 0, frozenset({2}), forks=tuple(forks), hashes=hashes
+                new.request_id,
+                prompt,
+                new.max_tokens,
+                0,
+                frozenset({2}),
+                forks=tuple(forks),
+                hashes=hashes,
             )
             state = scheduler.submit(state, request)
         before = now + rng.random()
@@ -326,14 +388,18 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
         if not plan.seqs:
             continue
         tables = {seq.request_id: (seq.computed, seq.blocks) for seq in scheduler.running(state)}
-        tables |= {row.seq.request_id: (row.seq.computed + row.count, row.seq.blocks) for row in plan.rows}
+        tables |= {
+            row.seq.request_id: (row.seq.computed + row.count, row.seq.blocks) for row in plan.rows
+        }
         inside: dict[int, int] = {}
         for tokens, blocks in tables.values():
             for i, block in enumerate(blocks):
                 inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
         state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
         times = (START + before, START + now, (now - before) / 2)
-        results.append(StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0))
+        results.append(
+            StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0)
+        )
         observed.append(Observed(inside, [blocks for _, blocks in tables.values()]))
     return results, items, observed, branches
 
@@ -342,7 +408,12 @@ def test_random_runs_cover_preemption_sharing_and_hits() -> None:
     runs = [random_run(seed) for seed in range(60)]
     results = [result for run in runs for result in run[0]]
     assert any(result.plan.preempted for result in results)
-    assert any(event.num_cached for result in results for event in result.events if isinstance(event, Admitted))
+    assert any(
+        event.num_cached
+        for result in results
+        for event in result.events
+        if isinstance(event, Admitted)
+    )
     assert any(len(result.plan.seqs) > 2 for result in results)
     assert any(row.count > 1 and not row.samples for result in results for row in result.plan.rows)
     assert {branches for *_, branches in runs} == {1, 2, 3}
@@ -352,7 +423,10 @@ def test_random_runs_cover_preemption_sharing_and_hits() -> None:
 @drawn.given(30, 100, st.integers(0, 10**6))
 def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     results, items, observed, branches = random_run(seed)
-    requests, steps = request_records(results, items, START, branches), step_records(results, START, S)
+    requests, steps = (
+        request_records(results, items, START, branches),
+        step_records(results, START, S),
+    )
     summary = summarize(requests, steps, S)
     assert [s.held_tokens for s in steps] == [sum(seen.inside.values()) for seen in observed]
     physical = [len({block for table in seen.tables for block in table}) for seen in observed]
@@ -363,11 +437,16 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     if branches == 1 and seed % 2 == 0:
         assert summary["blocks_saved_share"] == 0
     slots = sum(physical) * S
-    assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.held_tokens for s in steps) / slots)
+    assert summary["fragmentation_share"] == pytest.approx(
+        1 - sum(s.held_tokens for s in steps) / slots
+    )
     assert 0 <= summary["fragmentation_share"] < 1
     assert summary["padding_share"] == pytest.approx(0.5)
     assert summary["output_tokens"] == sum(
-        event.num_output for result in results for event in result.events if isinstance(event, Finished)
+        event.num_output
+        for result in results
+        for event in result.events
+        if isinstance(event, Finished)
     )
     assert sum(summary["finished"].values()) == summary["branches"] == len(items) * branches
     assert summary["itl_s"]["count"] == summary["output_tokens"] - len(items) * branches
@@ -384,16 +463,26 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
                 if name == branch.branch_id
             ]
             assert list(zip(branch.token_times, branch.token_ids, strict=True)) == mine
-            assert branch.preemptions == sum(branch.branch_id in result.plan.preempted for result in results)
+            assert branch.preemptions == sum(
+                branch.branch_id in result.plan.preempted for result in results
+            )
         ends = [branch.token_times[0] + sum(branch.gaps) for branch in record.branches]
         assert record.e2e == pytest.approx(max(ends) - work.arrival)
-        assert record.ttft == record.branches[0].token_times[0] - work.arrival, "the first branch is the first"
-    if not summary["preemptions"]:  # each prompt is computed once, and of the outputs all but each last one
+        assert record.ttft == record.branches[0].token_times[0] - work.arrival, (
+            "the first branch is the first"
+        )
+    if not summary[
+        "preemptions"
+    ]:  # each prompt is computed once, and of the outputs all but each last one
         hits = sum(s.hit_tokens for s in steps)
-        again = len(items) * (branches - 1)  # each further branch computes the prompt's last token again
+        again = len(items) * (
+            branches - 1
+        )  # each further branch computes the prompt's last token again
         prompt = sum(len(work.prompt_token_ids) for work in items)
         assert sum(s.prompt_tokens for s in steps) + hits == prompt + again
-        assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
+        assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary[
+            "output_tokens"
+        ] - len(items)
         assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])
     total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
     assert total == pytest.approx(summary["duration_s"])

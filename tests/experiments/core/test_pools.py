@@ -55,18 +55,28 @@ class CheckedEngine(SimulatedEngine):
         before, done = self.scheduler_state, super().adopt(found)
         assert done or self.scheduler_state is before
         if done:
-            assert self.scheduler_state.running.computed[-1] == found.released.computed, "nothing is computed again"
+            assert self.scheduler_state.running.computed[-1] == found.released.computed, (
+                "nothing is computed again"
+            )
         self.check_blocks()
         return done
 
     def check_blocks(self) -> None:
         running = scheduler.running(self.scheduler_state)
-        tables = [seq.blocks for seq in running] + [one.released.blocks for one in self.held.values()]
+        tables = [seq.blocks for seq in running] + [
+            one.released.blocks for one in self.held.values()
+        ]
         blocks.check(self.scheduler_state.pool, tables)
 
 
 def engines(count: int, seconds: float | StepTime = 1.0, **options) -> list[CheckedEngine]:
-    made = {"max_model_len": 96, "num_blocks": 64, "block_size": 4, "token_buckets": (2048,), **options}
+    made = {
+        "max_model_len": 96,
+        "num_blocks": 64,
+        "block_size": 4,
+        "token_buckets": (2048,),
+        **options,
+    }
     config, simulate = EngineConfig(**made), Simulate(step_s=1.0, padded=False)
     time: StepTime = seconds if callable(seconds) else lambda _: seconds
     return [CheckedEngine(config, time, vocab_size=1000, simulate=simulate) for _ in range(count)]
@@ -89,7 +99,9 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
         steps[replica].append((result.started, result.finished, names))
 
     note.step = step  # type: ignore[method-assign]
-    where = drive_pools(Fleet(prefill, router, 64), Fleet(decode, router, 64), link, work, sampling, note)
+    where = drive_pools(
+        Fleet(prefill, router, 64), Fleet(decode, router, 64), link, work, sampling, note
+    )
     return Ran(note.requests.records(where.prefill, where.transfers), steps)
 
 
@@ -98,11 +110,15 @@ def runs(draw):
     """Engines, a link, requests and the number of branches."""
     count = draw(st.integers(1, 12))
     gaps = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.7]), min_size=count, max_size=count))
-    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=count, max_size=count))
+    lengths = draw(
+        st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=count, max_size=count)
+    )
     work, now = [], 0.0
     for i, (gap, (prompt, output)) in enumerate(zip(gaps, lengths, strict=True)):
         now += gap
-        work.append(WorkItem(f"r{i}", now, tuple(range(20, 20 + prompt)), output))  # one prompt begins the other
+        work.append(
+            WorkItem(f"r{i}", now, tuple(range(20, 20 + prompt)), output)
+        )  # one prompt begins the other
     n = draw(st.sampled_from([1, 1, 3]))
     shared = {
         "enable_prefix_caching": draw(st.booleans()),
@@ -113,13 +129,19 @@ def runs(draw):
     def options():
         return {
             **shared,
-            "num_blocks": draw(st.sampled_from([11, 20, 64])),  # 11 are those of the longest request
+            "num_blocks": draw(
+                st.sampled_from([11, 20, 64])
+            ),  # 11 are those of the longest request
             "max_num_seqs": draw(st.sampled_from([3, 8])),
             "max_num_batched_tokens": draw(st.sampled_from([8, 64])),
         }
 
-    sizes = [(draw(st.integers(1, 2)), draw(st.sampled_from([0.5, 1.0])), options()) for _ in range(2)]
-    link = Link(2.0, draw(st.sampled_from([math.inf, 1.0, 10.0])), draw(st.sampled_from([0.0, 0.3])))
+    sizes = [
+        (draw(st.integers(1, 2)), draw(st.sampled_from([0.5, 1.0])), options()) for _ in range(2)
+    ]
+    link = Link(
+        2.0, draw(st.sampled_from([math.inf, 1.0, 10.0])), draw(st.sampled_from([0.0, 0.3]))
+    )
     return sizes, link, tuple(work), dataclasses.replace(GREEDY, n=n, temperature=float(n > 1))
 
 
@@ -153,7 +175,9 @@ def test_laws_of_any_run(case):
     }
     sent: dict[int, list[tuple[float, float]]] = {}
     for item, request in zip(work, found.requests, strict=True):
-        assert [len(branch.token_ids) for branch in request.branches] == [item.max_tokens] * sampling.n
+        assert [len(branch.token_ids) for branch in request.branches] == [
+            item.max_tokens
+        ] * sampling.n
         assert {branch.finish_reason for branch in request.branches} == {"length"}
         assert len(request.transfers) == (sampling.n if item.max_tokens > 1 else 0)
         assert len({one.replica for one in request.transfers}) <= 1, "branches were torn apart"
@@ -193,7 +217,10 @@ def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, l
         for item in batch:
             times[item.request_id].append(now)
             if item.max_tokens > 1:
-                free = max(free, now) + -(-len(item.prompt_token_ids) // 4) * link.block_bytes / link.bandwidth
+                free = (
+                    max(free, now)
+                    + -(-len(item.prompt_token_ids) // 4) * link.block_bytes / link.bandwidth
+                )
                 moving.append((free + link.latency, item))
     now, running = 0.0, []
     while moving or running:
@@ -228,14 +255,27 @@ def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
 
 def test_times_by_hand():
     """Steps of 1 s in `prefill` and of 0.5 s in `decode`; a block takes 1 s to move, and 0.25 s pass in addition."""
-    work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 0.5, (30,) * 4, 2), WorkItem("c", 0.5, (40,) * 4, 1)]
+    work = [
+        WorkItem("a", 0.0, (20,) * 5, 3),
+        WorkItem("b", 0.5, (30,) * 4, 2),
+        WorkItem("c", 0.5, (40,) * 4, 1),
+    ]
     found = drive(engines(1), engines(1, 0.5), Link(8.0, 8.0, 0.25), work)
     a, b, c = found.requests
     (one,), (two,) = a.transfers, b.transfers
     assert (one.released, one.arrived, one.adopted, one.bytes) == (1.0, 3.25, 3.25, 16.0)
-    assert (two.released, two.arrived, two.adopted, two.bytes) == (2.0, 4.25, 4.25, 8.0)  # the link is free at 3.0
+    assert (two.released, two.arrived, two.adopted, two.bytes) == (
+        2.0,
+        4.25,
+        4.25,
+        8.0,
+    )  # the link is free at 3.0
     assert not c.transfers
-    assert [one.branches[0].token_times for one in (a, b, c)] == [(1.0, 3.75, 4.25), (2.0, 4.75), (2.0,)]
+    assert [one.branches[0].token_times for one in (a, b, c)] == [
+        (1.0, 3.75, 4.25),
+        (2.0, 4.75),
+        (2.0,),
+    ]
     assert found.steps[1] == [(3.25, 3.75, ("a",)), (3.75, 4.25, ("a",)), (4.25, 4.75, ("b",))]
 
 
@@ -273,13 +313,17 @@ def test_each_pool_has_its_router():
 
 def test_a_request_that_decode_can_never_run_is_refused():
     work = [WorkItem("a", 0.0, (20,) * 30, 20)]
-    with pytest.raises(ValueError, match=r"an engine of pools.decode refused a: .*but the pool has 4.*Bound"):
+    with pytest.raises(
+        ValueError, match=r"an engine of pools.decode refused a: .*but the pool has 4.*Bound"
+    ):
         drive(engines(1), engines(1, num_blocks=4), Link(1.0), work)
     with pytest.raises(ValueError, match="the engine refused a"):
         drive(engines(1, num_blocks=4), engines(1), Link(1.0), work)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
+)
 def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypatch, options):
     """Steps of one length, and pages that move at once: step by step the plans of `PrefillDecode`."""
     same = {"block_size": 4, "num_blocks": 64, "max_model_len": 96, "enable_prefix_caching": False}
@@ -300,7 +344,9 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     params = [dataclasses.replace(GREEDY, max_tokens=output) for _, output in lengths]
     answers = PrefillDecode(*llms).generate(prompts, params)
 
-    work = [WorkItem(f"r{i}", 0.0, tuple(prompt), lengths[i][1]) for i, prompt in enumerate(prompts)]
+    work = [
+        WorkItem(f"r{i}", 0.0, tuple(prompt), lengths[i][1]) for i, prompt in enumerate(prompts)
+    ]
     prefill, decode = engines(1, **same), engines(1, **same)
     simulated: list[list[Plan]] = [[], []]
     for (engine,), plans in zip((prefill, decode), simulated, strict=True):

@@ -22,7 +22,12 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 RAW = {
     "name": "pooled",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "engine": {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
     "cache_tokens": 1024,
     "workload": {
         "kind": "synthetic",
@@ -65,8 +70,12 @@ def test_a_run_and_its_summary():
         computed[step.replica < 2] += step.tokens
     assert pools["prefill"]["tokens_computed"]["mean"] * 2 == computed[True]
     assert pools["decode"]["tokens_computed"]["mean"] * 3 == computed[False]
-    assert computed[False] == sum(request.max_tokens - 1 for request in found.requests), "decode computes no prompt"
-    whole = sum(-(-request.prompt_tokens // 8) * 8 * SHAPES["llama-3-8b"].token_bytes for request in moved)
+    assert computed[False] == sum(request.max_tokens - 1 for request in found.requests), (
+        "decode computes no prompt"
+    )
+    whole = sum(
+        -(-request.prompt_tokens // 8) * 8 * SHAPES["llama-3-8b"].token_bytes for request in moved
+    )
     assert pools["moved_bytes"] == whole
     assert pools["transfer_s"]["mean"] >= 0.001 + whole / 50e9 / len(moved) - 1e-12
     busy = 2 * pools["prefill"]["busy_share"]["mean"] + 3 * pools["decode"]["busy_share"]["mean"]
@@ -84,7 +93,14 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
         "arrivals": {"process": "poisson", "rate": 100.0},
     }
     slow = {"link_gb_s": 0.001, "prefill": {"max_num_seqs": 1}}  # 32 tokens are 4.2 MB: 4.2 s
-    found = measured({**RAW, "workload": workload, "pools": slow, "simulate": {"step_s": 0.001, "model": "llama-3-8b"}})
+    found = measured(
+        {
+            **RAW,
+            "workload": workload,
+            "pools": slow,
+            "simulate": {"step_s": 0.001, "model": "llama-3-8b"},
+        }
+    )
     first, second = [step for step in found.steps if step.replica == 0]
     assert (first.blocks_used, first.held_tokens) == (4, 30)
     assert (second.blocks_used, second.held_tokens) == (8, 60)
@@ -101,23 +117,42 @@ def test_a_summary_has_the_blocks_of_each_pool():
     )
     for found, of_decode in ((wide, 512), (narrow, 32)):
         pools = found.summary["pools"]
-        assert (pools["prefill"]["blocks_total"], pools["decode"]["blocks_total"]) == (64, of_decode)
-        assert [found.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")] == [None] * 3
+        assert (pools["prefill"]["blocks_total"], pools["decode"]["blocks_total"]) == (
+            64,
+            of_decode,
+        )
+        assert [found.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")] == [
+            None
+        ] * 3
         for name, replica in (("prefill", 0), ("decode", 1)):
             used = [step.blocks_used for step in found.steps if step.replica == replica]
-            assert pools[name]["blocks_used"] == {"mean": pytest.approx(sum(used) / len(used)), "peak": max(used)}
-    held, free = (found.summary["pools"]["prefill"]["blocks_used"]["mean"] for found in (narrow, wide))
+            assert pools[name]["blocks_used"] == {
+                "mean": pytest.approx(sum(used) / len(used)),
+                "peak": max(used),
+            }
+    held, free = (
+        found.summary["pools"]["prefill"]["blocks_used"]["mean"] for found in (narrow, wide)
+    )
     assert held > 2 * free
 
 
 def test_a_pool_without_steps_has_no_blocks_in_use():
     workload = {**RAW["workload"], "output": {"dist": "fixed", "value": 1}}
     decode = measured({**RAW, "workload": workload}).summary["pools"]["decode"]
-    assert (decode["blocks_total"], decode["blocks_used"], decode["requests"]["most"]) == (None, None, 0)
+    assert (decode["blocks_total"], decode["blocks_used"], decode["requests"]["most"]) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_the_pools_may_have_different_chips_meshes_and_budgets():
-    options = {"simulate": FOUR, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    options = {
+        "simulate": FOUR,
+        "cache_tokens": 2048,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+    }
     (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
     llm = engines.simulated(point.experiment)
     first, second = (one.config for one in llm.engines)
@@ -145,13 +180,23 @@ def test_branches_go_to_one_engine():
     assert {len({one.replica for one in each}) for each in moved} == {1}
 
 
-@pytest.mark.parametrize(("top", "own", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)])
-def test_a_model_is_opened_only_for_pools_that_name_no_shape(tmp_path, capsys, top, own, status: int):
+@pytest.mark.parametrize(
+    ("top", "own", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
+)
+def test_a_model_is_opened_only_for_pools_that_name_no_shape(
+    tmp_path, capsys, top, own, status: int
+):
     """The experiment's own model does not exist."""
     simulate = {"simulate": {"step_s": 0.01, "model": own}}
-    raw = {**RAW, "simulate": {"step_s": 0.01, "model": top}, "pools": {"prefill": simulate, "decode": simulate}}
+    raw = {
+        **RAW,
+        "simulate": {"step_s": 0.01, "model": top},
+        "pools": {"prefill": simulate, "decode": simulate},
+    }
     (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == status
+    assert (
+        run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == status
+    )
     assert ("error: model: " in capsys.readouterr().err) == (status == 2)
 
 
@@ -175,7 +220,9 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
     requests = store.read_requests(folder)
     assert {request.replica for request in requests} == {0, 1}
     assert {one.replica for request in requests for one in request.transfers} == {4}
-    assert {json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()} == {0, 1, 4}
+    assert {
+        json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
+    } == {0, 1, 4}
     assert (folder / "decode_router.py").read_text() == MINE
     (again,) = load(folder / "config.yaml")
     assert again.experiment.pools == Pools(
@@ -189,16 +236,26 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
 @pytest.mark.parametrize(
     ("pools", "cache_tokens"),
     [
-        ({"prefill": {"max_num_seqs": 2, "max_num_batched_tokens": 128, "cache_tokens": 256}}, 1024),
+        (
+            {"prefill": {"max_num_seqs": 2, "max_num_batched_tokens": 128, "cache_tokens": 256}},
+            1024,
+        ),
         ({"prefill": {"simulate": {"chip": "h200", "model": "llama-3-8b"}}}, None),
         ({"decode": {"count": 2, "cache_tokens": 512, "simulate": FOUR}}, None),
     ],
 )
 def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: int | None):
     """Without cache_tokens, the memory of each pool's chip decides how many blocks it has."""
-    raw = {**RAW, "simulate": {"chip": "a10g", "model": "llama-3-8b"}, "pools": pools, "cache_tokens": cache_tokens}
+    raw = {
+        **RAW,
+        "simulate": {"chip": "a10g", "model": "llama-3-8b"},
+        "pools": pools,
+        "cache_tokens": cache_tokens,
+    }
     (point,) = expand({**raw, "engine": {**RAW["engine"], "max_num_seqs": 512}}, folder=Path())
-    files, summary = execution.one_run(engines.Run(point, 0, 0), engines.simulated_engines(), environment(device=False))
+    files, summary = execution.one_run(
+        engines.Run(point, 0, 0), engines.simulated_engines(), environment(device=False)
+    )
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (again,) = load(tmp_path / "config.yaml")
@@ -225,8 +282,13 @@ def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
 def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path):
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     changes = [{"pools": None}]
-    changes += [{"pools": options} for options in ({}, {"link_gb_s": 5}, {"latency_s": 0.1}, {"decode": {"count": 2}})]
-    changes += [{"pools": {"prefill": {"router": name}}} for name in ("round_robin", "mine.py:LAST")]
+    changes += [
+        {"pools": options}
+        for options in ({}, {"link_gb_s": 5}, {"latency_s": 0.1}, {"decode": {"count": 2}})
+    ]
+    changes += [
+        {"pools": {"prefill": {"router": name}}} for name in ("round_robin", "mine.py:LAST")
+    ]
     changes += [{"pools": {"decode": {name: 64}}} for name in ("cache_tokens", "max_num_seqs")]
     changes += [{"pools": {"decode": {"simulate": {"step_s": 0.1, "model": "llama-3-8b"}}}}]
     keys = [expand({**RAW, **change}, folder=tmp_path)[0].key for change in changes]
@@ -242,14 +304,29 @@ def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path)
     [
         ({"pools": {"prefill": {"count": 0}}}, "pools.prefill.count is 0; it must be at least 1"),
         ({"pools": {"decode": {"number": 2}}}, "unknown key pools.decode.'number'"),
-        ({"pools": {"link_gb_s": 0}}, "pools.link_gb_s is 0.0; it must be above 0, or null for no time"),
-        ({"pools": {"latency_s": -1}}, "pools.latency_s is -1.0; it must be at least 0 seconds"),
-        ({"pools": {"decode": {"router": "prefixes"}}}, "pools.decode.router is 'prefixes'; write one of round_robin"),
-        ({"pools": {"decode": {"router": "bad.py:A"}}}, "pools.decode.router is '.*', whose file raises ZeroDivision"),
-        ({"replicas": {}}, "replicas and pools are both given; give one"),
-        ({"simulate": None}, "pools is given and there is no simulate section, but a measured run has 1 engine; add"),
         (
-            {"simulate": None, "pools": {"prefill": {"simulate": FOUR}, "decode": {"simulate": FOUR}}},
+            {"pools": {"link_gb_s": 0}},
+            "pools.link_gb_s is 0.0; it must be above 0, or null for no time",
+        ),
+        ({"pools": {"latency_s": -1}}, "pools.latency_s is -1.0; it must be at least 0 seconds"),
+        (
+            {"pools": {"decode": {"router": "prefixes"}}},
+            "pools.decode.router is 'prefixes'; write one of round_robin",
+        ),
+        (
+            {"pools": {"decode": {"router": "bad.py:A"}}},
+            "pools.decode.router is '.*', whose file raises ZeroDivision",
+        ),
+        ({"replicas": {}}, "replicas and pools are both given; give one"),
+        (
+            {"simulate": None},
+            "pools is given and there is no simulate section, but a measured run has 1 engine; add",
+        ),
+        (
+            {
+                "simulate": None,
+                "pools": {"prefill": {"simulate": FOUR}, "decode": {"simulate": FOUR}},
+            },
             r"there is no simulate section.*; add one at the top \(also if each pool has a simulate of its own\)",
         ),
         (
@@ -260,7 +337,10 @@ def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path)
             {"pools": {"decode": {"simulate": {"fit": "runs/a", "model": "llama-3-8b"}}}},
             "pools.decode.simulate.fit: a pool takes a chip, step_s or a profile",
         ),
-        ({"pools": {"decode": {"cache_tokens": 5}}}, r"pools.decode: cache_tokens is 5; it must be a multiple"),
+        (
+            {"pools": {"decode": {"cache_tokens": 5}}},
+            r"pools.decode: cache_tokens is 5; it must be a multiple",
+        ),
         ({"pools": {"decode": {"max_num_seqs": 0}}}, r"pools.decode: max_num_seqs is 0"),
         (
             {"engine": {**RAW["engine"], "speculative": {"method": "ngram", "num_tokens": 2}}},
@@ -270,7 +350,10 @@ def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path)
             {"engine": {**RAW["engine"], "reservation": "max", "enable_prefix_caching": False}},
             "pools and engine.reservation 'max' are both given.*; set it to none",
         ),
-        ({"simulate": {**RAW["simulate"], "kv_cache": False}}, "pools and simulate.kv_cache false are both given"),
+        (
+            {"simulate": {**RAW["simulate"], "kv_cache": False}},
+            "pools and simulate.kv_cache false are both given",
+        ),
         (
             {"pools": {"decode": {"simulate": {**RAW["simulate"], "whole_batches": True}}}},
             "pools and simulate.whole_batches are both given",
@@ -286,7 +369,10 @@ def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
 def test_a_pool_that_does_not_fit_its_chip_is_named():
     large = {"simulate": {"chip": "a100-40g", "model": "llama-3-8b"}, "cache_tokens": 8 * 10**6}
     (point,) = expand({**RAW, "pools": {"decode": large}}, folder=Path())
-    with pytest.raises(ValueError, match=r"pools.decode: weights of .* lower num_blocks, or use more or larger chips"):
+    with pytest.raises(
+        ValueError,
+        match=r"pools.decode: weights of .* lower num_blocks, or use more or larger chips",
+    ):
         engines.simulated(point.experiment)
 
 
@@ -295,7 +381,8 @@ def test_engines_for_prompts_bound_the_gaps_on_the_example():
         measured_at(
             point._replace(
                 experiment=dataclasses.replace(
-                    point.experiment, workload=dataclasses.replace(point.experiment.workload, count=60)
+                    point.experiment,
+                    workload=dataclasses.replace(point.experiment.workload, count=60),
                 )
             )
         ).summary

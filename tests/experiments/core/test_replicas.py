@@ -32,7 +32,12 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
     "name": "replicated",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "engine": {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
     "cache_tokens": 1024,
     "workload": {
         "kind": "synthetic",
@@ -56,7 +61,9 @@ def measured(raw: dict):
 def measured_at(point: config.Point):
     made = point.experiment
     assert made.simulate is not None
-    return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
+    return measure(
+        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
+    )
 
 
 @pytest.mark.default_cases(
@@ -76,8 +83,15 @@ def measured_at(point: config.Point):
     [
         {},
         {"workload": {key: value for key, value in RAW["workload"].items() if key != "arrivals"}},
-        {"workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}},  # with idle gaps
-        {"workload": {**RAW["workload"], "arrivals": {"process": "gamma", "rate": 300.0, "burstiness": 0.1}}},
+        {
+            "workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}
+        },  # with idle gaps
+        {
+            "workload": {
+                **RAW["workload"],
+                "arrivals": {"process": "gamma", "rate": 300.0, "burstiness": 0.1},
+            }
+        },
         {"workload": {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 5}}},
         {"sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}, "cache_tokens": 512},
         {
@@ -102,13 +116,20 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     assert behind.requests == with_arrivals(records, load.clients)
     assert behind.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
     assert behind.summary.pop("replicas")["count"] == 1
-    assert behind.summary == summarize(behind.requests, behind.steps, 8) == measured({**RAW, **change}).summary
+    assert (
+        behind.summary
+        == summarize(behind.requests, behind.steps, 8)
+        == measured({**RAW, **change}).summary
+    )
 
 
 def engines(count: int, **options) -> list[SimulatedEngine]:
     settings = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
     simulate = Simulate(step_s=1.0)
-    return [SimulatedEngine(settings, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(count)]
+    return [
+        SimulatedEngine(settings, lambda work: 1.0, vocab_size=1000, simulate=simulate)
+        for _ in range(count)
+    ]
 
 
 class Times:
@@ -127,16 +148,31 @@ class Times:
 
 def test_each_replica_steps_on_its_own_clock():
     """Steps of one second; each request takes as many as it has output tokens."""
-    work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 0.5, (20,) * 5, 2), WorkItem("c", 1.5, (20,) * 5, 1)]
+    work = [
+        WorkItem("a", 0.0, (20,) * 5, 3),
+        WorkItem("b", 0.5, (20,) * 5, 2),
+        WorkItem("c", 1.5, (20,) * 5, 1),
+    ]
     times = Times()
-    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, times) == {"a": 0, "b": 1, "c": 0}
-    assert times.steps == [[(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)], [(0.5, 1.5, 1), (1.5, 2.5, 1)]]
+    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, times) == {
+        "a": 0,
+        "b": 1,
+        "c": 0,
+    }
+    assert times.steps == [
+        [(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)],
+        [(0.5, 1.5, 1), (1.5, 2.5, 1)],
+    ]
 
 
 @pytest.mark.parametrize(("arrival", "load"), [(1.99, 1), (2.0, 0), (2.5, 0)])
 def test_the_end_of_a_request_is_known_when_its_last_step_has_ended(arrival: float, load: int):
     """Replica 0 has a request until 2 s."""
-    work = [WorkItem("a", 0.0, (20,) * 5, 2), WorkItem("b", 0.0, (20,) * 5, 9), WorkItem("c", arrival, (20,) * 5, 1)]
+    work = [
+        WorkItem("a", 0.0, (20,) * 5, 2),
+        WorkItem("b", 0.0, (20,) * 5, 9),
+        WorkItem("c", arrival, (20,) * 5, 1),
+    ]
     seen = []
 
     def choose(state, request):
@@ -156,10 +192,14 @@ def test_a_router_sees_the_hashes_that_the_engine_publishes():
         return 0
 
     drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, Times())
-    assert {key for request in seen for key in request.hashes} == set(made[0].scheduler_state.pool.contents)
+    assert {key for request in seen for key in request.hashes} == set(
+        made[0].scheduler_state.pool.contents
+    )
     assert [request.tokens for request in seen] == [35] * 4
     seen.clear()
-    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, Times())
+    drive_replicas(
+        engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, Times()
+    )
     assert [request.hashes for request in seen] == [()] * 4
 
 
@@ -196,7 +236,9 @@ def test_prefix_finds_more_than_the_others_on_the_example():
 
 def test_known_blocks_bound_what_prefix_finds():
     shares = {
-        known: measured({**RAW, "replicas": {"count": 3, "known_blocks": known}}).summary["prefix_hit_share"]
+        known: measured({**RAW, "replicas": {"count": 3, "known_blocks": known}}).summary[
+            "prefix_hit_share"
+        ]
         for known in (0, None)
     }
     assert shares[0] < shares[None]
@@ -207,14 +249,21 @@ MINE = "from pagedjax.routing import Router\nFIRST = Router('first', lambda stat
 
 def test_a_run_records_replicas_and_runs_again(tmp_path):
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
-    sweep = {"grid": {"replicas.router": ["least_loaded", "mine.py:FIRST"], "replicas.count": [1, 2]}}
+    sweep = {
+        "grid": {"replicas.router": ["least_loaded", "mine.py:FIRST"], "replicas.count": [1, 2]}
+    }
     (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "sweep": sweep}), encoding="utf-8")
     assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    summaries = [json.loads(line) for line in (tmp_path / "runs/replicated/runs.jsonl").read_text().splitlines()]
+    summaries = [
+        json.loads(line)
+        for line in (tmp_path / "runs/replicated/runs.jsonl").read_text().splitlines()
+    ]
     assert [one["metrics"]["replicas"]["count"] for one in summaries] == [1, 2, 1, 2]
     folder = tmp_path / "runs/replicated" / summaries[3]["run"]
     assert {request.replica for request in store.read_requests(folder)} == {1}
-    assert {json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()} == {1}
+    assert {
+        json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
+    } == {1}
     assert (folder / "router.py").read_text() == MINE
     assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
     (again,) = load(folder / "config.yaml")
@@ -242,16 +291,31 @@ def test_points_without_replicas_keep_their_key_and_others_have_their_own():
     ("change", "message"),
     [
         ({"replicas": {"count": 0}}, "replicas.count is 0; it must be at least 1"),
-        ({"replicas": {"known_blocks": -1}}, r"replicas.known_blocks is -1; it must be at least 0, or null for the"),
-        ({"replicas": {"router": "prefixes"}}, "replicas.router is 'prefixes'; write one of round_robin, least_loaded"),
-        ({"replicas": {"router": "none.py:A"}}, r"replicas.router is '.*none.py:A', but there is no file"),
-        ({"replicas": {"router": "bad.py:A"}}, "replicas.router is '.*', whose file raises ZeroDivisionError.*correct"),
+        (
+            {"replicas": {"known_blocks": -1}},
+            r"replicas.known_blocks is -1; it must be at least 0, or null for the",
+        ),
+        (
+            {"replicas": {"router": "prefixes"}},
+            "replicas.router is 'prefixes'; write one of round_robin, least_loaded",
+        ),
+        (
+            {"replicas": {"router": "none.py:A"}},
+            r"replicas.router is '.*none.py:A', but there is no file",
+        ),
+        (
+            {"replicas": {"router": "bad.py:A"}},
+            "replicas.router is '.*', whose file raises ZeroDivisionError.*correct",
+        ),
         ({"replicas": {"number": 2}}, "unknown key replicas.'number'"),
         (
             {"replicas": {"count": 2}, "simulate": None},
             "replicas.count is 2 and there is no simulate section, but a measured run has 1 engine; add one, or leave",
         ),
-        ({"workload": {**RAW["workload"], "prefixes": 0}}, "workload.prefixes is 0; it must be at least 1"),
+        (
+            {"workload": {**RAW["workload"], "prefixes": 0}},
+            "workload.prefixes is 0; it must be at least 1",
+        ),
         (
             {"workload": {**RAW["workload"], "shared_prefix": 0}},
             "workload.prefixes is 6 and shared_prefix is 0; set shared_prefix to their length",
@@ -267,7 +331,9 @@ def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
 def test_prefix_is_least_loaded_where_nothing_is_shared():
     workload = {**RAW["workload"], "shared_prefix": 0, "prefixes": 1}
     found = {
-        name: measured({**RAW, "workload": workload, "replicas": {"count": 3, "router": name}}).requests
+        name: measured(
+            {**RAW, "workload": workload, "replicas": {"count": 3, "router": name}}
+        ).requests
         for name in (PREFIX.name, LEAST_LOADED.name)
     }
     assert found[PREFIX.name] == found[LEAST_LOADED.name]
@@ -286,7 +352,9 @@ def test_the_documented_transitions_run(documented):
 
 def test_the_documented_router_runs_in_the_simulator(documented, tmp_path):
     (tmp_path / "mine.py").write_text(documented[1], encoding="utf-8")
-    (point,) = expand({**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path)
+    (point,) = expand(
+        {**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path
+    )
     found = measured_at(point)
     assert found.failed is None
     assert {request.replica for request in found.requests} == {0, 1, 2, 3}

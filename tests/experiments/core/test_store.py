@@ -69,7 +69,10 @@ def test_interrupted_write_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
-    alive, dead = tmp_path / "abc" / f".writing-{os.getppid()}-0", tmp_path / "abc" / ".writing-999999999-0"
+    alive, dead = (
+        tmp_path / "abc" / f".writing-{os.getppid()}-0",
+        tmp_path / "abc" / ".writing-999999999-0",
+    )
     alive.mkdir(parents=True)
     dead.mkdir()
     store.clean(tmp_path)
@@ -78,7 +81,11 @@ def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
 
 
 def test_load_runs_returns_data_frame(tmp_path: Path) -> None:
-    runs = [summary("a", 0, 0), summary("a", 1, 0), summary("b", 0, 1, failed="it broke", metrics=None)]
+    runs = [
+        summary("a", 0, 0),
+        summary("a", 1, 0),
+        summary("b", 0, 1, failed="it broke", metrics=None),
+    ]
     for run in runs:
         put(tmp_path / "unit", run)
     frame = experiments.load_runs(tmp_path)  # no index: every run below the folder
@@ -94,7 +101,9 @@ def test_load_runs_returns_data_frame(tmp_path: Path) -> None:
 
 
 def test_folder_without_runs_error_describes_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"contains no runs: a run is a folder with a summary\.json"):
+    with pytest.raises(
+        ValueError, match=r"contains no runs: a run is a folder with a summary\.json"
+    ):
         experiments.load_runs(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         experiments.load_runs(tmp_path / "no")
@@ -103,7 +112,9 @@ def test_folder_without_runs_error_describes_a_run(tmp_path: Path) -> None:
 def test_damaged_or_old_summary_error_has_remedy(tmp_path: Path) -> None:
     folder = put(tmp_path, summary())
     (folder / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"summary\.json is damaged .*delete the folder .* and run again"):
+    with pytest.raises(
+        ValueError, match=r"summary\.json is damaged .*delete the folder .* and run again"
+    ):
         store.read_summary(folder)
     (folder / "summary.json").write_text(json.dumps({"schema": 0}))
     with pytest.raises(ValueError, match=r"has another schema than 1; delete the folder"):
@@ -111,7 +122,9 @@ def test_damaged_or_old_summary_error_has_remedy(tmp_path: Path) -> None:
 
 
 def test_missing_extra_error_names_install_command() -> None:
-    with pytest.raises(ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"):
+    with pytest.raises(
+        ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"
+    ):
         require("nosuchthing.inner")
 
 

@@ -29,7 +29,9 @@ PART = 1 / 1024  # of a number, that rounding may take
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.integers(1, 5)), min_size=1, max_size=20
+        st.tuples(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.integers(1, 5)),
+        min_size=1,
+        max_size=20,
     )
 )
 def test_a_tally_is_the_distribution_of_all_numbers(drawn):
@@ -78,7 +80,9 @@ def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
     if length > start / 100:
         assert found is not None
     if found is not None:
-        chex.assert_trees_all_close(found, exact, rtol=0.03)  # 2 % of the time, and the tokens of one part
+        chex.assert_trees_all_close(
+            found, exact, rtol=0.03
+        )  # 2 % of the time, and the tokens of one part
     assert Timeline().steady_rate() is None
 
 
@@ -102,7 +106,10 @@ def both(changes: dict[str, Any]) -> tuple[drive.Measured, drive.Measured]:
         {"simulate": {"host_s": 0.001}, "cache_tokens": 208},
         {"sampling": {"n": 2, "temperature": 0.7}},
         {"workload": {"arrivals": {"process": "closed_loop", "clients": 5}}},
-        {"simulate": {"acceptance": 0.7}, "engine": {"speculative": {"method": "ngram", "num_tokens": 3}}},
+        {
+            "simulate": {"acceptance": 0.7},
+            "engine": {"speculative": {"method": "ngram", "num_tokens": 3}},
+        },
         {"replicas": {"count": 2, "changes": [{"at": 0.1, "join": 2}, {"at": 0.2, "leave": 1}]}},
     ],
     ids=["targets", "preemptions", "branches", "closed", "speculation", "changes"],
@@ -110,18 +117,29 @@ def both(changes: dict[str, Any]) -> tuple[drive.Measured, drive.Measured]:
 def test_sums_are_those_of_all_records(changes):
     full, sums = both(changes)
     assert sums.steps == []
-    rounded = {name: sums.summary.pop(name) for name in ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")}
+    rounded = {
+        name: sums.summary.pop(name)
+        for name in ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
+    }
     exact = {name: full.summary.pop(name) for name in rounded}
     chex.assert_trees_all_close(rounded, exact, rtol=PART, atol=1e-12)
-    assert (sums.summary.pop("percentile_method"), full.summary.pop("percentile_method")) == (METHOD, "linear")
+    assert (sums.summary.pop("percentile_method"), full.summary.pop("percentile_method")) == (
+        METHOD,
+        "linear",
+    )
     assert sums.summary.pop("tokens_sha256") is None
     assert full.summary.pop("tokens_sha256")
-    rates = sums.summary.pop("steady_output_tokens_per_s"), full.summary.pop("steady_output_tokens_per_s")
+    rates = (
+        sums.summary.pop("steady_output_tokens_per_s"),
+        full.summary.pop("steady_output_tokens_per_s"),
+    )
     chex.assert_trees_all_close(*rates, rtol=0.03)
     assert sums.summary.keys() == full.summary.keys()
     for name, value in full.summary.items():
         close = {"rtol": 1e-9, "atol": 1e-9}  # sums of floats in another order
-        chex.assert_trees_all_close(json.loads(json.dumps(sums.summary[name])), json.loads(json.dumps(value)), **close)
+        chex.assert_trees_all_close(
+            json.loads(json.dumps(sums.summary[name])), json.loads(json.dumps(value)), **close
+        )
     for one, other in zip(sums.requests, full.requests, strict=True):
         assert one._replace(branches=()) == other._replace(branches=())
         for branch, kept in zip(one.branches, other.branches, strict=True):
@@ -129,12 +147,18 @@ def test_sums_are_those_of_all_records(changes):
                 len(kept.token_ids),
                 (kept.token_times[0], kept.token_times[-1]),
             )
-            assert (branch.preemptions, branch.finish_reason) == (kept.preemptions, kept.finish_reason)
+            assert (branch.preemptions, branch.finish_reason) == (
+                kept.preemptions,
+                kept.finish_reason,
+            )
 
 
 def test_the_times_that_were_not_kept_are_refused():
     _, sums = both({})
-    with pytest.raises(ValueError, match=r"r00000 has the times of its first and last token alone; set records: full"):
+    with pytest.raises(
+        ValueError,
+        match=r"r00000 has the times of its first and last token alone; set records: full",
+    ):
         _ = sums.requests[0].branches[0].gaps
 
 
@@ -151,19 +175,29 @@ def test_the_times_that_were_not_kept_are_refused():
             r"replicas.changes has a replica that fails, whose lost tokens cannot be taken out of sums; leave records",
         ),
         (
-            {"replicas": None, "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "link_gb_s": 1.0}},
+            {
+                "replicas": None,
+                "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "link_gb_s": 1.0},
+            },
             r"with pools, transfers are counted by their records; leave records out",
         ),
     ],
 )
 def test_runs_that_cannot_keep_sums_are_refused(changes, message):
-    raw = {name: value for name, value in ({**RAW, "records": "sums"} | changes).items() if value is not None}
+    raw = {
+        name: value
+        for name, value in ({**RAW, "records": "sums"} | changes).items()
+        if value is not None
+    }
     with pytest.raises(ValueError, match=message):
         expand(raw, folder=Path())
 
 
 def test_records_are_in_the_key_of_a_point_only_if_they_are_sums():
-    (before,), (full,) = expand(RAW, folder=Path()), expand(RAW | {"records": "full"}, folder=Path())
+    (before,), (full,) = (
+        expand(RAW, folder=Path()),
+        expand(RAW | {"records": "full"}, folder=Path()),
+    )
     (sums,) = expand(RAW | {"records": "sums"}, folder=Path())
     assert before.key == full.key != sums.key
 
@@ -171,14 +205,31 @@ def test_records_are_in_the_key_of_a_point_only_if_they_are_sums():
 def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
     """The report and the comparison do without what was not kept."""
     path = tmp_path / "runs.yaml"
-    for name, host, records in (("a", 0.0, "sums"), ("b", 0.001, "sums"), ("c", 0.0, "full"), ("d", 1e-9, "sums")):
+    for name, host, records in (
+        ("a", 0.0, "sums"),
+        ("b", 0.001, "sums"),
+        ("c", 0.0, "full"),
+        ("d", 1e-9, "sums"),
+    ):
         simulate = {**RAW["simulate"], "host_s": host}
-        path.write_text(yaml.safe_dump({**RAW, "simulate": simulate, "records": records, "name": name}), "utf-8")
+        path.write_text(
+            yaml.safe_dump({**RAW, "simulate": simulate, "records": records, "name": name}), "utf-8"
+        )
         assert run.main([str(path), "--out", str(tmp_path / "out")]) == 0
     (folder,) = (tmp_path / "out" / "a").glob("*/0")
-    assert {file.name for file in folder.iterdir()} == {"config.yaml", "env.json", "requests.jsonl", "summary.json"}
-    rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text("utf-8").splitlines()]
-    assert all(len(row["branches"][0]["token_times"]) == 2 and row["branches"][0]["counted"] > 1 for row in rows)
+    assert {file.name for file in folder.iterdir()} == {
+        "config.yaml",
+        "env.json",
+        "requests.jsonl",
+        "summary.json",
+    }
+    rows = [
+        json.loads(line) for line in (folder / "requests.jsonl").read_text("utf-8").splitlines()
+    ]
+    assert all(
+        len(row["branches"][0]["token_times"]) == 2 and row["branches"][0]["counted"] > 1
+        for row in rows
+    )
     assert [request.branches[0].counted for request in store.read_requests(folder)] == [
         row["branches"][0]["counted"] for row in rows
     ]
@@ -186,11 +237,19 @@ def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
     capsys.readouterr()
     said = {}
     for metric in ("itl_s.p90", "ttft_s.p90"):
-        assert compare.main([str(tmp_path / "out" / "a"), str(tmp_path / "out" / "b"), "--metric", metric]) == 0
+        assert (
+            compare.main(
+                [str(tmp_path / "out" / "a"), str(tmp_path / "out" / "b"), "--metric", metric]
+            )
+            == 0
+        )
         said[metric] = capsys.readouterr().out
     assert "of these 40 requests" not in said["itl_s.p90"]
     assert "of these 40 requests" in said["ttft_s.p90"]
-    verdicts = {"c": "one side keeps sums", "d": "no difference beyond the rounding of runs that keep sums"}
+    verdicts = {
+        "c": "one side keeps sums",
+        "d": "no difference beyond the rounding of runs that keep sums",
+    }
     for other, words in verdicts.items():
         names = [str(tmp_path / "out" / name) for name in ("a", other)]
         assert compare.main([*names, "--metric", "itl_s.p90"]) == 0

@@ -56,9 +56,25 @@ def make(spec, content: str = "", seed: int = 0, vocab: int = 100) -> Workload:
 
 lengths = st.one_of(
     st.builds(Fixed, st.just("fixed"), st.integers(1, 50), min=st.just(2), max=st.just(30)),
-    st.builds(Uniform, st.just("uniform"), st.integers(1, 20), st.integers(20, 50), min=st.just(2), max=st.just(30)),
-    st.builds(Exponential, st.just("exponential"), st.floats(0.1, 100), min=st.just(2), max=st.just(30)),
-    st.builds(Lognormal, st.just("lognormal"), st.floats(0, 5), st.floats(0, 9), min=st.just(2), max=st.just(30)),
+    st.builds(
+        Uniform,
+        st.just("uniform"),
+        st.integers(1, 20),
+        st.integers(20, 50),
+        min=st.just(2),
+        max=st.just(30),
+    ),
+    st.builds(
+        Exponential, st.just("exponential"), st.floats(0.1, 100), min=st.just(2), max=st.just(30)
+    ),
+    st.builds(
+        Lognormal,
+        st.just("lognormal"),
+        st.floats(0, 5),
+        st.floats(0, 9),
+        min=st.just(2),
+        max=st.just(30),
+    ),
 )
 arrivals = st.one_of(
     st.just(AtOnce()),
@@ -69,7 +85,9 @@ arrivals = st.one_of(
 
 @settings(deadline=None)
 @given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
-def test_synthetic_workload_respects_limits_and_prefix(prompt, output, times, count: int, seed: int) -> None:
+def test_synthetic_workload_respects_limits_and_prefix(
+    prompt, output, times, count: int, seed: int
+) -> None:
     short = make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
     long = make(Synthetic("synthetic", count + 5, prompt, output, times), seed=seed)
     assert long.items[:count] == short.items  # more requests change none of the earlier ones
@@ -90,20 +108,28 @@ def test_shared_prefix_changes_only_the_start_of_prompts() -> None:
     without, items = (make(spec, seed=1, vocab=1000).items for spec in (plain, shared))
     (prefix,) = {item.prompt_token_ids[:30] for item in items}
     assert len(set(prefix)) > 20
-    assert [item.prompt_token_ids[30:] for item in items] == [item.prompt_token_ids for item in without]
+    assert [item.prompt_token_ids[30:] for item in items] == [
+        item.prompt_token_ids for item in without
+    ]
     with pytest.raises(ValueError, match="shared_prefix is -1; it must be at least 0 tokens"):
         replace(plain, shared_prefix=-1)
 
 
 def test_each_prompt_begins_with_one_of_the_prefixes() -> None:
     one = Synthetic("synthetic", 40, Uniform("uniform", 3, 9), Fixed("fixed", 4), shared_prefix=30)
-    first, items = (make(spec, seed=1, vocab=1000).items for spec in (one, replace(one, prefixes=4)))
+    first, items = (
+        make(spec, seed=1, vocab=1000).items for spec in (one, replace(one, prefixes=4))
+    )
     prefixes = [item.prompt_token_ids[:30] for item in items]
     assert len(set(prefixes)) == 4
     assert first[0].prompt_token_ids[:30] in prefixes, "the first prefix is the one that was alone"
-    assert [item.prompt_token_ids[30:] for item in items] == [item.prompt_token_ids[30:] for item in first]
+    assert [item.prompt_token_ids[30:] for item in items] == [
+        item.prompt_token_ids[30:] for item in first
+    ]
     more = make(replace(one, prefixes=4, count=60), seed=1, vocab=1000).items
-    assert [item.prompt_token_ids for item in more[:40]] == [item.prompt_token_ids for item in items]
+    assert [item.prompt_token_ids for item in more[:40]] == [
+        item.prompt_token_ids for item in items
+    ]
 
 
 def test_random_streams_are_independent() -> None:
@@ -135,7 +161,9 @@ def test_distributions_have_expected_moments() -> None:
         gaps = np.diff(draw_arrivals(spec, n, rng()))
         assert np.mean(gaps) == pytest.approx(0.2, rel=0.05)
         assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.05)
-    assert draw_arrivals(Gamma("gamma", 5.0, 1.0), 9, rng()) == draw_arrivals(Poisson("poisson", 5.0), 9, rng())
+    assert draw_arrivals(Gamma("gamma", 5.0, 1.0), 9, rng()) == draw_arrivals(
+        Poisson("poisson", 5.0), 9, rng()
+    )
 
 
 def test_clipped_lengths_are_counted() -> None:
@@ -196,7 +224,11 @@ def test_trace_keeps_gaps_and_lengths() -> None:
 
 def test_bad_trace_errors() -> None:
     for spec, content, message in (
-        (Trace("trace", "t.csv"), "a,b\n1,2\n", "no column TIMESTAMP, ContextTokens, GeneratedTokens.*CC-BY 4.0"),
+        (
+            Trace("trace", "t.csv"),
+            "a,b\n1,2\n",
+            "no column TIMESTAMP, ContextTokens, GeneratedTokens.*CC-BY 4.0",
+        ),
         (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,x,1\n", "t.csv, line 6: .*'x'"),
         (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,3\n", "t.csv, line 6"),
         (Trace("trace", "t.csv", offset=9), CSV, r"no requests after workload\.offset 9"),
@@ -207,7 +239,10 @@ def test_bad_trace_errors() -> None:
         ({"offset": -1}, "offset is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"time_scale": -1}, "time_sc"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded"),
+        (
+            {"max_prompt_tokens": 0},
+            "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Trace("trace", "t.csv", **values)
@@ -231,7 +266,9 @@ def test_token_list_is_used_unchanged() -> None:
 
 
 def test_vocabulary_of_special_tokens_only_is_refused() -> None:
-    with pytest.raises(ValueError, match="vocabulary has 17 tokens; random prompts need more than 17"):
+    with pytest.raises(
+        ValueError, match="vocabulary has 17 tokens; random prompts need more than 17"
+    ):
         make(Synthetic("synthetic", 1, Fixed("fixed", 1), Fixed("fixed", 1)), vocab=17)
 
 
@@ -252,17 +289,29 @@ def test_parameters_out_of_range_are_refused() -> None:
         ),
         (lambda: Lognormal("lognormal", 1.0, float("nan")), "sigma is nan"),
         (lambda: Poisson("poisson", 0.0), "rate is 0.0"),
-        (lambda: Poisson("poisson", float("nan")), "rate is nan; it must be above 0 requests a second, and finite"),
+        (
+            lambda: Poisson("poisson", float("nan")),
+            "rate is nan; it must be above 0 requests a second, and finite",
+        ),
         (lambda: Gamma("gamma", 1.0, 0.0), "burstiness is 0.0"),
-        (lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)), "count is 0; it must be at least 1"),
-        (lambda: Prompts("prompts", "p", count=0), "count is 0; it must be at least 1, or null for each prompt once"),
+        (
+            lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)),
+            "count is 0; it must be at least 1",
+        ),
+        (
+            lambda: Prompts("prompts", "p", count=0),
+            "count is 0; it must be at least 1, or null for each prompt once",
+        ),
         (lambda: Prompts("prompts", "p", max_tokens=0), "max_tokens is 0; it must be at least 1"),
         (
             lambda: draw_lengths(Fixed("fixed", 10**12), 1, rng()),
             r"value=1000000000000.* beyond 16,777,216; give it a `max`",
         ),
         *(
-            (lambda kind=kind: kind(min=9, max=3), "min is 9 and max 3; they must be 1 <= min <= max")
+            (
+                lambda kind=kind: kind(min=9, max=3),
+                "min is 9 and max 3; they must be 1 <= min <= max",
+            )
             for kind in bounded
         ),
     ):
@@ -277,13 +326,19 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
     spec = Trace(kind="trace", file="t.csv", rounds=3, time_scale=2.0)
     items = make(spec, content).items
     assert [item.arrival for item in items] == [0.0, 2.0, 8.0, 12.0, 14.0, 20.0, 24.0, 26.0, 32.0]
-    assert [(len(item.prompt_token_ids), item.max_tokens) for item in items] == [(3, 1), (4, 2), (7, 5)] * 3
+    assert [(len(item.prompt_token_ids), item.max_tokens) for item in items] == [
+        (3, 1),
+        (4, 2),
+        (7, 5),
+    ] * 3
     assert len({tuple(item.prompt_token_ids) for item in items}) == 9
     once = make(replace(spec, rounds=1), content).items
     assert once == items[:3]
     with pytest.raises(ValueError, match=r"rounds is 0; it must be at least 1"):
         Trace(kind="trace", file="t.csv", rounds=0)
-    with pytest.raises(ValueError, match=r"rounds is 3, and the kept requests of t.csv all arrive at one time"):
+    with pytest.raises(
+        ValueError, match=r"rounds is 3, and the kept requests of t.csv all arrive at one time"
+    ):
         make(replace(spec, limit=1), content)
     at_once = make(replace(spec, time_scale=0.0), content).items
     assert [item.arrival for item in at_once] == [0.0] * 9

@@ -22,7 +22,8 @@ from pagedjax.engine import programs
 from pallas_kernels import aot_tpu
 
 needs_compiler = pytest.mark.skipif(
-    bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the commands"
+    bool(aot_tpu.what_is_missing()),
+    reason="libtpu is not installed; CI installs it for the commands",
 )
 CPU = Target("cpu", "cpu", 4 * memory.GIB, "xla", "tpu-v5e")
 PLAN = Plan(tokens=64, rows=24, block_size=4, length=64, fraction=0.5)
@@ -60,7 +61,12 @@ def test_the_default_topology_is_the_smallest_that_is_enough(target, n, topology
             "v5e:2x4",
             r"the mesh has 16 devices, and the topology v5e:2x4 8; use a smaller --mesh, .* v5e:4x4",
         ),
-        ("h100", 8, "1x1x4", r"the mesh has 8 devices, and the topology 1x1x4 4; .* --topology 1x1x8"),
+        (
+            "h100",
+            8,
+            "1x1x4",
+            r"the mesh has 8 devices, and the topology 1x1x4 4; .* --topology 1x1x8",
+        ),
         ("v5e", 8, "v6e:2x4", r"--topology is 'v6e:2x4'; for v5e write v5e:2x2"),
         ("h200", 8, "v5e:2x4", r"--topology is 'v5e:2x4'; for h200 write 1x1x8"),
         ("v6e", 1000, None, r"no default topology of v6e has so many; give --topology"),
@@ -93,8 +99,13 @@ def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
     config = compile_step.config_of("small", weights)
     placement = make_placement(config, MeshConfig(tensor=n), None, jax.devices())
     model = compiled.on_mesh(placement)
-    assert memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
-    assert all(isinstance(x, jax.ShapeDtypeStruct) and len(x.sharding.device_set) == n for x in model.leaves)
+    assert (
+        memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
+    )
+    assert all(
+        isinstance(x, jax.ShapeDtypeStruct) and len(x.sharding.device_set) == n
+        for x in model.leaves
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +114,9 @@ def step():
     config = compile_step.config_of("small", "bfloat16", 1)
     placement = make_placement(config, MeshConfig(tensor=4), None, jax.devices())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "compiler_options", programs.compiler_options)  # those of tests (quick_compiler.py)
+        patch.setattr(
+            compiled, "compiler_options", programs.compiler_options
+        )  # those of tests (quick_compiler.py)
         return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
 
 
@@ -123,7 +136,9 @@ def test_what_must_not_be_in_a_step_is_named(step):
         "whole cache arrays are made by 2 x copy"
     ]
     (text,) = compile_step.faults(clean._replace(aliased=step.cache - 1))
-    assert text == f"only {step.cache - 1:,} of {step.cache:,} bytes of the cache are updated in place"
+    assert (
+        text == f"only {step.cache - 1:,} of {step.cache:,} bytes of the cache are updated in place"
+    )
     (text,) = compile_step.faults(clean._replace(must=step.must[1:]))
     assert text.startswith("all-reduce: ")
 
@@ -153,9 +168,13 @@ ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
 def test_layers_that_are_left_out_count_in_the_memory(step):
     whole = compile_step.config_of("tinyllama-1.1b", "bfloat16")
     has = compiled.room(whole, CPU, PLAN, "a device")
-    few = compiled.room(compile_step.config_of("tinyllama-1.1b", "bfloat16", 2), CPU, PLAN, "a device")
+    few = compiled.room(
+        compile_step.config_of("tinyllama-1.1b", "bfloat16", 2), CPU, PLAN, "a device"
+    )
     each = (has.weights - few.weights) / 20
-    one = compiled.room(compile_step.config_of("tinyllama-1.1b", "bfloat16", 1), CPU, PLAN, "a device")
+    one = compiled.room(
+        compile_step.config_of("tinyllama-1.1b", "bfloat16", 1), CPU, PLAN, "a device"
+    )
     assert few.weights - one.weights == each
     lines = compile_step.memory_lines(has, step, has.blocks(step.activations), PLAN, (2, 22))
     assert "extrapolated from 2 compiled layers to 22: weights and cache grow linearly" in lines
@@ -168,10 +187,16 @@ def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step)
     lines = compile_step.exchange_lines(step, model, target, PLAN, 4, 0).splitlines()
     assert lines[0] == "exchanges of 4 devices:"
     time = exchanges.seconds(step.found, 4, target.network(4))
-    assert lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
+    assert (
+        lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
+    )
     more = time + exchanges.seconds_of_layers(model, 7, 4, PLAN.tokens, target.network(4))
-    assert f"; {1e3 * more:.2f} ms with 7 more layers" in compile_step.exchange_lines(step, model, target, PLAN, 4, 7)
-    assert "a lower bound" in compile_step.exchange_lines(step, model, compilers.target("h100"), PLAN, 4, 0)
+    assert f"; {1e3 * more:.2f} ms with 7 more layers" in compile_step.exchange_lines(
+        step, model, target, PLAN, 4, 7
+    )
+    assert "a lower bound" in compile_step.exchange_lines(
+        step, model, compilers.target("h100"), PLAN, 4, 0
+    )
     assert compile_step.exchange_lines(step, model, target, PLAN, 1, 0) == ""
 
 
@@ -187,7 +212,12 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.parametrize("mesh", [(), ("--mesh", "tensor=2")])
 def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
-    assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]) == 1
+    assert (
+        compile_step.main(
+            ["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]
+        )
+        == 1
+    )
     where = "2 x v5e" if mesh else "one v5e"
     said = capsys.readouterr().err
     assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
@@ -212,7 +242,10 @@ def test_a_wrong_mesh_is_an_error(capsys, arguments, message):
     ("arguments", "message"),
     [
         (["--layers", "17"], "--layers is 17; llama-3.2-1b has 16, and one is the least"),
-        (["--mesh", "tensor=8", "--topology", "v5e:2x2"], "the mesh has 8 devices, and the topology v5e:2x2 4"),
+        (
+            ["--mesh", "tensor=8", "--topology", "v5e:2x2"],
+            "the mesh has 8 devices, and the topology v5e:2x2 4",
+        ),
         (["--mesh", "tensor=64"], "the mesh has 64 devices, and the model 32 heads"),
         (["--mesh", "expert=2"], "mesh.expert is 2, and the model has no experts"),
     ],
@@ -225,14 +258,19 @@ def test_what_cannot_be_compiled_is_refused(capsys, arguments, message):
 def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
     assert compile_step.main(["--target", "v5e", "--mesh", "tensor=8"]) == 2
-    assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
+    assert (
+        "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0."
+        in capsys.readouterr().err
+    )
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parents[3]
     line = [sys.executable, "-m", "experiments.hardware.compile_step", *arguments]
-    return subprocess.run(line, cwd=root, capture_output=True, text=True, env=environment, timeout=900)
+    return subprocess.run(
+        line, cwd=root, capture_output=True, text=True, env=environment, timeout=900
+    )
 
 
 @needs_compiler
@@ -248,7 +286,18 @@ def test_a_step_of_two_layers_compiles_in_place(target, model):
 @needs_compiler
 @pytest.mark.slow
 def test_a_step_on_eight_chips_compiles_in_place_with_its_exchanges():
-    done = command("--target", "v5e", "--model", "llama-3-8b", "--layers", "1", "--tokens", "64", "--mesh", "tensor=8")
+    done = command(
+        "--target",
+        "v5e",
+        "--model",
+        "llama-3-8b",
+        "--layers",
+        "1",
+        "--tokens",
+        "64",
+        "--mesh",
+        "tensor=8",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the cache is updated in place" in done.stdout
     assert "exchanges of 8 devices" in done.stdout

@@ -19,7 +19,13 @@ from pagedjax.device.models import split
 TORUS = Network(1e9, neighbours=True, devices=64, hop=1e-6)
 SWITCH = Network(1e9, neighbours=False, devices=8)
 T, R = 64, 24
-CONFIG = {"max_num_seqs": R, "max_num_batched_tokens": T, "token_buckets": (T,), "block_size": 4, "num_blocks": 50}
+CONFIG = {
+    "max_num_seqs": R,
+    "max_num_batched_tokens": T,
+    "token_buckets": (T,),
+    "block_size": 4,
+    "num_blocks": 50,
+}
 COLUMNS = 43, 42  # token, log-probability, rank and 20 of each of the best; a prompt token is known
 SUM = Found("all-reduce", "f32[8,4]", 32, 128)
 MUST = (Wanted("all-reduce", 32, 3), Wanted("all-to-all", 20, branch=True))
@@ -126,14 +132,21 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     program = hlo.parse(engine.runtime.programs[StepShape(T, R)].as_text())
     found, must = exchanges.found(program, n), wanted(model.config, model.part, n, T, R, COLUMNS)
     assert differences(found, must) == []
-    more = wanted(replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS)
-    assert [one.wrong for one in differences(found, more)] == [True, True]  # the last layer's are in a branch
+    more = wanted(
+        replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS
+    )
+    assert [one.wrong for one in differences(found, more)] == [
+        True,
+        True,
+    ]  # the last layer's are in a branch
 
 
 def test_one_device_exchanges_nothing(tiny_llm):
     model = tiny_llm.engine.model
     assert wanted(model.config, model.part, 1, T, R, COLUMNS) == ()
-    program = hlo.parse(jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text())
+    program = hlo.parse(
+        jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
+    )
     assert exchanges.found(program, 1) == Counter()
 
 
@@ -141,15 +154,24 @@ def test_one_device_exchanges_nothing(tiny_llm):
     ("has", "texts"),
     [
         (HAS, []),
-        (HAS - Counter({SUM: 1}), ["all-reduce: 64 numbers (2 of f32[8,4]) in place of 96 in 3 exchanges"]),
+        (
+            HAS - Counter({SUM: 1}),
+            ["all-reduce: 64 numbers (2 of f32[8,4]) in place of 96 in 3 exchanges"],
+        ),
         (
             HAS + Counter({Found("collective-permute", "s32[7]", 7, 28): 2}),
             ["collective-permute: 14 numbers (2 of s32[7])"],
         ),
-        (Counter({SUM: 3}), ["all-to-all in a branch: 0 numbers (none) in place of 20 in 1 exchanges"]),
+        (
+            Counter({SUM: 3}),
+            ["all-to-all in a branch: 0 numbers (none) in place of 20 in 1 exchanges"],
+        ),
         (
             Counter({one._replace(branch=False): count for one, count in HAS.items()}),
-            ["all-to-all: 20 numbers (1 of f32[5,4]) in place of 0", "all-to-all in a branch: 0 numbers"],
+            [
+                "all-to-all: 20 numbers (1 of f32[5,4]) in place of 0",
+                "all-to-all in a branch: 0 numbers",
+            ],
         ),
     ],
 )
@@ -171,17 +193,26 @@ def test_other_exchanges_are_wrong(has, texts):
 def test_combined_and_split_exchanges_are_named_and_not_wrong(sums):
     (one,) = differences(sums, MUST[:1])
     assert not one.wrong
-    assert one.text == f"all-reduce: {sums.total()} instructions for 3 exchanges of the same numbers"
+    assert (
+        one.text == f"all-reduce: {sums.total()} instructions for 3 exchanges of the same numbers"
+    )
 
 
 def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
     """By hand, for 4 devices: a sum sends 2 x 3/4 of its bytes over two links, and waits for 2 x 2 hops."""
     assert exchanges.seconds(HAS, 4, TORUS) == pytest.approx(3 * (1.5 * 128 / 2e9 + 4e-6))
     # each of 4 devices sends a quarter to three others, at distances 1, 2 and 1; in a loop of 8 turns
-    looped = Counter({one._replace(branch=False): count for one, count in HAS.items() if one.branch})
+    looped = Counter(
+        {one._replace(branch=False): count for one, count in HAS.items() if one.branch}
+    )
     assert exchanges.seconds(looped, 4, TORUS) == pytest.approx(8 * (80 / 4 * 4 / 2e9 + 2e-6))
     assert exchanges.seconds(HAS, 4, SWITCH) == pytest.approx(3 * 1.5 * 128 / 1e9)
-    last = Counter({Found("all-reduce", f"f32[{rows},4]", 4 * rows, 16 * rows, branch=True): 2 for rows in (2, 8)})
+    last = Counter(
+        {
+            Found("all-reduce", f"f32[{rows},4]", 4 * rows, 16 * rows, branch=True): 2
+            for rows in (2, 8)
+        }
+    )
     assert exchanges.seconds(HAS + last, 4, SWITCH) == pytest.approx((3 * 128 + 2 * 32) * 1.5 / 1e9)
 
 
@@ -192,7 +223,9 @@ def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):
 
 
 def test_the_table_has_a_line_for_each_kind_with_its_bytes_and_time():
-    assert exchanges.table(HAS + Counter({Found("send", "f32[2]", 2, 8): 1}), 4, SWITCH).splitlines() == [
+    assert exchanges.table(
+        HAS + Counter({Found("send", "f32[2]", 2, 8): 1}), 4, SWITCH
+    ).splitlines() == [
         "     3 x all-reduce  f32[8,4]: 0.000 MiB, 0.001 ms",
         "     1 x send        f32[2]: 0.000 MiB, no estimate",
         "     1 x all-to-all  f32[5,4]: 0.000 MiB, 0.000 ms, for each 64 prompt tokens with log-probabilities",

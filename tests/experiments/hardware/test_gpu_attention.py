@@ -20,12 +20,21 @@ from experiments.hardware.gpu_attention import (
 from experiments.hardware.gpu_numerics import Case, exact
 from pallas_kernels.timing import Shape
 
-DECODE, PROMPT, CHUNK = Shape(2, 1, 9, 2, 3, 8, 4), Shape(2, 8, 8, 2, 3, 8, 4), Shape(2, 3, 9, 2, 3, 8, 4)
+DECODE, PROMPT, CHUNK = (
+    Shape(2, 1, 9, 2, 3, 8, 4),
+    Shape(2, 8, 8, 2, 3, 8, 4),
+    Shape(2, 3, 9, 2, 3, 8, 4),
+)
 
 
 def test_contenders_without_a_mask_for_chunks_are_left_out():
     mosaic = {f"jax mosaic 64 x {keys}, contiguous" for keys in (64, 128)}
-    assert set(contenders(DECODE)) == {"pallas_gpu", "xla", "cudnn, contiguous", "jax triton (deprecated)"}
+    assert set(contenders(DECODE)) == {
+        "pallas_gpu",
+        "xla",
+        "cudnn, contiguous",
+        "jax triton (deprecated)",
+    }
     assert set(contenders(PROMPT)) == {"pallas_gpu", "xla", "cudnn, contiguous"} | mosaic
     assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
 
@@ -33,7 +42,10 @@ def test_contenders_without_a_mask_for_chunks_are_left_out():
 @pytest.mark.slow
 def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
     """cuDNN, which a CPU does not have."""
-    names, card = ["xla", "cudnn, contiguous"], {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9}
+    names, card = (
+        ["xla", "cudnn, contiguous"],
+        {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9},
+    )
     rows = [measure(row, card) for row in prepared([DECODE], names, with_torch=True)]
     assert [row["contender"] for row in rows] == names
     assert rows[0]["seconds"] > 0
@@ -45,7 +57,10 @@ def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
 def test_alternatives_are_timed_where_they_are_compared():
     assert set(COMPARED) <= {*DECODES, *CHUNKS}
     rows = prepared([CHUNK, DECODE], None, with_torch=True)
-    assert [(row.shape, row.name) for row in rows] == [(CHUNK, "pallas_gpu"), (DECODE, "pallas_gpu")]
+    assert [(row.shape, row.name) for row in rows] == [
+        (CHUNK, "pallas_gpu"),
+        (DECODE, "pallas_gpu"),
+    ]
 
 
 @pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
@@ -57,14 +72,31 @@ def test_operations_are_those_of_the_pairs_that_are_seen(shape):
 def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_tokens():
     seconds = {1: 2.0, 4: 3.0, 8: 5.0}
     rows = [
-        {"shape": shape._asdict(), "contender": contender, "seconds": factor * seconds[shape.queries] * shape.rows}
+        {
+            "shape": shape._asdict(),
+            "contender": contender,
+            "seconds": factor * seconds[shape.queries] * shape.rows,
+        }
         for shape in VERIFIED
         for contender, factor in (("pallas_gpu", 1.0), ("xla", 10.0))
     ]
-    rows += [{"shape": VERIFIED[1]._asdict(), "contender": "torch sdpa, contiguous", "error": "missing"}]
-    found = [(one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"]) for one in compared(rows)]
-    assert found == [(n, queries, ratio) for n in (64, 1) for queries, ratio in ((4, 1.5), (8, 2.5)) for _ in range(2)]
-    assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {(64, 1, 2048), (64, 4, 2048)}
+    rows += [
+        {"shape": VERIFIED[1]._asdict(), "contender": "torch sdpa, contiguous", "error": "missing"}
+    ]
+    found = [
+        (one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"])
+        for one in compared(rows)
+    ]
+    assert found == [
+        (n, queries, ratio)
+        for n in (64, 1)
+        for queries, ratio in ((4, 1.5), (8, 2.5))
+        for _ in range(2)
+    ]
+    assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {
+        (64, 1, 2048),
+        (64, 4, 2048),
+    }
 
 
 @pytest.mark.parametrize("shape", [DECODE, pytest.param(PROMPT, marks=pytest.mark.slow)], ids=str)
@@ -74,9 +106,13 @@ def test_attention_on_contiguous_keys_equals_attention_in_float64(shape, monkeyp
     q, k, v = (a.astype("float32") for a in gpu_attention.contiguous(shape, 0))
     got = gpu_attention.cudnn(shape).call(q, k, v)
     case = Case(shape.d, shape.s, shape.group)
-    expected = [exact(*map(np.asarray, row), shape.group, case) for row in zip(q, k, v, strict=True)]
+    expected = [
+        exact(*map(np.asarray, row), shape.group, case) for row in zip(q, k, v, strict=True)
+    ]
     np.testing.assert_allclose(np.reshape(got, np.shape(expected)), expected, atol=1e-5)
 
 
 def with_xla(attention):
-    return lambda *args, implementation, **options: attention(*args, implementation="xla", **options)
+    return lambda *args, implementation, **options: attention(
+        *args, implementation="xla", **options
+    )

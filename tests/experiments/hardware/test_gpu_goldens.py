@@ -36,15 +36,26 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
     for i, out in enumerate(tiny_llm.generate(prompts, params, use_tqdm=False)):
         (branch,) = out.outputs
         tokens = list(branch.token_ids)
-        chances = [entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)]
-        one = {"name": f"prompt {i}", "prompt_token_ids": prompts[i], "token_ids": tokens, "logprobs": chances}
+        chances = [
+            entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)
+        ]
+        one = {
+            "name": f"prompt {i}",
+            "prompt_token_ids": prompts[i],
+            "token_ids": tokens,
+            "logprobs": chances,
+        }
         made.append({**one, "margins": [1.0] * TOKENS})
     return made
 
 
 def found(llm, goldens, dtype="float32", impl="xla"):
     """The result of an engine on this CPU."""
-    measured = {"forced": forced(llm, goldens, TOKENS), "decoded": decoded(llm, goldens, TOKENS), "seconds": 1.0}
+    measured = {
+        "forced": forced(llm, goldens, TOKENS),
+        "decoded": decoded(llm, goldens, TOKENS),
+        "seconds": 1.0,
+    }
     return {"dtype": dtype, "impl": impl, **measured}
 
 
@@ -54,7 +65,12 @@ def changed(golden, field, at, value):
 
 @pytest.mark.slow
 def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
+    sizes = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (32,),
+        "num_blocks": 16,
+    }
     llm = LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
     one = found(llm, SHORT)
     assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
@@ -75,7 +91,10 @@ def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
     one = found(tiny_llm, [goldens[0], wrong])
     assert one["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
     assert one["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
-    assert any("forced: the mean difference is 0.042; the limit is 0.0001" in fault for fault in faults(one, None))
+    assert any(
+        "forced: the mean difference is 0.042; the limit is 0.0001" in fault
+        for fault in faults(one, None)
+    )
 
 
 def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, goldens):
@@ -85,11 +104,22 @@ def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, go
     assert one["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
     assert one["identical"] == 0
     assert one["largest"] < 1e-3, "what follows another token is not compared"
-    result = {"dtype": "bfloat16", "impl": "pallas_gpu", "decoded": one, "forced": {"mean": 0.01, "largest": 0.1}}
+    result = {
+        "dtype": "bfloat16",
+        "impl": "pallas_gpu",
+        "decoded": one,
+        "forced": {"mean": 0.01, "largest": 0.1},
+    }
     (fault,) = faults(result, None)
-    assert f"token 2 of {goldens[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2" in fault
+    assert (
+        f"token 2 of {goldens[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2"
+        in fault
+    )
     assert faults({**result, "forced": {"mean": 0.01, "largest": 0.16}}, None) == []
-    assert len(faults({**result, "dtype": "float32", "forced": {"mean": 0.0, "largest": 1.0}}, None)) == 1
+    assert (
+        len(faults({**result, "dtype": "float32", "forced": {"mean": 0.0, "largest": 1.0}}, None))
+        == 1
+    )
 
 
 def run(impl, mean, largest, dtype="bfloat16"):
@@ -98,23 +128,37 @@ def run(impl, mean, largest, dtype="bfloat16"):
 
 
 def test_the_kernels_may_not_be_much_worse_than_xla():
-    xla, near, far = run("xla", 0.01, 0.1), run("pallas_gpu", 0.015, 0.1), run("pallas_gpu", 0.021, 0.3)
+    xla, near, far = (
+        run("xla", 0.01, 0.1),
+        run("pallas_gpu", 0.015, 0.1),
+        run("pallas_gpu", 0.021, 0.3),
+    )
     assert [one["wrong"] for one in judged([near, xla])] == [[], []]
     wrong = judged([far, xla])[0]["wrong"]
     assert len(wrong) == 4
     assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
-    assert judged([far])[0]["wrong"] == [], "the limits of the dtype are all there is without a result of XLA"
-    assert judged([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], "that of another dtype says nothing"
+    assert judged([far])[0]["wrong"] == [], (
+        "the limits of the dtype are all there is without a result of XLA"
+    )
+    assert judged([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], (
+        "that of another dtype says nothing"
+    )
 
 
 @pytest.mark.parametrize("dtype", sorted(MOST))
 def test_both_may_not_be_wrong(dtype):
-    both = judged([run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)])
+    both = judged(
+        [run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)]
+    )
     assert all(any("the limit is" in fault for fault in one["wrong"]) for one in both)
 
 
 def test_what_is_not_finite_or_failed_is_wrong():
-    assert differences([0.1, float("nan")]) == differences([]) == {"mean": float("inf"), "largest": float("inf")}
+    assert (
+        differences([0.1, float("nan")])
+        == differences([])
+        == {"mean": float("inf"), "largest": float("inf")}
+    )
     assert differences([0.1, -0.3]) == pytest.approx({"mean": 0.2, "largest": 0.3})
     infinite = run("pallas_gpu", float("inf"), float("inf"))
     assert any("the limit is" in fault for fault in faults(infinite, run("xla", 0.01, 0.1)))
@@ -122,16 +166,31 @@ def test_what_is_not_finite_or_failed_is_wrong():
     assert judged([failed, run("pallas_gpu", 0.01, 0.1)])[0]["wrong"] == ["ValueError: no memory"]
 
 
-def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(tmp_path, monkeypatch, capsys):
+def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(
+    tmp_path, monkeypatch, capsys
+):
     def results(function, jobs, processes, seconds):
-        assert [(job.dtype, job.impl, job.tokens) for job in jobs] == [("bfloat16", "xla", 3), ("bfloat16", "cpu", 3)]
+        assert [(job.dtype, job.impl, job.tokens) for job in jobs] == [
+            ("bfloat16", "xla", 3),
+            ("bfloat16", "cpu", 3),
+        ]
         yield jobs[1], {**run("cpu", 0.01, 0.1), "seconds": 1.0} | {"decoded": DECODED}
         assert len(json.loads(file.read_text())["runs"]) == 1
         yield jobs[0], RuntimeError("no memory")
 
     file = tmp_path / "goldens.json"
     monkeypatch.setattr(gpu_goldens, "results", results)
-    options = ["--impls", "xla", "cpu", "--dtypes", "bfloat16", "--tokens", "3", "--json", str(file)]
+    options = [
+        "--impls",
+        "xla",
+        "cpu",
+        "--dtypes",
+        "bfloat16",
+        "--tokens",
+        "3",
+        "--json",
+        str(file),
+    ]
     assert gpu_goldens.main(options) == 1
     right, failed = json.loads(file.read_text())["runs"]
     assert right["wrong"] == []
@@ -141,7 +200,13 @@ def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(tmp_path,
     assert "wrong: bfloat16 xla: RuntimeError: no memory" in printed
 
 
-DECODED = {"mean": 0.01, "largest": 0.1, "identical": 3, "of": 4, "differ": [{"prompt": "a", "at": 1, "margin": 0.1}]}
+DECODED = {
+    "mean": 0.01,
+    "largest": 0.1,
+    "identical": 3,
+    "of": 4,
+    "differ": [{"prompt": "a", "at": 1, "margin": 0.1}],
+}
 
 
 def test_another_model_is_an_error(tmp_path, capsys):

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 from experiments.hardware import gpu_numerics
-from experiments.hardware.gpu_numerics import ALONE, GROUPS, KINDS, TOLERANCE, Case, cases, checked, errors, exact
+from experiments.hardware.gpu_numerics import (
+    ALONE,
+    GROUPS,
+    KINDS,
+    TOLERANCE,
+    Case,
+    cases,
+    checked,
+    errors,
+    exact,
+)
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.reference import paged_attention as reference
@@ -31,11 +41,18 @@ def test_exact_attention_equals_the_reference(count, length, options):
     case, rng = Case(64, 8, 3, **options), np.random.default_rng(count)
     q = rng.standard_normal((count, 6, 64)).astype(np.float32)
     k, v = (rng.standard_normal((length, 2, 64)).astype(np.float32) for _ in "kv")
-    paged = [np.pad(a, ((0, -length % 8), (0, 0), (0, 0))).reshape(-1, 8, 2, 64).swapaxes(1, 2) for a in (k, v)]
+    paged = [
+        np.pad(a, ((0, -length % 8), (0, 0), (0, 0))).reshape(-1, 8, 2, 64).swapaxes(1, 2)
+        for a in (k, v)
+    ]
     table, lengths = np.arange(len(paged[0]), dtype=np.int32)[None], np.array([length], np.int32)
     first = np.array([0, count], np.int32)
-    expected = jax.jit(partial(reference, scale=64**-0.5, **options))(q, *paged, table, lengths, first)
-    chex.assert_trees_all_close(exact(q, k, v, 3, case), np.asarray(expected, np.float64), atol=1e-5)
+    expected = jax.jit(partial(reference, scale=64**-0.5, **options))(
+        q, *paged, table, lengths, first
+    )
+    chex.assert_trees_all_close(
+        exact(q, k, v, 3, case), np.asarray(expected, np.float64), atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -57,12 +74,17 @@ def test_a_result_that_is_not_finite_is_an_infinite_error():
     assert all(found[kind] == float("inf") for kind in ("decode", *ALONE))
 
 
-def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_as_right(monkeypatch):
+def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_as_right(
+    monkeypatch,
+):
     def kernel(*args, scale, impl, factor, **options):
         assert impl.name == "pallas_gpu"
         return xla(*args, scale=factor * scale, **options)
 
-    for case, factor, right in ((SMALL, 2, False), (Case(64, 16, 4, window=33, soft_cap=5.0), 1, True)):
+    for case, factor, right in (
+        (SMALL, 2, False),
+        (Case(64, 16, 4, window=33, soft_cap=5.0), 1, True),
+    ):
         monkeypatch.setattr(gpu_numerics, "paged_attention", partial(kernel, factor=factor))
         found = checked(case, anywhere=True)
         assert found["right"] is right
@@ -76,7 +98,10 @@ def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_a
 def test_a_device_that_is_no_gpu_is_the_reason():
     found = checked(SMALL)
     assert not found["right"]
-    assert "runs on platform 'gpu' and not on 'cpu'; --rehearse interprets the kernels" in found["failed"]
+    assert (
+        "runs on platform 'gpu' and not on 'cpu'; --rehearse interprets the kernels"
+        in found["failed"]
+    )
 
 
 def hang_or_not(case: Case) -> dict[str, object]:
@@ -108,7 +133,9 @@ def test_cases_have_every_size_and_every_option():
     assert len(list(cases(7))) < 15
 
 
-@pytest.mark.skipif(jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX interprets GPU kernels")
+@pytest.mark.skipif(
+    jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX interprets GPU kernels"
+)
 def test_a_rehearsal_with_an_old_jax_is_an_error(capsys):
     assert gpu_numerics.main(["--rehearse"]) == 2
     wanted = f"--rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
@@ -122,7 +149,9 @@ def test_both_ways_of_a_decode_are_checked():
     for case in cases():
         longest = -(-max(length for _, length in case.rows()) // case.s) * case.s
         rows = sum(count == 1 for count, _ in case.rows())
-        parts = [decode.parts_of(rows, 2, longest, tiles._replace(min_split=n)) for n in ALONE.values()]
+        parts = [
+            decode.parts_of(rows, 2, longest, tiles._replace(min_split=n)) for n in ALONE.values()
+        ]
         assert parts[0] == 1
         assert parts[1] > 1
 

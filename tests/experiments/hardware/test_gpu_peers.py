@@ -31,14 +31,23 @@ def test_every_request_has_its_own_length(model):
 
 
 def test_a_peer_that_is_too_slow_is_an_error(model):
-    with pytest.raises(RuntimeError, match=r"2 of 2 requests were not done after 0 s, and the time is over; raise"):
+    with pytest.raises(
+        RuntimeError, match=r"2 of 2 requests were not done after 0 s, and the time is over; raise"
+    ):
         gpu_peers.serve(model, requests_of(2, 4, 9, 1000), 0.0)
 
 
 def test_the_rehearsal_writes_its_figures_and_leaves_the_memory_to_others(tmp_path):
     """transformers sizes its cache by the memory of the whole machine: several GB for a model of 1 MB."""
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "experiments.hardware.gpu_peers", "--rehearse", "--json", tmp_path / "peers.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.hardware.gpu_peers",
+        "--rehearse",
+        "--json",
+        tmp_path / "peers.json",
+    ]
     limit = 4 << 30  # bytes of address space; torch itself takes 1.5e9
     done = subprocess.run(
         command,

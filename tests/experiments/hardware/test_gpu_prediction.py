@@ -19,7 +19,9 @@ def repeats(*rates):
 def test_errors_are_means_over_the_runs_that_were_not_fitted():
     found = {
         study.FIT: study.Compared(repeats(100.0, 100.0), repeats(90.0, 90.0), repeats(1.0, 1.0)),
-        "another": study.Compared(repeats(100.0, 80.0), repeats(110.0, 76.0), repeats(200.0, 160.0)),
+        "another": study.Compared(
+            repeats(100.0, 80.0), repeats(110.0, 76.0), repeats(200.0, 160.0)
+        ),
     }
     kept = summary(study, found, 3.0)
     assert kept["errors"]["output tokens/s"] == {

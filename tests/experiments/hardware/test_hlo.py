@@ -61,7 +61,15 @@ def program():
 
 def test_computations_and_the_entry_are_found(program):
     assert program.entry == "main.5"
-    assert set(program.computations) == {"region_0.1", "fused_computation", "body", "end", "yes", "no", "main.5"}
+    assert set(program.computations) == {
+        "region_0.1",
+        "fused_computation",
+        "body",
+        "end",
+        "yes",
+        "no",
+        "main.5",
+    }
 
 
 def test_an_instruction_has_its_arrays_operands_and_attributes(program):

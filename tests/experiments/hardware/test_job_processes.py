@@ -34,7 +34,11 @@ def test_a_job_that_hangs_is_given_up_and_its_process_killed():
     began, found = time.monotonic(), []
     for one, result in results(job, ["hang", "one", "hang too"], 2, 8):
         found.append((one, result if isinstance(result, str) else str(result)))
-    assert found == [("one", "one false"), ("hang too", "hang too false"), ("hang", "not done after 8 s")]
+    assert found == [
+        ("one", "one false"),
+        ("hang too", "hang too false"),
+        ("hang", "not done after 8 s"),
+    ]
     assert time.monotonic() - began < 30
 
 

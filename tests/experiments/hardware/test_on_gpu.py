@@ -19,8 +19,14 @@ from experiments.hardware.on_gpu import LIMITS, PARTS, Part, main, parts, rates,
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 
-OK, BAD, SLOW = ("platform",), ("no.such.module",), ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)")
-needs_jax = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
+OK, BAD, SLOW = (
+    ("platform",),
+    ("no.such.module",),
+    ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"),
+)
+needs_jax = pytest.mark.skipif(
+    jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11"
+)
 ROOT = Path(__file__).parents[3]
 
 
@@ -84,7 +90,8 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 @pytest.mark.parametrize(
-    ("then", "result"), [pytest.param("hang", "stopped after 4 s", marks=pytest.mark.slow), ("end", "ok")]
+    ("then", "result"),
+    [pytest.param("hang", "stopped after 4 s", marks=pytest.mark.slow), ("end", "ok")],
 )
 def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, then, result):
     (tmp_path / "hangs.py").write_text(HANGS)
@@ -104,7 +111,9 @@ def test_the_engine_gets_the_rates_that_were_measured(tmp_path):
     assert rates(tmp_path) == []
     (tmp_path / "kernels.json").write_text('{"where": {}}')
     assert rates(tmp_path) == []
-    (tmp_path / "kernels.json").write_text('{"card": {"copy_bytes_per_s": 3e12, "product_flops_per_s": 7e14}}')
+    (tmp_path / "kernels.json").write_text(
+        '{"card": {"copy_bytes_per_s": 3e12, "product_flops_per_s": 7e14}}'
+    )
     assert rates(tmp_path) == ["--bandwidth", "3000000000000.0", "--rate", "700000000000000.0"]
 
 
@@ -120,7 +129,9 @@ def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
     assert kept(tmp_path)["not_run"] == list(PARTS[1:])
 
 
-@pytest.mark.skipif(jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX has the kernels")
+@pytest.mark.skipif(
+    jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX has the kernels"
+)
 def test_an_old_jax_is_an_error(tmp_path, capsys):
     assert main(["--name", "h200", "--out", str(tmp_path), "--rehearse"]) == 2
     wanted = f"the kernels need JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
@@ -131,7 +142,10 @@ def test_help_says_what_happens_to_parts_that_do_not_fit(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "default 9.5; the limits of all parts add up to 11.3: the part that runs when the time is over is" in shown
+    assert (
+        "default 9.5; the limits of all parts add up to 11.3: the part that runs when the time is over is"
+        in shown
+    )
 
 
 def test_unknown_part_is_an_error(tmp_path, capsys):
@@ -147,7 +161,9 @@ def test_unknown_part_is_an_error(tmp_path, capsys):
 def test_limits_are_those_of_the_parts():
     few = parts("h200", Path("out"), "model", LIMITS | dict([on_gpu.limit("right=60")]))
     assert [part.seconds for part in few] == [60.0, *list(LIMITS.values())[1:]]
-    assert few[0].arguments[1:3] == ("--seconds", "50"), "a part that hangs says itself what it has found"
+    assert few[0].arguments[1:3] == ("--seconds", "50"), (
+        "a part that hangs says itself what it has found"
+    )
     assert [part.must for part in few] == [True] + [False] * (len(PARTS) - 1)
 
 
@@ -173,7 +189,9 @@ def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monke
 
 
 @pytest.mark.default_cases("experiments.hardware.on_gpu")
-@pytest.mark.parametrize("name", ["experiments.hardware.on_gpu", *(part.arguments[0] for part in plan_of())])
+@pytest.mark.parametrize(
+    "name", ["experiments.hardware.on_gpu", *(part.arguments[0] for part in plan_of())]
+)
 def test_every_part_is_a_command(name):
     command = [sys.executable, "-m", name, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -188,16 +206,31 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
     limits = [f"{part}=600" for part in PARTS]
     torch = importlib.util.find_spec("torch") is not None
     ran = [part for part in PARTS if part != "peers" or torch]
-    arguments = ["--name", "h200", "--out", str(tmp_path), "--rehearse", "--minutes", "30", "--limits", *limits]
+    arguments = [
+        "--name",
+        "h200",
+        "--out",
+        str(tmp_path),
+        "--rehearse",
+        "--minutes",
+        "30",
+        "--limits",
+        *limits,
+    ]
     assert main(arguments) == (0 if torch else 1), capsys.readouterr().out
     assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [
         (part, "ok" if part in ran else "failed with exit code 2") for part in PARTS
     ]
     assert kept(tmp_path)["rehearsal"]
     assert {file.name for file in tmp_path.iterdir()} == {"session.json"} | {
-        f"{part}.{kind}" for part in PARTS for kind in ("json", "log") if part in ran or kind == "log"
+        f"{part}.{kind}"
+        for part in PARTS
+        for kind in ("json", "log")
+        if part in ran or kind == "log"
     }
-    figures = {part: json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8")) for part in ran}
+    figures = {
+        part: json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8")) for part in ran
+    }
     assert all(case["right"] for case in figures["right"]["cases"])
     assert len(figures["right"]) == 2
     assert "rehearsal" in figures["tune"]["note"]

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.simulation import collectives
-from experiments.simulation.collectives import Exchange, Exchanged, Kind, Network, exchanges, seconds, sent
+from experiments.simulation.collectives import (
+    Exchange,
+    Exchanged,
+    Kind,
+    Network,
+    exchanges,
+    seconds,
+    sent,
+)
 
 TORUS = Network(1e9, neighbours=True, devices=64, hop=1e-6)
 SWITCH = Network(1e9, neighbours=False, devices=8, hop=1e-6)
@@ -26,11 +34,15 @@ def ring_all_reduce(arrays):
     sent_numbers, steps = [0] * n, 0
     for added in (True, False):
         for step in range(n - 1):
-            moved = [(d, (d - step + (not added)) % n) for d in range(n)]  # each sends one piece to its right
+            moved = [
+                (d, (d - step + (not added)) % n) for d in range(n)
+            ]  # each sends one piece to its right
             content = [arrays[d][piece].copy() for d, piece in moved]
             for (d, piece), piece_content in zip(moved, content, strict=True):
                 right = (d + 1) % n
-                arrays[right][piece] = arrays[right][piece] + piece_content if added else piece_content
+                arrays[right][piece] = (
+                    arrays[right][piece] + piece_content if added else piece_content
+                )
                 sent_numbers[d] += piece_content.size
             steps += 1
     return [np.concatenate(a) for a in arrays], sent_numbers, steps
@@ -56,7 +68,9 @@ def busiest_link(n, piece):
     load = Counter()
     for source in range(n):
         for apart in range(1, n):
-            ways = [w for w, length in ((1, apart), (-1, n - apart)) if length == min(apart, n - apart)]
+            ways = [
+                w for w, length in ((1, apart), (-1, n - apart)) if length == min(apart, n - apart)
+            ]
             if n == 2:
                 ways = [1]  # there is one link
             for way in ways:
@@ -81,7 +95,9 @@ def test_two_directions_halve_the_time_and_the_hops_of_a_ring():
     gather = Exchange("all-gather", 8e6)
     assert collectives.hops(gather, 4, TORUS) == 2
     assert seconds(gather, 8, TORUS._replace(hop=0.0)) == pytest.approx(8e6 * 7 / 8 / 2e9)
-    assert seconds(gather, 2, TORUS._replace(hop=0.0)) == pytest.approx(8e6 / 2 / 1e9), "two chips have one link"
+    assert seconds(gather, 2, TORUS._replace(hop=0.0)) == pytest.approx(8e6 / 2 / 1e9), (
+        "two chips have one link"
+    )
 
 
 def bytes_one_by_one(n, tokens, sampled):
@@ -99,7 +115,13 @@ def bytes_one_by_one(n, tokens, sampled):
     while rows % n:
         rows += 1
     for _row in range(rows):
-        for _number in ("token", "log-probability", "rank", *range(20), *range(20)):  # and the 20 likeliest of both
+        for _number in (
+            "token",
+            "log-probability",
+            "rank",
+            *range(20),
+            *range(20),
+        ):  # and the 20 likeliest of both
             counted["all-gather"] += 4
         for _entry in range(SIZES.vocabulary):
             counted["all-to-all"] += 4
@@ -132,7 +154,9 @@ def test_more_bytes_hops_or_slower_links_never_take_less_time(kind, n, size, mor
     assert base <= seconds(Exchange(kind, size), n, network._replace(bandwidth=1e9 / more))
     assert base <= seconds(Exchange(kind, size), n, network._replace(hop=1e-6 * more))
     assert seconds(Exchange(kind, size, 3), n, network) == pytest.approx(3 * base)
-    assert base >= sent(Exchange(kind, size), n) / network.sending(n), "no exchange beats its own bytes"
+    assert base >= sent(Exchange(kind, size), n) / network.sending(n), (
+        "no exchange beats its own bytes"
+    )
 
 
 @given(kind=st.sampled_from(get_args(Kind)), n=st.integers(2, 15))

@@ -33,7 +33,9 @@ from pagedjax.host.kv_policies import View
 from pagedjax.host.types import EMPTY_PLAN, Request, SchedulerConfig, Seq
 from pagedjax.weights.locate import open_checkpoint
 
-rows = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.booleans()), min_size=1, max_size=6)
+rows = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 12), st.booleans()), min_size=1, max_size=6
+)
 
 
 def plan_of(rows):
@@ -47,7 +49,9 @@ def plan_of(rows):
 @given(rows)
 def test_work_matches_token_by_token_count(rows):
     work = work_of(plan_of(rows), 100)
-    tokens = [(i, at) for i, (start, count, _) in enumerate(rows) for at in range(start, start + count)]
+    tokens = [
+        (i, at) for i, (start, count, _) in enumerate(rows) for at in range(start, start + count)
+    ]
     assert work.pairs == sum(at + 1 for _, at in tokens)
     assert work.context == sum(max(at + 1 for j, at in tokens if j == i) for i in range(len(rows)))
     assert work[:3] == (100, len(rows), sum(ends for *_, ends in rows))
@@ -76,8 +80,20 @@ def test_without_cache_every_token_is_computed_again(rows):
 
 
 def test_shapes_have_the_published_sizes():
-    billions = {"opt-13b": 12.85, "opt-66b": 65.7, "opt-175b": 174.6, "llama-3-8b": 8.03, "llama-3-70b": 70.6}
-    billions |= {"mistral-7b": 7.24, "yi-34b": 34.4, "tinyllama-1.1b": 1.10, "gpt2-xl": 1.56, "smollm2-135m": 0.1345}
+    billions = {
+        "opt-13b": 12.85,
+        "opt-66b": 65.7,
+        "opt-175b": 174.6,
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.6,
+    }
+    billions |= {
+        "mistral-7b": 7.24,
+        "yi-34b": 34.4,
+        "tinyllama-1.1b": 1.10,
+        "gpt2-xl": 1.56,
+        "smollm2-135m": 0.1345,
+    }
     billions |= {"qwen2.5-7b": 7.61}
     for name, size in billions.items():
         shape = SHAPES[name]
@@ -90,7 +106,14 @@ def test_shapes_have_the_published_sizes():
 
 def test_shape_is_read_from_checkpoint_config():
     assert shape_of(open_checkpoint("smollm2-135m").config) == SHAPES["smollm2-135m"]
-    gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024}
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_layer": 48,
+        "n_embd": 1600,
+        "n_head": 25,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
     assert shape_of(gpt2) == SHAPES["gpt2-xl"]
 
 
@@ -158,7 +181,9 @@ def test_step_reads_experts_chosen_by_some_token():
     shape = shape_of(MIXTRAL)
     assert shape.experts_read(1) == pytest.approx(2)
     draw = np.random.default_rng(0)
-    chosen = [len({e for _ in range(3) for e in draw.choice(8, 2, replace=False)}) for _ in range(4000)]
+    chosen = [
+        len({e for _ in range(3) for e in draw.choice(8, 2, replace=False)}) for _ in range(4000)
+    ]
     assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
     all_read = shape.read_bytes(10_000)
     assert all_read == pytest.approx(shape.total_bytes - shape.weight_bytes * shape.head_numbers)
@@ -198,7 +223,10 @@ def test_roofline_rounds_tokens_up_to_tiles():
 
 def test_block_moves_cost_one_or_many_copies():
     chip = CHIP._replace(link=1e6, transfer=1e-3)
-    many, one = (Roofline(SMALL, chip, block_size=4, batched_moves=batched).move(10) for batched in (False, True))
+    many, one = (
+        Roofline(SMALL, chip, block_size=4, batched_moves=batched).move(10)
+        for batched in (False, True)
+    )
     content = 10 * 4 * SMALL.token_bytes / 1e6
     assert one == pytest.approx(1e-3 + content)
     assert many == pytest.approx(2 * 2 * 10 * 1e-3 + content)
@@ -228,7 +256,9 @@ def test_part_of_llama_70b_is_an_eighth():
     whole, one = SHAPES["llama-3-70b"], part(SHAPES["llama-3-70b"], MeshConfig(tensor=8))
     assert 8 * one.total_bytes == whole.total_bytes
     assert 8 * one.token_bytes == whole.token_bytes
-    assert part(whole, MeshConfig(tensor=16)).token_bytes == one.token_bytes, "8 key heads, each twice"
+    assert part(whole, MeshConfig(tensor=16)).token_bytes == one.token_bytes, (
+        "8 key heads, each twice"
+    )
 
 
 def test_experts_are_dealt_over_the_axis_expert():
@@ -238,7 +268,9 @@ def test_experts_are_dealt_over_the_axis_expert():
     attention, router, expert = 4096 * 128 * 2 * (4 + 1), 4096 * 8, 3 * 4096 * 7168
     assert one.layer_numbers(8) == 32 * (attention + router + 2 * expert)
     assert one.experts_read(5) == whole.experts_read(5)
-    assert one.products(1, 0) == 2 * 32 * (attention + router + 2 / 4 * expert), "an equal share of the tokens"
+    assert one.products(1, 0) == 2 * 32 * (attention + router + 2 / 4 * expert), (
+        "an equal share of the tokens"
+    )
 
 
 works = st.builds(
@@ -262,7 +294,10 @@ def test_mesh_of_one_device_is_no_mesh(work, name, chip):
 @given(work=works, n=st.sampled_from([2, 4, 8]))
 def test_mesh_without_exchanges_is_ideal_where_all_divides(work, n):
     whole, free = SHAPES["llama-3-8b"], CHIPS["h100"]._replace(network=Network(1e30, False, 8))
-    mesh, ideal = of_mesh(Roofline(whole, free), MeshConfig(tensor=n)), Roofline(whole, free, chips=n)
+    mesh, ideal = (
+        of_mesh(Roofline(whole, free), MeshConfig(tensor=n)),
+        Roofline(whole, free, chips=n),
+    )
     work = work._replace(moved_blocks=0)  # the link to the host is each device's own
     assert mesh(work) == pytest.approx(ideal(work), rel=1e-12)
 
@@ -270,7 +305,9 @@ def test_mesh_without_exchanges_is_ideal_where_all_divides(work, n):
 @given(work=works, n=st.sampled_from([2, 3, 4, 8, 16]), more=st.integers(1, 100))
 def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, more):
     mesh = of_mesh(Roofline(SHAPES["llama-3-70b"], CHIPS["tpu-v5e"]), MeshConfig(tensor=n))
-    slow = mesh.chip._replace(network=mesh.chip.network._replace(bandwidth=mesh.chip.network.bandwidth / more))
+    slow = mesh.chip._replace(
+        network=mesh.chip.network._replace(bandwidth=mesh.chip.network.bandwidth / more)
+    )
     assert mesh(work) <= mesh._replace(chip=slow)(work)
     assert mesh(work) >= mesh._replace(devices=1)(work), "exchanges take time"
     for name in ("tokens", "sampled", "context", "pairs"):
@@ -291,8 +328,16 @@ def test_exchanges_of_a_small_model_are_counted_by_hand():
 @pytest.mark.parametrize(
     ("mesh", "model", "message"),
     [
-        (MeshConfig(expert=2), "llama-3-8b", r"mesh.expert is 2, and the model has no experts; use mesh.tensor"),
-        (MeshConfig(tensor=16), "smollm2-135m", r"mesh has 16 devices, and the model 9 heads; use at most 9 devices"),
+        (
+            MeshConfig(expert=2),
+            "llama-3-8b",
+            r"mesh.expert is 2, and the model has no experts; use mesh.tensor",
+        ),
+        (
+            MeshConfig(tensor=16),
+            "smollm2-135m",
+            r"mesh has 16 devices, and the model 9 heads; use at most 9 devices",
+        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(mesh, model, message):
@@ -314,7 +359,13 @@ def test_links_of_a_chip_are_those_of_its_data_sheet():
     """Bytes/s of all links of a chip in both directions: NVIDIA's data sheets, Google Cloud's pages, Jouppi et al."""
     links = {"tpu-v4": 6, "tpu-v5e": 4, "tpu-v5p": 6, "tpu-v6e": 4, "tpu7x": 6}
     sheets = {"a100-40g": 600e9, "a100-80g": 600e9, "h100": 900e9, "h200": 900e9}
-    sheets |= {"tpu-v4": 600e9, "tpu-v5e": 400e9, "tpu-v5p": 1200e9, "tpu-v6e": 800e9, "tpu7x": 1200e9}
+    sheets |= {
+        "tpu-v4": 600e9,
+        "tpu-v5e": 400e9,
+        "tpu-v5p": 1200e9,
+        "tpu-v6e": 800e9,
+        "tpu7x": 1200e9,
+    }
     assert sheets.keys() == CHIPS.keys() - {"a10g"}, "an A10G has no links but those of its host"
     for name, both in sheets.items():
         network = CHIPS[name].network
@@ -329,7 +380,9 @@ def measured(count=60, noise=0.0, seed=0):
         size = draw.choice(sorted(base))
         context, pairs = draw.randrange(1000), draw.randrange(100_000)
         seconds = (base[size] + 2e-6 * context + 3e-8 * pairs) * (1 + draw.uniform(-noise, noise))
-        steps.append({"padded_tokens": size, "context_tokens": context, "pairs": pairs, "seconds": seconds})
+        steps.append(
+            {"padded_tokens": size, "context_tokens": context, "pairs": pairs, "seconds": seconds}
+        )
     return steps
 
 
@@ -371,28 +424,52 @@ def test_steps_are_read_line_by_line():
         ({"chip": "h20"}, "chip is 'h20'.*h200"),
         ({"chip": "h200", "model": "opt-13"}, "model is 'opt-13'.*did you mean 'opt-13b'"),
         ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
-        ({"chip": "h200", "rate_share": 1.5}, "rate_share is 1.5; it must be above 0 and at most 1"),
+        (
+            {"chip": "h200", "rate_share": 1.5},
+            "rate_share is 1.5; it must be above 0 and at most 1",
+        ),
         ({"chip": "h200", "bandwidth_share": 0.0}, "bandwidth_share is 0.0"),
-        ({"fit": "runs/x", "chips": 2}, "chips is 2, and measured steps .* leave it out, or give a chip"),
+        (
+            {"fit": "runs/x", "chips": 2},
+            "chips is 2, and measured steps .* leave it out, or give a chip",
+        ),
         ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and measured steps"),
         ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and measured steps"),
         ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and measured steps"),
         ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
-        ({"chip": "h200", "mesh": {"tensr": 2}}, r"unknown key simulate.mesh.'tensr'; did you mean 'tensor'"),
-        ({"chip": "h200", "mesh": {"data": 2}}, r"unknown key simulate.mesh.'data'; known keys are tensor, expert"),
-        ({"chip": "h200", "mesh": {"tensor": 0}}, r"mesh.tensor is 0; it must be an integer of at least 1"),
+        (
+            {"chip": "h200", "mesh": {"tensr": 2}},
+            r"unknown key simulate.mesh.'tensr'; did you mean 'tensor'",
+        ),
+        (
+            {"chip": "h200", "mesh": {"data": 2}},
+            r"unknown key simulate.mesh.'data'; known keys are tensor, expert",
+        ),
+        (
+            {"chip": "h200", "mesh": {"tensor": 0}},
+            r"mesh.tensor is 0; it must be an integer of at least 1",
+        ),
         (
             {"chip": "h200", "mesh": {"tensor": 16}},
             "mesh has 16 devices, and the links of h200 connect at most 8 chips",
         ),
-        ({"chip": "h200", "chips": 2, "mesh": {"tensor": 2}}, "chips is 2 and mesh is tensor 2; leave chips out"),
+        (
+            {"chip": "h200", "chips": 2, "mesh": {"tensor": 2}},
+            "chips is 2 and mesh is tensor 2; leave chips out",
+        ),
         (
             {"fit": "runs/x", "mesh": {"tensor": 2}},
             "mesh is tensor 2, and measured steps .* leave it out, or give a chip",
         ),
         ({"step_s": 1.0, "mesh": {"tensor": 2}}, "mesh is tensor 2, and a constant step"),
-        ({"chip": "h200", "hop_s": 1e-6}, "hop_s is 1e-06, and without a mesh nothing is exchanged; set mesh"),
-        ({"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0}, "hop_s is -1.0; it must be at least 0 seconds"),
+        (
+            {"chip": "h200", "hop_s": 1e-6},
+            "hop_s is 1e-06, and without a mesh nothing is exchanged; set mesh",
+        ),
+        (
+            {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
+            "hop_s is -1.0; it must be at least 0 seconds",
+        ),
     ],
 )
 def test_simulate_section_is_checked(wrong, message):
@@ -404,7 +481,10 @@ def test_simulated_device_names():
     assert Simulate(chip="h200").name == "simulated h200"
     assert Simulate(chip="a100-80g", chips=2).name == "simulated a100-80g x 2"
     assert Simulate(chip="tpu-v5e", mesh={"tensor": 8}).name == "simulated tpu-v5e, tensor 8"
-    assert Simulate(chip="h100", mesh={"tensor": 2, "expert": 4}).name == "simulated h100, tensor 2, expert 4"
+    assert (
+        Simulate(chip="h100", mesh={"tensor": 2, "expert": 4}).name
+        == "simulated h100, tensor 2, expert 4"
+    )
     assert Simulate(fit="somewhere").name == "simulated, fitted"
     assert dataclasses.replace(Simulate(chip="h200"), model="llama-3-8b").model in SHAPES
     assert set(cost.CHIPS) == set(CHIPS)

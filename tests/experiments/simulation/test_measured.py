@@ -41,14 +41,20 @@ def test_beyond_its_ends_a_curve_goes_on_as_its_last_parts(x, expected):
 def test_steps_at_measured_points_take_the_measured_times():
     assert find(A100)(prompts(2048)) == pytest.approx(0.53606)
     assert find(H100)(prompts(512)) == pytest.approx(0.076142)
-    assert [1e3 * find(A100)(decodes(n)) for n in SEQUENCES] == pytest.approx([ms for _, ms in BLOOM["a100"].decodes])
+    assert [1e3 * find(A100)(decodes(n)) for n in SEQUENCES] == pytest.approx(
+        [ms for _, ms in BLOOM["a100"].decodes]
+    )
 
 
-@pytest.mark.parametrize(("kind", "published"), [("a100", (48.797, 51.297)), ("h100", (35.482, 37.438))])
+@pytest.mark.parametrize(
+    ("kind", "published"), [("a100", (48.797, 51.297)), ("h100", (35.482, 37.438))]
+)
 def test_a_longer_context_takes_what_it_took_one_sequence(kind, published):
     """Measured with prompts of 1,024 and 8,192 tokens and 128 of output; the line fits all prompts, not these alone."""
     step = find(f"splitwise/bloom-176b/{kind}")
-    assert [1e3 * step(decodes(1, n + 64)) for n in (1024, 8192)] == pytest.approx(published, rel=0.03)
+    assert [1e3 * step(decodes(1, n + 64)) for n in (1024, 8192)] == pytest.approx(
+        published, rel=0.03
+    )
 
 
 def test_a_step_with_both_takes_the_time_of_prompts_of_all_its_tokens():
@@ -68,7 +74,10 @@ def test_its_simulator_takes_many_decodes_as_one():
 def test_every_name_is_a_profile(name):
     assert name in NAMES
     assert Simulate(profile=name, padded=False).name == f"simulated, {name}"
-    with pytest.raises(ValueError, match="whose coefficients count real tokens, and padded is true; set it to false"):
+    with pytest.raises(
+        ValueError,
+        match="whose coefficients count real tokens, and padded is true; set it to false",
+    ):
         Simulate(profile=name)
 
 

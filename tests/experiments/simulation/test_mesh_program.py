@@ -45,23 +45,36 @@ MESHES = [
 
 
 def one_device(config: dict[str, Any], mesh: MeshConfig) -> DecoderConfig:
-    return split.device_config(FAMILIES[config["model_type"]].from_hf(normalised(config, "a test")), mesh)
+    return split.device_config(
+        FAMILIES[config["model_type"]].from_hf(normalised(config, "a test")), mesh
+    )
 
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
 def test_part_has_the_matrices_of_the_decoder_on_one_device(config, mesh):
-    state = nnx.eval_shape(lambda: nnx.state(Decoder(one_device(config, mesh), "bfloat16"), nnx.Param))
+    state = nnx.eval_shape(
+        lambda: nnx.state(Decoder(one_device(config, mesh), "bfloat16"), nnx.Param)
+    )
     matrices = [array for array in jax.tree.leaves(state) if array.ndim > 1]
-    assert part(shape_of(config), mesh).total_bytes == sum(2 * math.prod(array.shape) for array in matrices)
+    assert part(shape_of(config), mesh).total_bytes == sum(
+        2 * math.prod(array.shape) for array in matrices
+    )
 
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
 def test_token_takes_the_bytes_of_the_cache_on_one_device(config, mesh):
     one, blocks, size = one_device(config, mesh), 7, 4
-    sizes = {"layers": one.layers, "blocks": blocks, "kv_heads": one.kv_heads, "head_dim": one.head_dim}
+    sizes = {
+        "layers": one.layers,
+        "blocks": blocks,
+        "kv_heads": one.kv_heads,
+        "head_dim": one.head_dim,
+    }
     pages = jax.eval_shape(lambda: cache.init(block_size=size, dtype="bfloat16", **sizes))
     stored = sum(2 * math.prod(array.shape) for array in (*pages.k, *pages.v))
-    assert part(shape_of(config), mesh).token_bytes * (blocks + 1) * size == stored  # the trash block too
+    assert (
+        part(shape_of(config), mesh).token_bytes * (blocks + 1) * size == stored
+    )  # the trash block too
 
 
 def sums(jaxpr: Any) -> Iterator[tuple[int, str]]:
@@ -80,12 +93,26 @@ def sums(jaxpr: Any) -> Iterator[tuple[int, str]]:
 def test_summed_bytes_are_those_of_the_decoders_program(config, mesh):
     one, tokens = one_device(config, mesh), 5
     pages = cache.init(
-        layers=one.layers, blocks=3, block_size=4, kv_heads=one.kv_heads, head_dim=one.head_dim, dtype="bfloat16"
+        layers=one.layers,
+        blocks=3,
+        block_size=4,
+        kv_heads=one.kv_heads,
+        head_dim=one.head_dim,
+        dtype="bfloat16",
     )
     each, zero = np.zeros(tokens, np.int32), np.zeros(1, np.int32)
     ends = np.array([0, tokens], np.int32)
     batch: Any = Batch(
-        each, each, each, np.zeros((1, 2), np.int32), zero + tokens, ends, zero, zero, each, sampling=None
+        each,
+        each,
+        each,
+        np.zeros((1, 2), np.int32),
+        zero + tokens,
+        ends,
+        zero,
+        zero,
+        each,
+        sampling=None,
     )
 
     def logits(ids: jax.Array) -> jax.Array:

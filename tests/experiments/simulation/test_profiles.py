@@ -15,7 +15,12 @@ TP2 = "distserve/opt-13b/tp2"
 RAW = {
     "name": "profiled",
     "model": "nothing is loaded",
-    "engine": {"max_num_seqs": 200, "max_model_len": 512, "max_num_batched_tokens": 4096, "mixed_steps": False},
+    "engine": {
+        "max_num_seqs": 200,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 4096,
+        "mixed_steps": False,
+    },
     "cache_tokens": 65536,
     "workload": {
         "kind": "synthetic",
@@ -30,11 +35,16 @@ RAW = {
 
 def plan_of(*rows: tuple[int, int, int]) -> Plan:
     """rows: length, tokens before the step, tokens of the step."""
-    seqs = tuple(Seq(Request(f"r{i}", rows[i][0], 4), i, rows[i][0] + 4, rows[i][0]) for i in range(len(rows)))
+    seqs = tuple(
+        Seq(Request(f"r{i}", rows[i][0], 4), i, rows[i][0] + 4, rows[i][0])
+        for i in range(len(rows))
+    )
     lengths, starts, counts = zip(*rows, strict=True)
     nothing = dict.fromkeys(("admitted", "known", "cached", "copies", "preempted"), ())
     nothing |= dict.fromkeys(("swapped", "resumed", "swap_out", "swap_in"), ())
-    return Plan(0, seqs, lengths, starts, counts, **nothing, num_waiting=0, blocks_used=9, num_blocks=9)
+    return Plan(
+        0, seqs, lengths, starts, counts, **nothing, num_waiting=0, blocks_used=9, num_blocks=9
+    )
 
 
 def milliseconds(profile: str, *rows: tuple[int, int, int]) -> float:
@@ -58,7 +68,9 @@ def test_decodes(count):
 
 
 def test_two_chunks_take_the_time_of_a_prompt_and_one_more_constant():
-    whole, first, second = (milliseconds(TP2, row) for row in ((500, 0, 500), (500, 0, 200), (500, 200, 300)))
+    whole, first, second = (
+        milliseconds(TP2, row) for row in ((500, 0, 500), (500, 0, 200), (500, 200, 300))
+    )
     constant = PROFILES[TP2].prompts[0] + 1 + 2
     assert first + second == pytest.approx(whole + constant + 1e-4 * 200)
 
@@ -82,7 +94,10 @@ def test_the_clock_of_an_engine_is_that_of_its_profile():
 
 def test_more_gpus_are_faster():
     for engine in ("distserve", "vllm"):
-        steps = [PROFILES[f"{engine}/opt-13b/tp{n}"](Work(1024, 1, 1, 1024, 1024 * 1025 // 2)) for n in (1, 2, 4)]
+        steps = [
+            PROFILES[f"{engine}/opt-13b/tp{n}"](Work(1024, 1, 1, 1024, 1024 * 1025 // 2))
+            for n in (1, 2, 4)
+        ]
         assert steps == sorted(steps, reverse=True)
 
 
@@ -97,8 +112,14 @@ def test_every_name_is_in_the_device_of_a_summary():
             {"profile": TP2},
             "profile is '.*', whose coefficients count real tokens, and padded is true; set it to false",
         ),
-        ({"profile": "opt", "padded": False}, "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1"),
-        ({"profile": TP2, "padded": False, "chip": "h100"}, r"needs one of chip .*, profile \(a name\)"),
+        (
+            {"profile": "opt", "padded": False},
+            "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1",
+        ),
+        (
+            {"profile": TP2, "padded": False, "chip": "h100"},
+            r"needs one of chip .*, profile \(a name\)",
+        ),
         (
             {"profile": TP2, "padded": False, "chips": 2},
             "chips is 2, and a profile does not depend on it; leave it out",

@@ -39,19 +39,24 @@ RAW = {
 
 def items(count, seed=0, gap=0.0):
     draw = np.random.default_rng(seed)
-    common = tuple(draw.integers(20, 300, 12).tolist())  # some prompts begin alike, so that blocks are shared
+    common = tuple(
+        draw.integers(20, 300, 12).tolist()
+    )  # some prompts begin alike, so that blocks are shared
     return tuple(
         WorkItem(
             f"r{i}",
             i * gap,
-            (common if i % 3 else ()) + tuple(draw.integers(20, 300, int(draw.integers(1, 40))).tolist()),
+            (common if i % 3 else ())
+            + tuple(draw.integers(20, 300, int(draw.integers(1, 40))).tolist()),
             int(draw.integers(1, 24)),
         )
         for i in range(count)
     )
 
 
-@pytest.mark.default_cases("{'num_blocks': 20}", "{'reservation': 'pow2', 'enable_prefix_caching': False}")
+@pytest.mark.default_cases(
+    "{'num_blocks': 20}", "{'reservation': 'pow2', 'enable_prefix_caching': False}"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,7 +65,12 @@ def items(count, seed=0, gap=0.0):
         {"num_blocks": 20},
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
         {"mixed_steps": False},
-        {"mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
+        {
+            "mixed_steps": False,
+            "chunked_prefill": False,
+            "max_num_batched_tokens": 128,
+            "token_buckets": (128,),
+        },
         {"kv_policy": {"name": "streaming", "sinks": 4, "window": 9}},
         {"reservation": "pow2", "enable_prefix_caching": False},
         {"reservation": "max", "enable_prefix_caching": False, "policy": "static"},
@@ -72,16 +82,26 @@ def test_simulated_plans_match_real_engine(tiny, options):
     settings |= {"max_num_batched_tokens": 32, "token_buckets": (32,), **options}
     real = LLM(tiny, progress=False, **settings).engine
     made = SimulatedEngine(
-        EngineConfig(**settings), lambda work: 0.01, vocab_size=320, simulate=Simulate(chip="h200", model="opt-13b")
+        EngineConfig(**settings),
+        lambda work: 0.01,
+        vocab_size=320,
+        simulate=Simulate(chip="h200", model="opt-13b"),
     )
     work = items(14)
     found = []
     for engine in (real, made):
         start, results = drive(engine, work, GREEDY)
         steps = step_records(results, start, 4, engine.scheduler_state.config)
-        counted = [(s.tokens, s.sequences, s.blocks_used, s.blocks_listed, s.held_tokens, s.preempted) for s in steps]
-        plans = [(r.plan.counts, r.plan.starts, [seq.blocks for seq in r.plan.seqs]) for r in results]
-        found.append((counted, plans, [(s.padded_tokens, s.context_tokens, s.pairs) for s in steps]))
+        counted = [
+            (s.tokens, s.sequences, s.blocks_used, s.blocks_listed, s.held_tokens, s.preempted)
+            for s in steps
+        ]
+        plans = [
+            (r.plan.counts, r.plan.starts, [seq.blocks for seq in r.plan.seqs]) for r in results
+        ]
+        found.append(
+            (counted, plans, [(s.padded_tokens, s.context_tokens, s.pairs) for s in steps])
+        )
     assert found[0] == found[1]
     assert options.get("num_blocks") is None or sum(row[5] for row in found[0][0]) > 0
 
@@ -97,7 +117,9 @@ def test_virtual_time_is_steps_plus_idle_gaps():
     start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep)
     assert start == 0.0
     assert [result.finished - result.started for result in results] == pytest.approx([0.3] * 5)
-    assert [result.started for result in results] == pytest.approx([0.0, 0.3, 0.6, 10.0, 10.3], abs=0.051)
+    assert [result.started for result in results] == pytest.approx(
+        [0.0, 0.3, 0.6, 10.0, 10.3], abs=0.051
+    )
     assert {result.device_seconds for result in results} == {0.25}
     assert results[3].started >= 10.0
 
@@ -107,19 +129,35 @@ def test_whole_batch_is_computed_until_its_last_member_ends():
     asked = []
     engine = SimulatedEngine(
         EngineConfig(
-            max_model_len=64, num_blocks=32, token_buckets=(8, 2048), max_num_seqs=2, policy="static", mixed_steps=False
+            max_model_len=64,
+            num_blocks=32,
+            token_buckets=(8, 2048),
+            max_num_seqs=2,
+            policy="static",
+            mixed_steps=False,
         ),
         lambda work: asked.append(work) or 1.0,
         vocab_size=1000,
         simulate=Simulate(chip="h200", whole_batches=True),
     )
-    work = [WorkItem("a", 0.0, (20,) * 5, 1), WorkItem("b", 0.0, (20,) * 3, 4), WorkItem("c", 0.0, (20,) * 2, 2)]
+    work = [
+        WorkItem("a", 0.0, (20,) * 5, 1),
+        WorkItem("b", 0.0, (20,) * 3, 4),
+        WorkItem("c", 0.0, (20,) * 2, 2),
+    ]
     start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep)
     records = request_records(results, work, start)
     assert [record.e2e for record in records] == [4.0, 4.0, 6.0]
     assert [record.ttft for record in records] == [4.0, 4.0, 6.0]
     assert [record.queue for record in records] == [0.0, 0.0, 4.0]
-    assert [w.context for w in asked] == [5 + 3, 4 + 6, 5 + 7, 6 + 8, 2, 3]  # "a" ended with the first step
+    assert [w.context for w in asked] == [
+        5 + 3,
+        4 + 6,
+        5 + 7,
+        6 + 8,
+        2,
+        3,
+    ]  # "a" ended with the first step
     assert [w.sequences for w in asked] == [2, 2, 2, 2, 1, 1]
     assert [w.sampled for w in asked] == [2, 2, 2, 2, 1, 1]
     assert [w.tokens for w in asked] == [8] * 6
@@ -129,7 +167,9 @@ def test_whole_batch_is_computed_until_its_last_member_ends():
 
 
 def test_whole_batches_need_static_policy():
-    with pytest.raises(ValueError, match=r"whole_batches with engine.policy 'fcfs'.*set engine.policy: static"):
+    with pytest.raises(
+        ValueError, match=r"whole_batches with engine.policy 'fcfs'.*set engine.policy: static"
+    ):
         SimulatedEngine(
             EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(8, 2048)),
             lambda work: 1.0,
@@ -142,15 +182,31 @@ def test_whole_batches_need_static_policy():
     ("options", "simulate", "message"),
     [
         ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
-        ({"mesh": {"tensor": 2}}, {"chip": "h200"}, r"engine.mesh is set, and .* simulate.mesh; set that one"),
-        ({"devices": [1]}, {"chip": "h200"}, r"engine.devices is set, .* simulate.mesh; set that one, and leave this"),
+        (
+            {"mesh": {"tensor": 2}},
+            {"chip": "h200"},
+            r"engine.mesh is set, and .* simulate.mesh; set that one",
+        ),
+        (
+            {"devices": [1]},
+            {"chip": "h200"},
+            r"engine.devices is set, .* simulate.mesh; set that one, and leave this",
+        ),
         (
             {"kv_policy": "streaming"},
             {"chip": "h200", "kv_cache": False},
             "kv_policy is set and simulate.kv_cache is f",
         ),
-        ({"kv_policy": "quest"}, {"chip": "h200"}, r"kv_policy is 'quest', which selects .* use a policy without"),
-        ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
+        (
+            {"kv_policy": "quest"},
+            {"chip": "h200"},
+            r"kv_policy is 'quest', which selects .* use a policy without",
+        ),
+        (
+            {"preemption": "swap"},
+            {"fit": "runs/x"},
+            r"preemption is 'swap', .*set engine.preemption: recompute",
+        ),
     ],
     ids=str,
 )
@@ -176,17 +232,25 @@ def made_of(point):
 
 
 def test_simulated_sweep_starts_no_jax_backend(tmp_path, capsys):
-    raw = {**RAW, "sweep": {"grid": {"engine.block_size": [8, 32], "simulate.chip": ["h200", "a100-40g"]}}}
+    raw = {
+        **RAW,
+        "sweep": {"grid": {"engine.block_size": [8, 32], "simulate.chip": ["h200", "a100-40g"]}},
+    }
     file = tmp_path / "sweep.yaml"
     file.write_text(json.dumps(raw), encoding="utf-8")
     assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    summaries = [json.loads(line) for line in (tmp_path / "runs/simulated/runs.jsonl").read_text().splitlines()]
+    summaries = [
+        json.loads(line)
+        for line in (tmp_path / "runs/simulated/runs.jsonl").read_text().splitlines()
+    ]
     assert [s["device"] for s in summaries] == ["simulated h200", "simulated a100-40g"] * 2
     faster, slower = (summary["metrics"]["duration_s"] for summary in summaries[:2])
     assert faster < slower
     assert (tmp_path / "runs/simulated/report.html").is_file()
     capsys.readouterr()
-    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0  # nothing is left to measure
+    assert (
+        run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    )  # nothing is left to measure
     assert "another commit or device" not in capsys.readouterr().err
 
 
@@ -195,14 +259,18 @@ def test_simulation_fitted_to_measured_run(tmp_path):
     file.write_text(json.dumps(RAW), encoding="utf-8")
     assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     (measured,) = (tmp_path / "runs/simulated").glob("*/0")
-    (point,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
+    (point,) = expand(
+        {**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path
+    )
     again = measure(SimulatedLLM(*made_of(point)), point, 0)
     expected = json.loads((measured / "summary.json").read_text())["metrics"]
     assert again.summary["duration_s"] == pytest.approx(expected["duration_s"], rel=0.02)
     assert again.summary["tokens_sha256"] == expected["tokens_sha256"]
     other = (measured / "steps.jsonl").read_text().replace('"pairs":', '"pairs": 1')
     (measured / "steps.jsonl").write_text(other)
-    (changed,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
+    (changed,) = expand(
+        {**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path
+    )
     assert changed.key != point.key  # the key depends on the fitted steps, not on their path
 
 
@@ -214,7 +282,10 @@ def test_simulation_fitted_to_measured_run(tmp_path):
         ({"simulate": {"fit": "nowhere"}}, r"simulate.fit: there is no steps.jsonl in .*nowhere"),
         ({"simulate": {"chip": "h200", "speed": 2}}, "unknown key simulate.'speed'"),
         ({"simulate": {"chip": "v5e"}}, "simulate.chip is 'v5e'.*did you mean 'tpu-v5e'"),
-        ({"simulate": {"chip": "h200", "mesh": {"tensors": 2}}}, "unknown key simulate.mesh.'tensors'; did you mean"),
+        (
+            {"simulate": {"chip": "h200", "mesh": {"tensors": 2}}},
+            "unknown key simulate.mesh.'tensors'; did you mean",
+        ),
         (
             {"simulate": {"chip": "h200", "mesh": {"tensor": 0}}},
             r"simulate\.mesh\.tensor is 0; it must be an integer of",
@@ -255,26 +326,40 @@ def test_simulated_cache_fills_memory_beside_weights():
 
 
 def meshed(model, n, chip="tpu-v5e", **engine):
-    config = EngineConfig(memory_fraction=0.9, weight_dtype="int8", kv_cache_dtype="float8_e4m3fn", **engine)
+    config = EngineConfig(
+        memory_fraction=0.9, weight_dtype="int8", kv_cache_dtype="float8_e4m3fn", **engine
+    )
     return SimulatedLLM(Simulate(chip=chip, mesh={"tensor": n}, model=model), config, "none")
 
 
 def test_mesh_has_the_blocks_of_one_devices_part():
     """Llama-3-70B in 8 bits on eight TPU v5e: an eighth of the weights, and one of eight key heads, on each."""
-    weights = (70_553_706_496 - 80 * 2 * 8192 - 8192) / 8  # Meta's number of parameters, without norms
+    weights = (
+        70_553_706_496 - 80 * 2 * 8192 - 8192
+    ) / 8  # Meta's number of parameters, without norms
     free = CHIPS["tpu-v5e"].memory - weights
     llm = meshed("llama-3-70b", 8, max_num_seqs=64)
     assert llm.engine.config.num_blocks == int(0.9 * free / (16 * 2 * 80 * 1 * 128))
     assert llm.tokenizer.vocab_size == 128256, "not that of a part"
-    with pytest.raises(ValueError, match=r"weights of 17.6 GB leave 0.0 of 16.0 GB.*use more or larger chips"):
+    with pytest.raises(
+        ValueError, match=r"weights of 17.6 GB leave 0.0 of 16.0 GB.*use more or larger chips"
+    ):
         meshed("llama-3-70b", 4)
-    with pytest.raises(ValueError, match=r"the mesh has 64 devices, and the model 32 heads; use at most 32"):
+    with pytest.raises(
+        ValueError, match=r"the mesh has 64 devices, and the model 32 heads; use at most 32"
+    ):
         meshed("llama-3-8b", 64)
 
 
 def test_swap_space_is_shared_by_the_devices():
-    one, eight = (meshed("llama-3-8b", n, "h100", preemption="swap", max_num_seqs=4) for n in (1, 8))
-    assert one.engine.scheduler_state.config.host_blocks == eight.engine.scheduler_state.config.host_blocks > 0
+    one, eight = (
+        meshed("llama-3-8b", n, "h100", preemption="swap", max_num_seqs=4) for n in (1, 8)
+    )
+    assert (
+        one.engine.scheduler_state.config.host_blocks
+        == eight.engine.scheduler_state.config.host_blocks
+        > 0
+    )
 
 
 def test_run_on_a_mesh_of_one_device_is_that_without_a_mesh():
@@ -292,7 +377,9 @@ def test_run_on_a_mesh_is_faster_and_exchanges():
     for name, more in {"one": {}, "ideal": {"chips": 8}, "mesh": {"mesh": {"tensor": 8}}}.items():
         (point,) = expand({**RAW, "simulate": {**RAW["simulate"], **more}}, folder=None)
         found[name] = measure(SimulatedLLM(*made_of(point)), point, 0).summary["duration_s"]
-    (slow,) = expand({**RAW, "simulate": {**RAW["simulate"], "mesh": {"tensor": 8}, "hop_s": 1e-6}}, folder=None)
+    (slow,) = expand(
+        {**RAW, "simulate": {**RAW["simulate"], "mesh": {"tensor": 8}, "hop_s": 1e-6}}, folder=None
+    )
     found["hops"] = measure(SimulatedLLM(*made_of(slow)), slow, 0).summary["duration_s"]
     assert found["ideal"] < found["mesh"] < found["hops"]
     assert found["mesh"] < found["one"]
@@ -346,7 +433,13 @@ def test_drafting_costs_its_seconds():
 def test_speculation_and_its_acceptance_are_set_together(config, simulate, message):
     with pytest.raises(ValueError, match=message):
         SimulatedEngine(
-            EngineConfig(num_blocks=8, max_model_len=64, token_buckets=(8,), max_num_batched_tokens=8, **config),
+            EngineConfig(
+                num_blocks=8,
+                max_model_len=64,
+                token_buckets=(8,),
+                max_num_batched_tokens=8,
+                **config,
+            ),
             lambda work: 1.0,
             vocab_size=10,
             simulate=Simulate(chip="h100", **simulate),
@@ -368,7 +461,9 @@ def test_given_drafts_are_offered_and_accepted_as_given():
         asked.append((seq.request_id, k))
         return Guess(0, 0) if length % 2 else Guess(3, 2)
 
-    engine = SimulatedEngine(config, lambda work: 1.0, vocab_size=10, simulate=Simulate(step_s=1.0), guesses=guesses)
+    engine = SimulatedEngine(
+        config, lambda work: 1.0, vocab_size=10, simulate=Simulate(step_s=1.0), guesses=guesses
+    )
     engine.add("a", [1] * 4, SamplingParams(max_tokens=13, ignore_eos=True))
     seen = []
     while engine.has_work:
@@ -389,7 +484,9 @@ def test_constant_step_has_its_time_and_needs_a_cache_size():
     while engine.has_work:
         engine.step()
     assert engine.now == 0.5 * 4, "two steps of 16 prompt tokens, two more tokens"
-    with pytest.raises(ValueError, match=r"no chip, so no memory to size the cache by; set cache_tokens"):
+    with pytest.raises(
+        ValueError, match=r"no chip, so no memory to size the cache by; set cache_tokens"
+    ):
         SimulatedLLM(simulate, EngineConfig(**{**options, "num_blocks": None}), "none")
 
 

@@ -30,7 +30,9 @@ def test_interval_coverage(count):
 def test_interval_of_positive_numbers_uses_logarithms():
     one = interval([1.0, 2.0, 4.0])
     assert one.middle == pytest.approx(2.0)
-    half = 4.302653 / 3**0.5  # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
+    half = (
+        4.302653 / 3**0.5
+    )  # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
     assert (one.low, one.high) == pytest.approx((2.0 ** (1 - half), 2.0 ** (1 + half)))
     assert (one.kind, one.n) == ("interval", 3)
     zero = interval([0.0, 1.0, 2.0])
@@ -77,14 +79,22 @@ RATES = (1.0, 2.0, 4.0, 8.0)
 
 
 def test_rate_outside_grid_is_not_found():
-    assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)  # halfway in logarithms
+    assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(
+        8**0.5
+    )  # halfway in logarithms
     assert load.highest(RATES, (0.3, 0.1, 0.1, 0.1), 0.2) is None
     assert load.highest(RATES, (0.1, 0.1, 0.1, 0.1), 0.2) is None
-    assert load.highest(RATES, (0.1, 0.4), 0.2) == pytest.approx(2**0.5), "higher rates may have been left out"
+    assert load.highest(RATES, (0.1, 0.4), 0.2) == pytest.approx(2**0.5), (
+        "higher rates may have been left out"
+    )
 
 
 def test_end_of_grid_is_no_result():
-    found = {"in": [[0.1, 0.1], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]], "fast": [[0.1, 0.1]] * 4, "slow": [[0.3, 0.1]] * 4}
+    found = {
+        "in": [[0.1, 0.1], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]],
+        "fast": [[0.1, 0.1]] * 4,
+        "slow": [[0.3, 0.1]] * 4,
+    }
     found["part"] = [[0.1, 0.1], [0.1, 0.1], [0.4, 0.1], [0.5, 0.1]]
     assert load.gain(found, RATES, 0.2, "in", "in") == (1.0, 1.0, 1.0, "interval", 2)
     for other in ("fast", "slow", "part"):
@@ -113,13 +123,18 @@ def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
             also(type("Point", (), {"label": str(speed)}), measured)
 
     monkeypatch.setattr(load, "simulated", simulated)
-    found = load.by_rate(tmp_path / "config.yaml", ("slow", "fast"), (1.0, 2.0, 4.0, 8.0, 16.0), until=1.0)
+    found = load.by_rate(
+        tmp_path / "config.yaml", ("slow", "fast"), (1.0, 2.0, 4.0, 8.0, 16.0), until=1.0
+    )
     assert asked == [(1.0, [1, 4]), (2.0, [1, 4]), (4.0, [4]), (8.0, [4])]
     assert found == {"slow": [[1.0], [2.0]], "fast": [[0.25], [0.5], [1.0], [2.0]]}
 
 
 def test_missing_factors_give_no_claims():
-    known, others = {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None}, dict.fromkeys(paged_load.PUBLISHED)
+    known, others = (
+        {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None},
+        dict.fromkeys(paged_load.PUBLISHED),
+    )
     gains = {paged_load.TARGET: known, **dict.fromkeys(paged_load.OTHERS, others)}
     (claim,) = paged_load.claimed("ShareGPT", gains)
     assert claim.ours == exactly(2.0)
@@ -148,7 +163,13 @@ def test_policies_are_compared_where_first_has_goodput():
 
 
 def test_windows_of_a_trace_are_scenarios():
-    assert recorded.gain(shares(0.4, 0.9), shares(0.2, 0.3)) == (2.0, 2.5, pytest.approx(3.0), "range", 2)
+    assert recorded.gain(shares(0.4, 0.9), shares(0.2, 0.3)) == (
+        2.0,
+        2.5,
+        pytest.approx(3.0),
+        "range",
+        2,
+    )
     assert recorded.gain(shares(0.4), shares(0.0)) is None
     none = {(policy, 1.0): shares(0.0) for policy in recorded.POLICIES}
     assert "keeps none" in recorded.sentence("chat", none)

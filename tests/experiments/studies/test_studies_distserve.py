@@ -38,8 +38,14 @@ def test_the_engines_of_the_config_are_those_of_the_example():
     prefill, decode = (of_pool(point.experiment, name) for name in ("prefill", "decode"))
     assert prefill.simulate
     assert decode.simulate
-    assert (prefill.simulate.profile, prefill.cache_tokens) == ("distserve/opt-13b/tp2", study.CACHE[2])
-    assert (decode.simulate.profile, decode.cache_tokens) == ("distserve/opt-13b/tp1", study.CACHE[1])
+    assert (prefill.simulate.profile, prefill.cache_tokens) == (
+        "distserve/opt-13b/tp2",
+        study.CACHE[2],
+    )
+    assert (decode.simulate.profile, decode.cache_tokens) == (
+        "distserve/opt-13b/tp1",
+        study.CACHE[1],
+    )
     (same,) = config.load(FOLDER / "config.yaml", study.placed(2, 1))
     assert same.key == point.key
     (vllm,) = config.load(FOLDER / "config.yaml", study.alone("vllm", 1))
@@ -63,7 +69,9 @@ def test_the_search_finds_the_highest_rate_that_meets_a_criterion(monkeypatch, l
     assert len(found.rates) == 2
     assert all(limit - within <= rate < limit for rate in found.rates)
     assert not found.bound
-    assert {options[1:] for options in asked} == {("workload.count=50", f"seed={seed}", "mine") for seed in range(2)}
+    assert {options[1:] for options in asked} == {
+        ("workload.count=50", f"seed={seed}", "mine") for seed in range(2)
+    }
     always = study.highest(FOLDER, 3, lambda summary: True, 1, 50)
     assert always.bound
     assert study.said(always).startswith("at least")
@@ -74,7 +82,9 @@ def test_the_example_gives_the_last_rate_that_met_its_targets(monkeypatch):
         return [(None, [{"met": float(options[0].partition("=")[2]) / 3 < 1.6}])]
 
     monkeypatch.setattr(study, "simulated", simulated)
-    found = study.highest(FOLDER, 3, lambda summary: summary["met"], 1, 50, within=study.EXAMPLES_WITHIN)
+    found = study.highest(
+        FOLDER, 3, lambda summary: summary["met"], 1, 50, within=study.EXAMPLES_WITHIN
+    )
     assert found.rates == (1.5625,)  # printed there as 1.56
 
 
@@ -97,7 +107,9 @@ def test_criteria_are_those_of_the_sources():
 
 
 def test_pools_are_compared_at_their_best_split_and_seed_by_seed():
-    found = study.Throughput({(1, 3): (8.0, 12.0), (2, 2): (9.0, 9.0), (3, 1): (1.0, 1.0)}, (10.0, 12.0), (4.0, 6.0))
+    found = study.Throughput(
+        {(1, 3): (8.0, 12.0), (2, 2): (9.0, 9.0), (3, 1): (1.0, 1.0)}, (10.0, 12.0), (4.0, 6.0)
+    )
     assert study.best(found) == (1, 3)
     assert study.over(found, found.chunked) == interval([0.8, 1.0])
     claims = study.throughput_claims({"first turns": found})

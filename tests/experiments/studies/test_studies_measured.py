@@ -21,7 +21,9 @@ def study(name: str) -> ModuleType:
 
 
 timed = importlib.import_module("experiments.studies.005_decode_attention.timed")
-decode_attention, sharing, prediction = map(study, ("005_decode_attention", "008_sharing", "010_prediction"))
+decode_attention, sharing, prediction = map(
+    study, ("005_decode_attention", "008_sharing", "010_prediction")
+)
 
 
 # 005 ------------------------------------------------------------------------------------------------------------------
@@ -61,7 +63,9 @@ def test_plan_is_decode_at_given_context():
     assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
     whole = timed.planned(3, 32, 16, prefilled=False)
     assert (whole.starts, whole.counts) == ((0,) * 3, (32,) * 3)
-    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "sequences share no block"
+    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, (
+        "sequences share no block"
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +84,9 @@ def test_all_contenders_compute_equal_attention(tiny):
                 minor = one.shape[1] == c.kv_heads
                 keys, values = (x.swapaxes(1, 2) if minor else x for x in (k, v))
             chex.assert_shape([keys, values], one.shape)
-            results[name] = np.asarray(jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.rest))
+            results[name] = np.asarray(
+                jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.rest)
+            )
     first = results["einsum"]
     assert len(results) >= 5
     chex.assert_shape(first, q.shape)
@@ -100,7 +106,10 @@ def in_pages(x, contender):
 
 
 def test_slowdown_is_geometric_mean():
-    times = {(1, 64): {"a": [2.0, 1.0], "b": [1.0, 1.0]}, (8, 64): {"a": [8.0, 4.0], "b": [1.0, 1.0]}}
+    times = {
+        (1, 64): {"a": [2.0, 1.0], "b": [1.0, 1.0]},
+        (8, 64): {"a": [8.0, 4.0], "b": [1.0, 1.0]},
+    }
     assert timed.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
 
 
@@ -146,7 +155,9 @@ def test_common_prefix_length():
 def test_sharing_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(sharing, "DEFAULT_MODEL", str(tiny_folder))
     monkeypatch.setattr(sharing, "pairs", lambda requests, whole=sharing.pairs: whole(4))
-    monkeypatch.setattr(sharing, "beams", lambda widths, draws, requests, whole=sharing.beams: whole((2, 3), 1, 2))
+    monkeypatch.setattr(
+        sharing, "beams", lambda widths, draws, requests, whole=sharing.beams: whole((2, 3), 1, 2)
+    )
     monkeypatch.setattr(sharing, "ALPACA", sharing.ALPACA._replace(beams={2: 37.56, 3: 45.0}))
     found = sharing.run(tmp_path, quick=True)
     assert len(found.claims) == 5 + 2
@@ -163,7 +174,9 @@ def summary(rate):
 
 
 def compared(measured, fitted, roofline):
-    return prediction.Compared(*([summary(rate) for rate in way] for way in (measured, fitted, roofline)))
+    return prediction.Compared(
+        *([summary(rate) for rate in way] for way in (measured, fitted, roofline))
+    )
 
 
 def test_prediction_errors_exclude_fitted_run():
@@ -196,12 +209,16 @@ def test_predicted_runs_differ_in_one_key():
 def test_prediction_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     # before each of 20 runs, of all that the tests of a session hold
     monkeypatch.setattr("experiments.core.drive.gc", SimpleNamespace(collect=lambda: 0))
-    text = prediction.Path(prediction.__file__.replace("study.py", "config.yaml")).read_text(encoding="utf-8")
+    text = prediction.Path(prediction.__file__.replace("study.py", "config.yaml")).read_text(
+        encoding="utf-8"
+    )
     config = text.replace("smollm2-135m", str(tiny_folder)).replace("repeats: 3", "repeats: 2")
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
     found = prediction.run(tmp_path, quick=True)
     assert len(found.claims) == len(prediction.METRICS)
-    assert all(0 <= claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in found.claims)
+    assert all(
+        0 <= claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in found.claims
+    )
     errors, runs = found.tables
     assert len(errors.splitlines()) == 2 + len(prediction.METRICS)
     assert len(runs.splitlines()) == 2 + 3 * len(prediction.METRICS)

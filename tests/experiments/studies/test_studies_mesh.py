@@ -18,17 +18,23 @@ def test_published_rates_become_rates_of_a_chip():
     assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 1) == 0.5
     assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 4) == 0.75
     assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 8) == 1.0
-    assert {len(rates) for chips in parallel.PUBLISHED.values() for rates in chips.values()} == {len(parallel.SIZES)}
+    assert {len(rates) for chips in parallel.PUBLISHED.values() for rates in chips.values()} == {
+        len(parallel.SIZES)
+    }
     assert parallel.PUBLISHED.keys() == parallel.REQUESTS.keys()
 
 
 def test_table_claims_compare_every_size_with_two_chips():
     published = {
-        (lengths, chip): rates for lengths, chips in parallel.PUBLISHED.items() for chip, rates in chips.items()
+        (lengths, chip): rates
+        for lengths, chips in parallel.PUBLISHED.items()
+        for chip, rates in chips.items()
     }
     claims = parallel.table_claims(published)
     assert len(claims) == 4 * 3
-    assert all(claim.ratio == 1.0 for claim in claims), "the published numbers agree with themselves"
+    assert all(claim.ratio == 1.0 for claim in claims), (
+        "the published numbers agree with themselves"
+    )
     assert all(claim.why for claim in claims)
 
 
@@ -37,21 +43,31 @@ def test_decode_steps_fit_in_memory_and_the_next_batch_does_not():
     weights, each = 8.03e9, 1024 * 2 * 32 * 8 * 128
     assert [step.batch for step in steps] == [1, 2, 4, 8, 16, 32, 64]
     assert weights + steps[-1].batch * each < 16e9 < weights + 2 * steps[-1].batch * each
-    assert steps[0].latency == pytest.approx(2e-4 + (7.5e9 + each) / 0.819e12, rel=0.01), "the embedding is not read"
+    assert steps[0].latency == pytest.approx(2e-4 + (7.5e9 + each) / 0.819e12, rel=0.01), (
+        "the embedding is not read"
+    )
     assert {step.exchanged for step in steps} == {0.0}
-    assert parallel.decodes("llama-3-70b", "tpu-v5e", 4) == [], "18 GB of weights on a chip of 16 GB"
+    assert parallel.decodes("llama-3-70b", "tpu-v5e", 4) == [], (
+        "18 GB of weights on a chip of 16 GB"
+    )
 
 
 def test_best_is_the_most_throughput_within_the_limit():
     slow, fast = parallel.Decode(8, 0.04, 200.0, 0.0), parallel.Decode(4, 0.01, 100.0, 0.1)
-    found = {("m", "c", 1): [slow], ("m", "c", 2): [fast], ("m", "d", 4): [slow._replace(per_chip=900.0)]}
+    found = {
+        ("m", "c", 1): [slow],
+        ("m", "c", 2): [fast],
+        ("m", "d", 4): [slow._replace(per_chip=900.0)],
+    }
     assert parallel.best(found, "m", "c", 0.05) == (1, slow)
     assert parallel.best(found, "m", "c", 0.02) == (2, fast)
     assert parallel.best(found, "m", "c", 0.001) is None
 
 
 def test_panels_have_a_line_for_each_size_with_room():
-    steps = {("m", "c", n): [parallel.Decode(1, 0.002, 5.0, 0.0)] for n in (1, 4)} | {("m", "d", 8): []}
+    steps = {("m", "c", n): [parallel.Decode(1, 0.002, 5.0, 0.0)] for n in (1, 4)} | {
+        ("m", "d", 8): []
+    }
     assert parallel.lines(steps, "m", "c") == {"1 chip": [(2.0, 5.0)], "4 chips": [(2.0, 5.0)]}
     assert [parallel.panel(steps, "m", chip) for chip in "cd"] == ["m, c", "m, d, 8 chips"]
 

@@ -28,7 +28,11 @@ def test_config_is_the_source_s_load(points):
         made, load = point.experiment, point.experiment.workload
         assert made.replicas is not None
         assert (made.replicas.count, made.cache_tokens) == (routing.REPLICAS, routing.CACHE)
-        assert (load.shared_prefix, load.prefixes, load.arrivals.clients) == (routing.PREFIX, routing.AT, routing.MANY)
+        assert (load.shared_prefix, load.prefixes, load.arrivals.clients) == (
+            routing.PREFIX,
+            routing.AT,
+            routing.MANY,
+        )
         assert load.count * load.output.value / 840.2 == pytest.approx(2742, rel=1e-3)
         assert load.count * load.output.value / 358.7 == pytest.approx(6423, rel=1e-3)
 
@@ -45,7 +49,10 @@ def test_ratios_by_hand():
     assert routing.gain(RUNS, routing.LOADED) == 1.5
     assert routing.sooner(RUNS) == 10.0
     assert routing.held(54) == pytest.approx(1.0)
-    assert routing.lines({54: RUNS}, routing.gain) == {"least_loaded": [(1.0, 1.5)], "prefix": [(1.0, 3.0)]}
+    assert routing.lines({54: RUNS}, routing.gain) == {
+        "least_loaded": [(1.0, 1.5)],
+        "prefix": [(1.0, 3.0)],
+    }
 
 
 def test_published_numbers_agree_with_themselves():
@@ -63,7 +70,10 @@ def test_answer_names_the_best_and_both_ends_of_the_sweep():
     sweep = {8: worse, routing.AT: RUNS, 864: worse}
     text = " ".join(routing.answer([RUNS], sweep, {64: worse, routing.MANY: RUNS}))
     assert "With prefixes of 2.8 caches it makes 3 times the tokens/s of round robin" in text
-    assert "With prefixes of 0.15 caches, every replica soon has all of them: it makes 1.1 times the tokens/s" in text
+    assert (
+        "With prefixes of 0.15 caches, every replica soon has all of them: it makes 1.1 times the tokens/s"
+        in text
+    )
     assert "With 16 caches, 2.0 times what all replicas hold, it makes 1.1 times" in text
     assert "With 64 clients instead of 512, it makes 1.1 times" in text
     assert routing.sweep_table(sweep).count("\n") == 1 + 9

@@ -55,7 +55,10 @@ def test_rates_are_taken_over_that_of_plain_decoding():
 
 
 def test_formula_claims_have_a_percent():
-    found = {one: draft_acceptance.Run(exactly(draft_acceptance.factor(one)), 1.0) for one in draft_acceptance.COSTLY}
+    found = {
+        one: draft_acceptance.Run(exactly(draft_acceptance.factor(one)), 1.0)
+        for one in draft_acceptance.COSTLY
+    }
     claims = draft_acceptance.theorem_claims(found)
     assert len(claims) == len(draft_acceptance.COSTLY)
     assert all(claim.agrees and claim.factor == 1.01 for claim in claims)
@@ -117,13 +120,19 @@ def test_drafts_pay_for_one_sequence_and_cost_their_time():
 
 
 def line_of(eagle, ngram, prompt=5, **more):
-    row = {"prompt_token_ids": [1] * prompt, "acc_eagle": {"acc_len": eagle}, "acc_ngram": {"acc_len": ngram}}
+    row = {
+        "prompt_token_ids": [1] * prompt,
+        "acc_eagle": {"acc_len": eagle},
+        "acc_ngram": {"acc_len": ngram},
+    }
     return json.dumps(row | more)
 
 
 def test_recorded_request_is_read(tmp_path):
     file = tmp_path / recorded.TRACES["gsm8k"]
-    file.write_text("\n".join([line_of([4, 3, 2, 1], [1, 1, 2, 1]), line_of([2], [1])]), encoding="utf-8")
+    file.write_text(
+        "\n".join([line_of([4, 3, 2, 1], [1, 1, 2, 1]), line_of([2], [1])]), encoding="utf-8"
+    )
     first, second = recorded.read(tmp_path, "gsm8k", 5)
     assert first == (5, {"eagle": (4, 3, 2, 1), "ngram": (1, 1, 2, 1)})
     assert second.gains["eagle"] == (2,)
@@ -133,10 +142,16 @@ def test_recorded_request_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "f, line 2: JSONDecodeError .* must be a JSON object with prompt_token_ids, acc_eagle.acc_len"),
+        (
+            "{",
+            "f, line 2: JSONDecodeError .* must be a JSON object with prompt_token_ids, acc_eagle.acc_len",
+        ),
         ("{}", "f, line 2: KeyError 'acc_eagle'"),
         ("[]", "f, line 2: TypeError"),
-        (line_of([1, 0], [1]), "acc_eagle.acc_len has 0; a step gives at least 1 token. Fetch combined_gsm8k.jsonl"),
+        (
+            line_of([1, 0], [1]),
+            "acc_eagle.acc_len has 0; a step gives at least 1 token. Fetch combined_gsm8k.jsonl",
+        ),
         (line_of([1], ["2"]), "acc_ngram.acc_len has '2'"),
         (line_of([1], []), "acc_ngram.acc_len is empty"),
     ],
@@ -147,14 +162,21 @@ def test_wrong_recorded_line_is_named(line, message):
 
 
 def test_missing_recorded_file_is_named(tmp_path):
-    with pytest.raises(NoTraces, match=r"no combined_gsm8k.jsonl in the folder of --traces. Fetch .*SpecDecode-Bench"):
+    with pytest.raises(
+        NoTraces,
+        match=r"no combined_gsm8k.jsonl in the folder of --traces. Fetch .*SpecDecode-Bench",
+    ):
         recorded.read(tmp_path, "gsm8k", 1)
 
 
 def test_step_time_by_hand():
     plain = Work(tokens=2, sequences=2, sampled=2, context=1000, pairs=0)
     step = 5.88590713e-3 + 2 * 2.10103129e-5 + 1000 * 3.92645679e-8
-    assert fitted_h100.seconds(plain, None) == fitted_h100.seconds(plain, "eagle") == pytest.approx(step)
+    assert (
+        fitted_h100.seconds(plain, None)
+        == fitted_h100.seconds(plain, "eagle")
+        == pytest.approx(step)
+    )
     drafts = plain._replace(tokens=8, sampled=8)
     step += 6 * 2.10103129e-5
     assert fitted_h100.seconds(drafts, "ngram") == pytest.approx(1.005875 * step)
@@ -165,7 +187,9 @@ def test_step_time_by_hand():
 def test_recorded_gains_decide_the_steps():
     """Of 9 tokens: 1 with the prompt, then 4 (its 5 are more than 3 drafts and one), 1, and 3 to the end."""
     records = [recorded.Recorded(5, {"eagle": (5, 9, 9, 9, 1, 3, 9, 9, 9)})]
-    engine = recorded.engine(STUDIES / "015_recorded_acceptance", recorded.Setting("gsm8k", "eagle", 2), records)
+    engine = recorded.engine(
+        STUDIES / "015_recorded_acceptance", recorded.Setting("gsm8k", "eagle", 2), records
+    )
     (rate,) = recorded.rates(engine, records, "eagle", 2)
     steps = engine.scheduler_state.step
     assert steps == 4
@@ -174,7 +198,8 @@ def test_recorded_gains_decide_the_steps():
 
 def test_unmatched_ngram_has_no_drafts():
     never, always = (
-        recorded.recorded([recorded.Recorded(5, {"ngram": (1, 3)})], "ngram", share) for share in (0.0, 1.0)
+        recorded.recorded([recorded.Recorded(5, {"ngram": (1, 3)})], "ngram", share)
+        for share in (0.0, 1.0)
     )
     seq = type("Seq", (), {"request_id": "0-1", "arrival": 1})
     assert (never(seq, 6, 3), always(seq, 6, 3)) == ((0, 0), (3, 0))
@@ -189,7 +214,8 @@ def test_recorded_study_on_synthetic_files(tmp_path, monkeypatch):
     found = recorded.run(STUDIES / "015_recorded_acceptance", True, tmp_path)
     assert len(found.claims) == 8
     eagle, ngram = (
-        next(c for c in found.claims if name in c.what and "batch 1" in c.what) for name in ("eagle", "ngram")
+        next(c for c in found.claims if name in c.what and "batch 1" in c.what)
+        for name in ("eagle", "ngram")
     )
     assert eagle.ours.middle > 1.5
     assert 0.9 < ngram.ours.middle < 1.0, "no draft is right"
@@ -197,12 +223,16 @@ def test_recorded_study_on_synthetic_files(tmp_path, monkeypatch):
 
 
 def test_all_studies_go_on_without_recorded_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(reproduce, "names", lambda: ["012_recorded_load", "015_recorded_acceptance"])
+    monkeypatch.setattr(
+        reproduce, "names", lambda: ["012_recorded_load", "015_recorded_acceptance"]
+    )
     options = ["--traces", str(tmp_path), "--out", str(tmp_path / "out")]
     assert reproduce.main(options) == 0
     said = capsys.readouterr().err
     assert "012_recorded_load: keeps its last findings; there is no *conv*.csv" in said
-    assert "015_recorded_acceptance: keeps its last findings; there is no combined_gsm8k.jsonl" in said
+    assert (
+        "015_recorded_acceptance: keeps its last findings; there is no combined_gsm8k.jsonl" in said
+    )
     assert reproduce.main(["015", *options]) == 2
     assert "error: there is no combined_gsm8k.jsonl" in capsys.readouterr().err
 
@@ -231,7 +261,9 @@ def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "expected", lambda acceptance: 4.0)
     found = measured.run(tmp_path, quick=True)
     (claim,) = found.claims
-    assert claim.ours.middle == pytest.approx(1 + (3 * 5 + 2) / 6), "23 tokens after the first: 5 x 4 and 3"
+    assert claim.ours.middle == pytest.approx(1 + (3 * 5 + 2) / 6), (
+        "23 tokens after the first: 5 x 4 and 3"
+    )
     assert len(found.tables[0].splitlines()) == 2 + 3
     assert "a = 1:" in found.answer[0]
 

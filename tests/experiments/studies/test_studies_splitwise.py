@@ -43,9 +43,17 @@ def test_designs_keep_their_budget_and_one_machine_more_would_not(kind):
         for one in designs:
             last, _ = one.tokens or one.prompts
             if "power" in budget:
-                assert machines.MOST_POWER - machines.POWER[last] < one.power <= machines.MOST_POWER + 1e-9
+                assert (
+                    machines.MOST_POWER - machines.POWER[last]
+                    < one.power
+                    <= machines.MOST_POWER + 1e-9
+                )
             if "cost" in budget:
-                assert machines.MOST_PRICE - machines.PRICE[last] < one.price <= machines.MOST_PRICE + 1e-9
+                assert (
+                    machines.MOST_PRICE - machines.PRICE[last]
+                    < one.price
+                    <= machines.MOST_PRICE + 1e-9
+                )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,9 @@ def test_a_design_is_what_its_config_says(recorded):
     assert (pools.prefill.count, pools.prefill.simulate.profile) == (5, "splitwise/bloom-176b/h100")
     assert (pools.decode.count, pools.decode.simulate.profile) == (5, "splitwise/bloom-176b/a100")
     assert pools.latency_s == 0.005
-    (alone,) = config.load(FOLDER / "config.yaml", (file, *machines.BASELINE_A100.overrides("splitwise-sim")))
+    (alone,) = config.load(
+        FOLDER / "config.yaml", (file, *machines.BASELINE_A100.overrides("splitwise-sim"))
+    )
     assert alone.experiment.replicas.count == machines.A100S
     assert alone.experiment.simulate.profile == "splitwise-sim/bloom-176b/a100"
 
@@ -115,7 +125,9 @@ def record(prompt: int, arrival: float, *times: float) -> RequestRecord:
 
 def test_slowdowns_are_over_a_request_alone_on_a_dgx_a100():
     """1,024 tokens alone: 287.47 ms for the first token and 49.442 ms for each other one."""
-    found = requests.slowdowns([record(1024, 1.0, 1.0 + 2 * 0.28747, 1.9, 2.0, 2.0 + 0.28747 + 3 * 0.049442)])
+    found = requests.slowdowns(
+        [record(1024, 1.0, 1.0 + 2 * 0.28747, 1.9, 2.0, 2.0 + 0.28747 + 3 * 0.049442)]
+    )
     after = (1.0 - 0.28747 + 3 * 0.049442) / 4
     assert found["TTFT"] == pytest.approx((2.0,) * 3)
     assert found["TBT"] == pytest.approx((after / 0.049442,) * 3)
@@ -132,7 +144,9 @@ def test_all_nine_targets_must_be_met():
 def test_requests_have_recorded_lengths_and_poisson_arrivals(recorded, tmp_path):
     file = requests.write(recorded / "azure_code.csv", tmp_path, 4000, 0)
     rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
-    prompts, answers = ([int(row[name]) for row in rows] for name in ("ContextTokens", "GeneratedTokens"))
+    prompts, answers = (
+        [int(row[name]) for row in rows] for name in ("ContextTokens", "GeneratedTokens")
+    )
     assert set(prompts) == {200 + 40 * i for i in range(30)}
     assert set(answers) == set(range(3, 13))
     assert abs(np.corrcoef(prompts, answers)[0, 1]) < 0.05
@@ -173,7 +187,12 @@ def test_a_folder_without_traces_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_quick_run_has_every_claim(recorded, tmp_path):
-    assert reproduce.main(["020", "--quick", "--traces", str(recorded), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        reproduce.main(
+            ["020", "--quick", "--traces", str(recorded), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "out" / "020_splitwise" / reproduce.FINDINGS).read_text())
     assert [claim["published"] for claim in found["claims"]] == [2.15, 1.18, 1.4, 0.89, 0.75] * 2
     assert all(math.isfinite(claim["ours"][1]) for claim in found["claims"])

@@ -17,6 +17,8 @@ def killed(code: str, *arguments: object) -> str:
     """Run Python code that must end by SIGKILL, compiled as in this process. Returns what it printed."""
     child = [sys.executable, "-c", quick_compiler.of_a_child() + code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     return done.stdout

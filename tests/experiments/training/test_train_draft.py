@@ -27,7 +27,15 @@ from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
-SIZES = {"vocabulary": 48, "windows": 12, "held_out": 4, "prompt": 8, "output": 12, "batch": 4, "passes": 3}
+SIZES = {
+    "vocabulary": 48,
+    "windows": 12,
+    "held_out": 4,
+    "prompt": 8,
+    "output": 12,
+    "batch": 4,
+    "passes": 3,
+}
 EVERY, STEPS = 4, 12
 PASSES = 3
 # a process that kills itself before step 6
@@ -49,7 +57,9 @@ train_draft.train(Path(out), eval(setup, {"DraftSetup": train_draft.DraftSetup})
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> DraftSetup:
-    folder = tiny_llama(tmp_path_factory.mktemp("model") / "llama", layers=3, tied=False, max_len=64)
+    folder = tiny_llama(
+        tmp_path_factory.mktemp("model") / "llama", layers=3, tied=False, max_len=64
+    )
     return DraftSetup(model=str(folder), steps=STEPS, rate=3e-3, **SIZES)
 
 
@@ -68,7 +78,10 @@ def model(setup):
 
 def stored(out: Path, model) -> dict[str, np.ndarray]:
     """The parameters of a run's head."""
-    return {name: np.asarray(x) for name, x in named(read_eagle(out / "head", model.config, "float32").params).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in named(read_eagle(out / "head", model.config, "float32").params).items()
+    }
 
 
 # --- what the passes compute ------------------------------------------------------------------------------------------
@@ -84,14 +97,21 @@ def case(model) -> SimpleNamespace:
     windows = Windows(
         rng.integers(0, c.vocab_size, (b, s)).astype(np.int32),
         rng.standard_normal((b, s, 3 * c.hidden)).astype(np.float16),
-        rng.permuted(np.tile(np.arange(c.vocab_size), (b, s, 1)), axis=-1)[..., :8].astype(np.int32),
+        rng.permuted(np.tile(np.arange(c.vocab_size), (b, s, 1)), axis=-1)[..., :8].astype(
+            np.int32
+        ),
         rng.dirichlet(np.ones(9), (b, s))[..., :8].astype(np.float32),
     )
     decoder = nnx.merge(model.graphdef, model.params)
 
     @jax.jit
     def logits(windows: Windows) -> list[jax.Array]:
-        return drafts(nnx.merge(graphdef, params, rest), decoder.embedded(packed(windows.tokens)), windows, PASSES)
+        return drafts(
+            nnx.merge(graphdef, params, rest),
+            decoder.embedded(packed(windows.tokens)),
+            windows,
+            PASSES,
+        )
 
     @jax.jit
     def loss_of(windows: Windows, place: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,10 +119,14 @@ def case(model) -> SimpleNamespace:
 
     place = np.full(c.vocab_size, -1, np.int32)
     place[ids] = np.arange(len(ids))
-    return SimpleNamespace(windows=windows, logits=logits, loss=loss_of, params=params, ids=ids, place=place)
+    return SimpleNamespace(
+        windows=windows, logits=logits, loss=loss_of, params=params, ids=ids, place=place
+    )
 
 
-def as_an_engine(params: dict[str, np.ndarray], c, embedded: np.ndarray, features: np.ndarray) -> dict:
+def as_an_engine(
+    params: dict[str, np.ndarray], c, embedded: np.ndarray, features: np.ndarray
+) -> dict:
     """{(pass, position): logits} of one window, token by token in float64.
 
     From each token t on, the head drafts with its own features. The embeddings are those of the known tokens.
@@ -118,19 +142,29 @@ def as_an_engine(params: dict[str, np.ndarray], c, embedded: np.ndarray, feature
 
     def rotated(x: np.ndarray, position: int) -> np.ndarray:
         a, b, angle = x[:, :half], x[:, half:], position * frequencies
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1)
+        return np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1
+        )
 
-    def layer(position: int, before: np.ndarray, keys: list, values: list) -> tuple[np.ndarray, list, list]:
-        joined = np.concatenate([norm("embed_norm", embedded[position]), norm("feature_norm", before)])
+    def layer(
+        position: int, before: np.ndarray, keys: list, values: list
+    ) -> tuple[np.ndarray, list, list]:
+        joined = np.concatenate(
+            [norm("embed_norm", embedded[position]), norm("feature_norm", before)]
+        )
         x = params["join.weight"] @ joined
-        heads = (params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)).reshape(-1, c.head_dim)
+        heads = (params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)).reshape(
+            -1, c.head_dim
+        )
         q, k, v = np.split(heads, [c.heads, c.heads + c.kv_heads])
         keys, values = [*keys, rotated(k, position)], [*values, v]
         found = []
         for h, query in enumerate(rotated(q, position)):
             scores = np.array([key[h // group] @ query for key in keys]) / np.sqrt(c.head_dim)
             weights = np.exp(scores - scores.max())
-            found.append(weights / weights.sum() @ np.array([value[h // group] for value in values]))
+            found.append(
+                weights / weights.sum() @ np.array([value[h // group] for value in values])
+            )
         x = x + params["block.attn.out.weight"] @ np.concatenate(found)
         gate, up = np.split(params["block.mlp.up.weight"] @ norm("block.mlp_norm", x), 2)
         return x + params["block.mlp.down.weight"] @ (gate / (1 + np.exp(-gate)) * up), keys, values
@@ -160,7 +194,9 @@ def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model)
         expected = as_an_engine(params, model.config, embed[tokens], features)
         assert len(expected) == sum(len(tokens) - s for s in range(PASSES))
         for (s, position), logits in expected.items():
-            chex.assert_trees_all_close(np.asarray(found[s][b, position], np.float64), logits, rtol=1e-4, atol=1e-4)
+            chex.assert_trees_all_close(
+                np.asarray(found[s][b, position], np.float64), logits, rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("t", [3, 6])
@@ -168,7 +204,10 @@ def test_a_token_changes_no_logits_of_earlier_positions_in_any_pass(case, t):
     tokens, features = case.windows.tokens.copy(), case.windows.features.copy()
     tokens[0, t] = (tokens[0, t] + 7) % 320
     features[0, t:] += 1
-    before, after = case.logits(case.windows), case.logits(case.windows._replace(tokens=tokens, features=features))
+    before, after = (
+        case.logits(case.windows),
+        case.logits(case.windows._replace(tokens=tokens, features=features)),
+    )
     for one, other in zip(before, after, strict=True):
         chex.assert_trees_all_equal(other[0, :t], one[0, :t])
         chex.assert_trees_all_equal(other[1], one[1])
@@ -200,7 +239,10 @@ def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
     value, right = case.loss(windows, case.place)
     chex.assert_shape([value, right], [(), (PASSES,)])
     chex.assert_trees_all_close(
-        (value, right), (np.float32(total / weight), np.array(same, np.float32)), rtol=1e-5, atol=1e-6
+        (value, right),
+        (np.float32(total / weight), np.array(same, np.float32)),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -220,7 +262,9 @@ def test_gradients_reach_every_parameter(setup, run, model):
     """Of the run: no parameter of its head is where it began."""
     ids = np.array(json.loads((run.out / "head" / "config.json").read_text())["ids"], np.int32)
     first, last = named(train_draft.initial(model, ids, setup.seed)[1]), stored(run.out, model)
-    chex.assert_trees_all_equal_shapes_and_dtypes(dict(last), {name: np.asarray(x) for name, x in first.items()})
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        dict(last), {name: np.asarray(x) for name, x in first.items()}
+    )
     chex.assert_tree_all_finite(dict(last))
     assert not [name for name, x in last.items() if (x == np.asarray(first[name])).all()]
 
@@ -233,7 +277,9 @@ def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
     rows = np.arange(n)
     windows = Windows(rows[:, None], rows[:, None, None], rows[:, None, None], rows[:, None, None])
     batches = [draft_data.batch(windows, setup, step) for step in range(9)]
-    assert all(len(set(map(bytes, (x.reshape(-1) for x in one)))) == 1 for one in batches)  # rows of all columns
+    assert all(
+        len(set(map(bytes, (x.reshape(-1) for x in one)))) == 1 for one in batches
+    )  # rows of all columns
     epochs = np.array([one.tokens.reshape(-1) for one in batches]).reshape(3, n)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(rows, (3, 1)))
     assert (epochs[0] != epochs[1]).any()
@@ -244,9 +290,15 @@ def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
 
 def test_vocabulary_has_the_ids_of_most_probability():
     ids = np.array([[[5, 2], [7, 5], [9, 2]]], np.int32)
-    shares = np.array([[[0.6, 0.3], [0.7, 0.2], [0.5, 0.4]]], np.float32)  # 5: 0.8, 7: 0.7, 2: 0.7, 9: 0.5
+    shares = np.array(
+        [[[0.6, 0.3], [0.7, 0.2], [0.5, 0.4]]], np.float32
+    )  # 5: 0.8, 7: 0.7, 2: 0.7, 9: 0.5
     windows = Windows(np.zeros((1, 3), np.int32), None, ids, shares)
-    assert [draft_data.vocabulary(windows, size, 12).tolist() for size in (1, 3, 4)] == [[5], [2, 5, 7], [2, 5, 7, 9]]
+    assert [draft_data.vocabulary(windows, size, 12).tolist() for size in (1, 3, 4)] == [
+        [5],
+        [2, 5, 7],
+        [2, 5, 7, 9],
+    ]
     assert draft_data.vocabulary(windows, 4, 12).dtype == np.int32
 
 
@@ -255,18 +307,26 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     windows = draft_data.stored(run.out / "held_out.npz")
     n, s = windows.tokens.shape
     assert (n, s) == (SIZES["held_out"], SIZES["prompt"] + SIZES["output"])
-    chex.assert_shape([windows.features, windows.ids, windows.shares], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)])
+    chex.assert_shape(
+        [windows.features, windows.ids, windows.shares], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)]
+    )
     chex.assert_type(list(windows), [np.int32, np.float16, np.int32, np.float32])
     assert (np.diff(windows.shares, axis=-1) <= 0).all()
     assert (windows.shares.sum(-1) <= 1 + 1e-6).all()
     # the first prompt is continued greedily
-    np.testing.assert_array_equal(windows.tokens[0, SIZES["prompt"] :], windows.ids[0, SIZES["prompt"] - 1 : -1, 0])
+    np.testing.assert_array_equal(
+        windows.tokens[0, SIZES["prompt"] :], windows.ids[0, SIZES["prompt"] - 1 : -1, 0]
+    )
     last = windows.features[..., -64:].astype(np.float64)
-    norm, head = (np.asarray(named(model.params)[name], np.float64) for name in ("norm.weight", "head.weight"))
+    norm, head = (
+        np.asarray(named(model.params)[name], np.float64) for name in ("norm.weight", "head.weight")
+    )
     logits = (last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.eps) * norm) @ head.T
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    np.testing.assert_allclose(np.take_along_axis(p, windows.ids, axis=-1), windows.shares, atol=0.02)
+    np.testing.assert_allclose(
+        np.take_along_axis(p, windows.ids, axis=-1), windows.shares, atol=0.02
+    )
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -279,10 +339,15 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert last["held_out"] < first["held_out"]
     assert all(len(entry["right"]) == PASSES for entry in run.losses)
     about, columns, *rows, end = (line for line in run.said if ".npz: " not in line)
-    assert about.startswith(f"{sum(x.size for x in stored(run.out, model).values()):,} parameters, 240 tokens to train")
+    assert about.startswith(
+        f"{sum(x.size for x in stored(run.out, model).values()):,} parameters, 240 tokens to train"
+    )
     assert columns.split()[:3] == ["step", "train", "held"]
     assert [int(row.split()[0]) for row in rows] == [4, 8, 12]
-    shown = re.search(r"an engine accepts ([\d.]+) % of (\d+) drafts .*, ([\d.]+) tokens of a sequence a step", end)
+    shown = re.search(
+        r"an engine accepts ([\d.]+) % of (\d+) drafts .*, ([\d.]+) tokens of a sequence a step",
+        end,
+    )
     assert shown is not None, end
     assert 0 <= float(shown[1]) <= 100
     assert int(shown[2]) > 0
@@ -316,11 +381,25 @@ def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
         train_draft.train(run.out, other, EVERY)
     assert (
         train_draft.main(
-            ["--out", str(run.out), "--model", setup.model, "--vocabulary", "64", "--prompt", "8", "--output", "9"]
+            [
+                "--out",
+                str(run.out),
+                "--model",
+                setup.model,
+                "--vocabulary",
+                "64",
+                "--prompt",
+                "8",
+                "--output",
+                "9",
+            ]
         )
         == 2
     )
-    assert re.search("error: .* another run: steps is 600, there 12; vocabulary is 64, .*", capsys.readouterr().err)
+    assert re.search(
+        "error: .* another run: steps is 600, there 12; vocabulary is 64, .*",
+        capsys.readouterr().err,
+    )
     assert sorted(path.name for path in run.out.rglob("*")) == before
 
 
@@ -343,8 +422,12 @@ def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
         (["--steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_draft, "train", lambda *_, **__: pytest.fail("this would take minutes"))
+def test_bad_arguments_are_refused_before_anything_runs(
+    words, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        train_draft, "train", lambda *_, **__: pytest.fail("this would take minutes")
+    )
     with pytest.raises(SystemExit):
         train_draft.main(["--out", str(tmp_path / "x"), *words])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -357,7 +440,9 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
         (["--vocabulary", "321"], "a vocabulary of 321 tokens; the model has 320"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(setup, words, message, capsys, tmp_path):
+def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
+    setup, words, message, capsys, tmp_path
+):
     few = ["--model", setup.model, "--vocabulary", "48", "--prompt", "8", "--output", "12"]
     assert train_draft.main(["--out", str(tmp_path / "x"), *few, *words]) == 2
     assert re.search(message, capsys.readouterr().err)
@@ -365,6 +450,8 @@ def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(setup, w
 
 
 def test_a_model_that_is_not_there_is_an_error_in_a_sentence(tmp_path, capsys):
-    assert train_draft.main(["--out", str(tmp_path / "x"), "--model", str(tmp_path / "nothing")]) == 2
+    assert (
+        train_draft.main(["--out", str(tmp_path / "x"), "--model", str(tmp_path / "nothing")]) == 2
+    )
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "x").exists()

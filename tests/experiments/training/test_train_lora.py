@@ -84,7 +84,11 @@ def several(loaded) -> Any:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for name in NAMES for path in (folder / name).iterdir()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for name in NAMES
+        for path in (folder / name).iterdir()
+    }
 
 
 def assert_close(report: dict[str, Any], other: dict[str, Any]) -> None:
@@ -102,7 +106,9 @@ def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_traine
         assert last["train"][name] < first["train"][name]
         assert last["held_out"][name] < first["held_out"][name]
         assert abs(table[name][name]["loss"] - last["held_out"][name]) < 1e-4
-        assert table[name][name]["loss"] + 0.1 < min(table[other][name]["loss"] for other in table if other != name)
+        assert table[name][name]["loss"] + 0.1 < min(
+            table[other][name]["loss"] for other in table if other != name
+        )
         assert all(0 <= by_task[name]["right"] <= 1 for by_task in table.values())
     assert 0 < whole.report["largest_difference"] < 1e-4
     assert json.loads((whole.out / "log.json").read_text()) == whole.losses
@@ -123,7 +129,10 @@ def test_step_0_is_the_base_which_never_changes(module, several):
     chex.assert_trees_all_equal(base, score(module, held_out.tokens, held_out.lengths))
     for name in NAMES:
         chex.assert_trees_all_equal(trainer.chances(state.params[name], held_out), base)
-    different = [(a != b).any() for (a, _), (b, _) in zip(*(start[name].values() for name in NAMES), strict=True)]
+    different = [
+        (a != b).any()
+        for (a, _), (b, _) in zip(*(start[name].values() for name in NAMES), strict=True)
+    ]
     assert all(different), "each adapter has its own A"
     for step in range(2):  # in the first step B is zero, so A has no gradient
         state, _ = trainer.update(state, {name: task.batch(step) for name, task in several.items()})
@@ -186,7 +195,9 @@ def test_some_modules_and_orbax_folders(model, module, tmp_path):
 
 @pytest.mark.oracle
 def test_peft_gives_the_same_log_probabilities(whole, model, module, several, tmp_path):
-    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+    torch, peft, transformers = (
+        pytest.importorskip(name) for name in ("torch", "peft", "transformers")
+    )
     base = convert(model, tmp_path / "base", to="safetensors", progress=False)
     for name in NAMES:
         held_out = several[name].held_out
@@ -216,7 +227,11 @@ def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
         prompt, answer = decode(held_out.prompt(i)), decode(held_out.answer(i))
         digits = ast.literal_eval(prompt.removeprefix(">>> sorted(").removesuffix(")\n"))
         assert len(set(digits)) == DIGITS
-        assert (prompt, answer) == question(digits) == (f">>> sorted({digits})\n", f"{sorted(digits)}\n")
+        assert (
+            (prompt, answer)
+            == question(digits)
+            == (f">>> sorted({digits})\n", f"{sorted(digits)}\n")
+        )
         assert several["sort"].right(answer, answer)
         assert not several["sort"].right(answer, answer.replace("]", ", 1]"))
 
@@ -224,11 +239,19 @@ def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
 def test_capitals_are_the_documentations(loaded, several):
     batch, held_out = several["upper"].batch(3), several["upper"].held_out
     for examples in (batch, held_out):
-        assert all(loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row) for row in examples.tokens)
+        assert all(
+            loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row)
+            for row in examples.tokens
+        )
     assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [8 * 37, 8 * 26]
     assert held_out.prompts.tolist() == [12] * 8
     right = several["upper"].right
-    assert [right("", said) for said in ("THE X.", "The x.", "...", "")] == [True, False, False, False]
+    assert [right("", said) for said in ("THE X.", "The x.", "...", "")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_examples_depend_on_seed_and_step_alone(loaded, several):
@@ -251,8 +274,14 @@ def test_examples_depend_on_seed_and_step_alone(loaded, several):
         (["--alpha", "0"], "--alpha is 0.0; it must be above 0 and finite"),
         (["--rate", "nan"], "--rate is nan; it must be above 0 and finite"),
         (["--seed", "-1"], r"--seed is -1; it must be in \[0, 2\*\*32\)"),
-        (["--to", "gguf"], r"--to: invalid choice: 'gguf' \(choose from '?safetensors'?, '?orbax'?\)"),
-        ([], "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one"),
+        (
+            ["--to", "gguf"],
+            r"--to: invalid choice: 'gguf' \(choose from '?safetensors'?, '?orbax'?\)",
+        ),
+        (
+            [],
+            "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one",
+        ),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, capsys, options, message):
@@ -264,11 +293,20 @@ def test_wrong_options_are_refused(tmp_path, capsys, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--modules", "q_proj,c_attn"], "modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use"),
+        (
+            ["--modules", "q_proj,c_attn"],
+            "modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use",
+        ),
         (["--context", "64"], "--context is 64; this model has room for 63 tokens: lower it"),
         (["--context", "30"], "--context is 30; a list to sort has up to 38 tokens: raise it"),
-        (["--held-out", "9999"], r"--held-out is 9999; the held-out text has \d+ windows: lower it or --context"),
-        (["--lists", "5040"], "--held-out is 64 and --lists 5040; there are 5040 lists: lower one of them"),
+        (
+            ["--held-out", "9999"],
+            r"--held-out is 9999; the held-out text has \d+ windows: lower it or --context",
+        ),
+        (
+            ["--lists", "5040"],
+            "--held-out is 64 and --lists 5040; there are 5040 lists: lower one of them",
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_written(

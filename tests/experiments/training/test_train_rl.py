@@ -66,7 +66,10 @@ def whole(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
 
 
 def stored(folder: Path) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in named(load_model(folder, linear_impl="xla").model.params).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in named(load_model(folder, linear_impl="xla").model.params).items()
+    }
 
 
 def test_the_policies_are_one_in_exact_mode(whole, model):
@@ -79,13 +82,19 @@ def test_the_policies_are_one_in_exact_mode(whole, model):
     assert json.loads((out / "log.json").read_text()) == log
     assert (out / "reward.svg").read_text().startswith("<?xml")
     before, after = stored(model), stored(out / "model")
-    assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), "all parameters learn"
-    assert LLM(out / "model", num_blocks=4, max_num_seqs=1, compilation="lazy", progress=False).tokenizer.encode("1+1=")
+    assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), (
+        "all parameters learn"
+    )
+    assert LLM(
+        out / "model", num_blocks=4, max_num_seqs=1, compilation="lazy", progress=False
+    ).tokenizer.encode("1+1=")
 
 
 @pytest.mark.slow
 def test_the_divergence_is_measured_without_exact_mode(model, tmp_path):
-    log = train_rl.train(model, tmp_path / "run", replace(SETUP, steps=2, exact=False), 1, say=lambda _: None)
+    log = train_rl.train(
+        model, tmp_path / "run", replace(SETUP, steps=2, exact=False), 1, say=lambda _: None
+    )
     assert all(0 <= entry["kl"] < 1e-6 for entry in log)
     assert all(entry["largest_difference"] < 1e-4 for entry in log)
 
@@ -110,7 +119,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
     assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
     chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
     again: list[str] = []
-    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=again.append) == log, "a run that has ended"
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=again.append) == log, (
+        "a run that has ended"
+    )
     assert len(again) == 1
     with pytest.raises(ValueError, match=r"holds another run: rate is 0.1, there 0.003"):
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
@@ -127,7 +138,9 @@ def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
 
 @pytest.mark.slow
 def test_rewards_rise(model, tmp_path):
-    log = train_rl.train(model, tmp_path / "run", replace(SETUP, steps=60, sums=8, group=16), 20, say=lambda _: None)
+    log = train_rl.train(
+        model, tmp_path / "run", replace(SETUP, steps=60, sums=8, group=16), 20, say=lambda _: None
+    )
     first, last = (np.mean([entry["reward"] for entry in part]) for part in (log[:10], log[-10:]))
     assert last > first + 0.1
 
@@ -169,14 +182,24 @@ def test_the_divergence_is_that_of_two_distributions():
     rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), theirs[drawn], None)
     found = train_rl.divergence(ours[drawn], rollouts)
     chex.assert_trees_all_close(found["kl"], (jnp.exp(theirs) * (theirs - ours)).sum(), rtol=0.03)
-    chex.assert_trees_all_close(found["largest_difference"], jnp.abs(ours - theirs).max(), rtol=1e-6)
+    chex.assert_trees_all_close(
+        found["largest_difference"], jnp.abs(ours - theirs).max(), rtol=1e-6
+    )
     same = train_rl.divergence(theirs[drawn], rollouts)
     assert (float(same["kl"]), float(same["largest_difference"])) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("text", "number", "worth"),
-    [("7", 7, 1), (" 7\n", 7, 1), ("8", 8, 0.5), ("5 ", 5, 1 / 3), ("x", None, 0), ("", None, 0), ("77", 77, 1 / 71)],
+    [
+        ("7", 7, 1),
+        (" 7\n", 7, 1),
+        ("8", 8, 0.5),
+        ("5 ", 5, 1 / 3),
+        ("x", None, 0),
+        ("", None, 0),
+        ("77", 77, 1 / 71),
+    ],
 )
 def test_rewards_can_be_checked(text, number, worth):
     assert said(text) == number
@@ -198,7 +221,10 @@ def test_sums_depend_on_seed_and_step_alone():
         (["--largest", "1000"], "--largest is 1000; it must be at most 999"),
         (["--rate", "0"], "--rate is 0.0; it must be above 0 and below 1"),
         (["--seed", "-1"], r"--seed is -1; it must be in \[0, 2\*\*32\)"),
-        ([], "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one"),
+        (
+            [],
+            "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one",
+        ),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, capsys, options, message):

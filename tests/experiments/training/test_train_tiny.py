@@ -87,7 +87,10 @@ def config():
 
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """The parameters of a model's folder."""
-    return {name: np.asarray(x) for name, x in named(load_model(folder, dtype="float32").model.params).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in named(load_model(folder, dtype="float32").model.params).items()
+    }
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -104,7 +107,9 @@ def test_held_out_text_is_a_tenth_without_overlap():
 def test_tokens_are_the_text_and_topics_have_an_end(data):
     train, held_out = training_data.texts()
     for tokens, parts in ((data.train, train), (data.held_out, held_out)):
-        assert data.tokenizer.decode(tokens, skip_special_tokens=False) == "".join(part + END for part in parts)
+        assert data.tokenizer.decode(tokens, skip_special_tokens=False) == "".join(
+            part + END for part in parts
+        )
         assert (tokens == 0).sum() == len(parts)
         assert 0 <= tokens.min() <= tokens.max() < SETUP.vocab
 
@@ -113,7 +118,10 @@ def test_window_depends_on_seed_and_step_only(data):
     one = train_tiny.windows(data.train, SETUP, 7)
     chex.assert_shape(one, (SETUP.batch, SETUP.context + 1))
     np.testing.assert_array_equal(one, train_tiny.windows(data.train, SETUP, 7))
-    for other in (train_tiny.windows(data.train, SETUP, 8), train_tiny.windows(data.train, replace(SETUP, seed=1), 7)):
+    for other in (
+        train_tiny.windows(data.train, SETUP, 8),
+        train_tiny.windows(data.train, replace(SETUP, seed=1), 7),
+    ):
         assert (one != other).any()
     text = data.train.tobytes()
     assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in one)
@@ -142,9 +150,15 @@ def test_dense_attention_matches_paged_attention(module, data):
     """On the same windows, each in its own page."""
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
     b, s = tokens.shape
-    pages = cache.init(layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32")
+    pages = cache.init(
+        layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32"
+    )
     paged = attention.attend("reference", module.config.attn_scale)
-    run = jax.jit(lambda: module.logits(module.hidden(pages, windows.packed(tokens), paged)[1]).reshape(b, s, -1))
+    run = jax.jit(
+        lambda: module.logits(module.hidden(pages, windows.packed(tokens), paged)[1]).reshape(
+            b, s, -1
+        )
+    )
     found = LOGITS(module, tokens)
     chex.assert_shape(found, (b, s, SETUP.vocab))
     chex.assert_tree_all_finite(found)
@@ -159,7 +173,9 @@ def test_logits_are_causal_and_independent_of_other_windows(module, data):
         later[row, place + 1 :] = 5
         later[1 - row] = 7
         changed[row, place] = 5
-        return [np.asarray(LOGITS(module, jnp.asarray(x)))[row, place] for x in (tokens, later, changed)]
+        return [
+            np.asarray(LOGITS(module, jnp.asarray(x)))[row, place] for x in (tokens, later, changed)
+        ]
 
     before, same, other = at(1, 9)
     chex.assert_trees_all_equal(before, same)
@@ -175,7 +191,10 @@ def test_written_model_gives_training_logprobs(run):
     logits = np.asarray(LOGITS(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
     found = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     assert out.outputs[0].token_ids == tuple(np.argmax(found, -1))
-    served = [entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)]
+    served = [
+        entry[token].logprob
+        for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)
+    ]
     chex.assert_trees_all_close(np.array(served, np.float32), found.max(-1), rtol=1e-7, atol=1e-4)
     assert out.outputs[0].text == llm.tokenizer.decode(tokens[-LENGTH:])
 
@@ -185,10 +204,17 @@ def test_all_parameters_train_and_are_served_without_compilation(config, data):
     state, tokenizer = trainer.start, data.tokenizer
     first = {name: np.array(x) for name, x in named(state.params).items()}
     assert set(first) == {".".join(entry.path) for entry in llama.param_table(config)}
-    llm = LLM(params=state.params, config=train_tiny.hf_config(SETUP), tokenizer=tokenizer, **train_tiny.serving())
+    llm = LLM(
+        params=state.params,
+        config=train_tiny.hf_config(SETUP),
+        tokenizer=tokenizer,
+        **train_tiny.serving(),
+    )
     texts = {train_tiny.sample(llm)}
     for step in range(4):
-        state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))  # donates the old state
+        state, _ = trainer.update(
+            state, train_tiny.windows(data.train, SETUP, step)
+        )  # donates the old state
         before = compilations.counts()
         text, compiled = train_tiny.updated(llm, state.params)
         assert (compiled, compilations.counts()) == (0, before)
@@ -211,7 +237,9 @@ def test_run_learns_and_writes_model(run):
     assert last["train"] < first["train"]
     assert last["held_out"] < first["held_out"] < np.log(SETUP.vocab)
     heading, columns, *rows, end = run.said
-    assert heading.startswith(f"{sum(x.size for x in stored(run.out / 'model').values()):,} parameters, ")
+    assert heading.startswith(
+        f"{sum(x.size for x in stored(run.out / 'model').values()):,} parameters, "
+    )
     assert columns.split()[:3] == ["step", "train", "held"]
     for row, entry in zip(rows, run.losses, strict=True):
         shown = re.fullmatch(r" +(\d+) +([\d.]+) +([\d.]+) +[\d,]+ +0  ['\"].*['\"]", row)
@@ -222,7 +250,11 @@ def test_run_learns_and_writes_model(run):
             f"{entry['held_out']:.3f}",
         )
     assert end.startswith(f"{run.out / 'model'}: The function")
-    assert {path.name for path in (run.out / "model").iterdir()} >= {"config.json", "tokenizer.json", "params"}
+    assert {path.name for path in (run.out / "model").iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "params",
+    }
     assert sorted(path.name for path in (run.out / "checkpoints").iterdir()) == ["16", "24"]
 
 
@@ -282,7 +314,9 @@ def test_command_trains_on_english(tmp_path):
     out = tmp_path / "tiny"
     words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3000
+    )
     assert done.returncode == 0, done.stderr
     alone = float(re.search(r"by frequencies alone is ([\d.]+)", done.stdout)[1])
     rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
@@ -309,8 +343,12 @@ def test_command_trains_on_english(tmp_path):
         (["--steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_tiny, "train", lambda *_, **__: pytest.fail("this would take minutes"))
+def test_bad_arguments_are_refused_before_anything_runs(
+    words, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        train_tiny, "train", lambda *_, **__: pytest.fail("this would take minutes")
+    )
     with pytest.raises(SystemExit):
         train_tiny.main(["--out", str(tmp_path / "x"), *words])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -318,19 +356,30 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
 
 def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
     begin = lambda out, *run: train_tiny.begin(out, train_tiny.options(*run))  # noqa: E731
-    with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Use its"):
+    with pytest.raises(
+        ValueError,
+        match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Use its",
+    ):
         begin(run.out, replace(SETUP, steps=9, seed=2), data)
     with pytest.raises(ValueError, match=r"another run: text is \w{16}, there \w{16}\. .* version"):
         begin(run.out, SETUP, data._replace(train=data.train[1:]))
     begin(run.out, SETUP, data)
     (tmp_path / "notes").write_text("mine")
     assert train_tiny.main(["--out", str(tmp_path)]) == 2
-    assert "exists and is not an empty folder; choose a new folder, or remove this one first" in capsys.readouterr().err
+    assert (
+        "exists and is not an empty folder; choose a new folder, or remove this one first"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is damaged .* remove .*, or give another --out"):
+    with pytest.raises(
+        ValueError, match=r"run\.json is damaged .* remove .*, or give another --out"
+    ):
         begin(tmp_path, SETUP, data)
 
 
 def test_run_file_describes_run(run):
-    assert json.loads((run.out / "run.json").read_text()).items() >= {"steps": 24, "seed": 0, "context": 32}.items()
+    assert (
+        json.loads((run.out / "run.json").read_text()).items()
+        >= {"steps": 24, "seed": 0, "context": 32}.items()
+    )

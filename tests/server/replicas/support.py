@@ -26,12 +26,18 @@ class Cluster(NamedTuple):
     key: str
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, headers={"Authorization": f"Bearer {self.key}"})
+        return httpx.get(
+            f"{self.url}{path}", timeout=60, headers={"Authorization": f"Bearer {self.key}"}
+        )
 
     def replicas(self) -> dict[str, bool]:
         """The replicas that are present -> whether they are healthy."""
         answer = self.get("/replicas")
-        return {one["name"]: one["healthy"] for one in answer.json()["data"]} if answer.status_code == 200 else {}
+        return (
+            {one["name"]: one["healthy"] for one in answer.json()["data"]}
+            if answer.status_code == 200
+            else {}
+        )
 
     def gauges(self, name: str) -> dict[str, float]:
         """A gauge of each replica."""
@@ -44,7 +50,18 @@ class Cluster(NamedTuple):
 def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
     """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and must."""
     routing, log = folder / "routing.jsonl", folder / "log"
-    command = [sys.executable, "-m", "pagedjax", "serve", model, *words, "--port", "0", "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagedjax",
+        "serve",
+        model,
+        *words,
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+    ]
     with log.open("w") as errors:
         process = subprocess.Popen(
             [*command, "--record-routing", str(routing)],
@@ -73,7 +90,9 @@ def process_of_one_replica(cluster: Cluster) -> int:
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             name = line.read_bytes().split(b"\0")[0]
-            if name.startswith(b"ray::ServeReplica:pagedjax:replicas") and _descends(int(line.parts[2]), cluster):
+            if name.startswith(b"ray::ServeReplica:pagedjax:replicas") and _descends(
+                int(line.parts[2]), cluster
+            ):
                 return int(line.parts[2])
         except OSError:  # it has ended
             continue

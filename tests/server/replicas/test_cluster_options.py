@@ -19,12 +19,27 @@ WRONG = [
     ({"replica": 2}, "unknown key 'replica'; did you mean 'replicas'?"),
     ({"drain_seconds": 0}, "drain_seconds is 0; it must be above 0"),
     ({"route_seconds": float("nan")}, "route_seconds is nan; it must be above 0"),
-    ({"server": {"api_key": "secret"}}, "server.api_key is not an option of replicas; write api_key_file beside"),
-    ({"server": {"lecture_endpoints": True}}, "server.lecture_endpoints is not an option of replicas; leave it out"),
+    (
+        {"server": {"api_key": "secret"}},
+        "server.api_key is not an option of replicas; write api_key_file beside",
+    ),
+    (
+        {"server": {"lecture_endpoints": True}},
+        "server.lecture_endpoints is not an option of replicas; leave it out",
+    ),
     ({"server": {"max_queues": 4}}, "unknown key server.'max_queues'; did you mean 'max_queue'?"),
-    ({"engine": {"max_num_seq": 4}}, "unknown key engine.'max_num_seq'; did you mean 'max_num_seqs'?"),
-    ({"resources": {"gpus": 1}}, "resources has the unknown key 'gpus'; Ray knows num_cpus, num_gpus"),
-    ({"resources": {"num_cpus": "half"}}, "resources.num_cpus is 'half'; it must be a number of at least 0"),
+    (
+        {"engine": {"max_num_seq": 4}},
+        "unknown key engine.'max_num_seq'; did you mean 'max_num_seqs'?",
+    ),
+    (
+        {"resources": {"gpus": 1}},
+        "resources has the unknown key 'gpus'; Ray knows num_cpus, num_gpus",
+    ),
+    (
+        {"resources": {"num_cpus": "half"}},
+        "resources.num_cpus is 'half'; it must be a number of at least 0",
+    ),
     ({"resources": {"resources": 3}}, "resources.resources is 3; it must be amounts by name"),
     ({"replicas": "two"}, "replicas is 'two'; it must be an integer"),
     ({"replicas": 1.5}, "replicas is 1.5; it must be an integer"),
@@ -40,10 +55,16 @@ WRONG = [
     ({"server": {"max_queue": "x"}}, "server has a value of a wrong type"),
     ({"router": "nearest"}, "router is 'nearest'; write one of round_robin, least_loaded, prefix"),
     ({"known_blocks": -1}, "known_blocks is -1; it must be at least 0"),
-    ({"autoscaling": {"max": 4}}, "autoscaling has the unknown field 'max'; see Ray Serve's AutoscalingConfig"),
+    (
+        {"autoscaling": {"max": 4}},
+        "autoscaling has the unknown field 'max'; see Ray Serve's AutoscalingConfig",
+    ),
     ({"replicas": 4, "autoscaling": {"max_replicas": 2}}, "autoscaling: .*max_replicas"),
     ({"adapters": {"poems": "folder"}}, "the engine has no adapters; add --enable-lora"),
-    ({"adapters": {"smollm2-135m": "f"}, "engine": {"enable_lora": True}}, "is the name of the model"),
+    (
+        {"adapters": {"smollm2-135m": "f"}, "engine": {"enable_lora": True}},
+        "is the name of the model",
+    ),
 ]
 
 
@@ -54,13 +75,17 @@ def test_a_wrong_option_is_an_error_with_a_remedy(args, message):
 
 
 def test_words_of_serve_run_are_read_as_yaml():
-    found = of_args({"model": "1234", "replicas": "2", "engine": "{max_num_seqs: 4}", "record": "run.jsonl"})
+    found = of_args(
+        {"model": "1234", "replicas": "2", "engine": "{max_num_seqs: 4}", "record": "run.jsonl"}
+    )
     assert (found.model, found.replicas, found.record) == ("1234", 2, "run.jsonl")
     assert found.engine == {"max_num_seqs": 4}
 
 
 def test_autoscaling_has_the_engines_batch_as_its_target():
-    found = of_args({"replicas": 2, "autoscaling": {"max_replicas": 4}, "engine": {"max_num_seqs": 12}}).scaling()
+    found = of_args(
+        {"replicas": 2, "autoscaling": {"max_replicas": 4}, "engine": {"max_num_seqs": 12}}
+    ).scaling()
     assert found is not None
     assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (2, 4, 12)
     assert of_args({}).scaling() is None
@@ -86,7 +111,9 @@ def test_replicas_that_have_no_room_are_refused():
     what = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
     with pytest.raises(ValueError, match=re.escape(what)):
         check_room(options, {"num_gpus": 2}, {"CPU": 8.0, "GPU": 4.0})
-    with pytest.raises(ValueError, match="replicas need an accelerator 'A100', which Ray does not have"):
+    with pytest.raises(
+        ValueError, match="replicas need an accelerator 'A100', which Ray does not have"
+    ):
         check_room(options, {"accelerator_type": "A100"}, {"CPU": 8.0})
     with pytest.raises(ValueError, match=r"each needs 1e\+12 memory, but Ray has 2e\+10"):
         check_room(options, {"memory": 1e12}, {"CPU": 8.0, "memory": 2e10})
@@ -106,21 +133,30 @@ def test_the_command_line_has_the_same_options(tmp_path, monkeypatch):
     assert found.model == str(tmp_path / "model")  # replicas have another working folder
     assert found.of_server().name == "model"
     assert found.engine == {"max_num_seqs": 8}
-    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {"num_gpus": 2, "num_cpus": 0.5}
+    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {
+        "num_gpus": 2,
+        "num_cpus": 0.5,
+    }
 
 
 def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "from pagedjax.routing import Router\nFIRST = Router('first', lambda state, request: state.replicas[0])\n"
     (tmp_path / "mine.py").write_text(text, "utf-8")
-    assert parsed("--replicas", "2", "--router", "mine.py:FIRST").router == f"{tmp_path / 'mine.py'}:FIRST"
+    assert (
+        parsed("--replicas", "2", "--router", "mine.py:FIRST").router
+        == f"{tmp_path / 'mine.py'}:FIRST"
+    )
 
 
 def test_files_of_ones_own_in_the_engine_have_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     engine = {"model_family": "mine.py:FAMILY", "attention_impl": "own.py:MINE", "dtype": "float32"}
     found = options_of(cli.parser().parse_args(["serve"]), engine).engine
-    here = {"model_family": f"{tmp_path}/mine.py:FAMILY", "attention_impl": f"{tmp_path}/own.py:MINE"}
+    here = {
+        "model_family": f"{tmp_path}/mine.py:FAMILY",
+        "attention_impl": f"{tmp_path}/own.py:MINE",
+    }
     assert found == {**here, "dtype": "float32"}
 
 
@@ -129,16 +165,34 @@ def test_files_of_ones_own_in_the_engine_have_absolute_paths(tmp_path, monkeypat
     [
         (("--replicas", "0"), "replicas is 0; it must be at least 1"),
         (("--replicas", "2", "--processes", "2"), "leave --coordinator and --processes out"),
-        (("--replicas", "2", "--allow-runtime-lora-updating"), "name the adapters at the start, with --lora-modules"),
+        (
+            ("--replicas", "2", "--allow-runtime-lora-updating"),
+            "name the adapters at the start, with --lora-modules",
+        ),
         (("--replicas", "2", "--lora-modules", "a=x", "a=y"), "--lora-modules has a name twice"),
         (("--router", "prefix"), "--router is given, and there is one engine; add --replicas N"),
         (("--record-routing", "r.jsonl"), "--record-routing is given, and there is one engine"),
-        (("--replicas", "2", "--api-key-file", "missing"), "the API key file 'missing' cannot be read: No such file"),
+        (
+            ("--replicas", "2", "--api-key-file", "missing"),
+            "the API key file 'missing' cannot be read: No such file",
+        ),
         (("--replicas", "2", "--port", "70000"), "port is 70000"),
-        (("--replicas", "2", "--record-routing", "missing/a.jsonl"), "its folder does not exist or cannot be written"),
-        (("--replicas", "2", "--record-routing", "pyproject.toml"), "exists; name a new file, or delete it"),
-        (("--replicas", "2", "--enable-lora", "--lora-modules", "a=missing"), "a=missing: there is no such folder"),
-        (("--replicas", "2", "--ray-address", "127.0.0.1:1", "--port", "0"), "--port is 0; on a cluster it must be"),
+        (
+            ("--replicas", "2", "--record-routing", "missing/a.jsonl"),
+            "its folder does not exist or cannot be written",
+        ),
+        (
+            ("--replicas", "2", "--record-routing", "pyproject.toml"),
+            "exists; name a new file, or delete it",
+        ),
+        (
+            ("--replicas", "2", "--enable-lora", "--lora-modules", "a=missing"),
+            "a=missing: there is no such folder",
+        ),
+        (
+            ("--replicas", "2", "--ray-address", "127.0.0.1:1", "--port", "0"),
+            "--port is 0; on a cluster it must be",
+        ),
     ],
 )
 def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
@@ -148,14 +202,18 @@ def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
 
 def test_an_empty_key_is_refused(tmp_path):
     (tmp_path / "key").write_text("\n", "utf-8")
-    with pytest.raises(ValueError, match="is empty; write the key into it, or leave it out to need no key"):
+    with pytest.raises(
+        ValueError, match="is empty; write the key into it, or leave it out to need no key"
+    ):
         ClusterOptions(api_key_file=str(tmp_path / "key")).api_key()
     (tmp_path / "key").write_text("secret\n", "utf-8")
     assert ClusterOptions(api_key_file=str(tmp_path / "key")).api_key() == "secret"
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "ray" else object()
+    )
     assert cli.main(["serve", "--replicas", "2"]) == 2
     assert "pip install 'pagedjax[ray]'" in capsys.readouterr().err
 

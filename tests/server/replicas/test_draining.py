@@ -17,8 +17,25 @@ from tests.server.replicas.support import Cluster, cluster, process_of_one_repli
 from tests.server.support import wait_until
 
 pytestmark = pytest.mark.slow
-SIZES = ("--max-num-seqs", "4", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
-WORDS = ("--replicas", "2", "--replica-resources", "num_cpus=0.5", "--served-model-name", "tiny", *SIZES)
+SIZES = (
+    "--max-num-seqs",
+    "4",
+    "--num-blocks",
+    "256",
+    "--max-num-batched-tokens",
+    "64",
+    "--token-buckets",
+    "8,64",
+)
+WORDS = (
+    "--replicas",
+    "2",
+    "--replica-resources",
+    "num_cpus=0.5",
+    "--served-model-name",
+    "tiny",
+    *SIZES,
+)
 BODY = {"temperature": 0.0, "ignore_eos": True, "prompt": [20, 30, 40]}
 
 
@@ -56,7 +73,9 @@ def stopped(made: Cluster, tokens: int, count: int) -> tuple[list, list, float]:
                 if sum((await asyncio.to_thread(made.gauges, "num_requests_running")).values()) > 1:
                     break
                 await asyncio.sleep(0.1)
-            assert not any(task.done() for task in (*answers, *streams)), "the requests were too short for this test"
+            assert not any(task.done() for task in (*answers, *streams)), (
+                "the requests were too short for this test"
+            )
             made.process.send_signal(signal.SIGTERM)
             return await asyncio.gather(*answers), await asyncio.gather(*streams)
 
@@ -75,7 +94,9 @@ def test_what_ends_in_time_is_answered(tiny_folder, tmp_path):
     assert [status for status, _ in answers] == [200] * 4
     assert {body["usage"]["completion_tokens"] for _, body in answers} == {400}
     assert [events[-1] for events in streams] == ["[DONE]"] * 4
-    assert all(json.loads(events[-2])["choices"][0]["finish_reason"] == "length" for events in streams)
+    assert all(
+        json.loads(events[-2])["choices"][0]["finish_reason"] == "length" for events in streams
+    )
 
 
 def test_what_does_not_is_answered_503(tiny_folder, tmp_path):

@@ -20,7 +20,11 @@ def application(log: list) -> FastAPI:
 
     @app.post("/echo")
     async def echo(request: Request) -> dict:
-        return {"body": (await request.body()).decode(), "query": request.url.query, "key": request.headers["x-key"]}
+        return {
+            "body": (await request.body()).decode(),
+            "query": request.url.query,
+            "key": request.headers["x-key"],
+        }
 
     @app.get("/wait")
     async def wait(request: Request) -> str:
@@ -114,17 +118,25 @@ def test_metrics_of_all_replicas_are_one_page():
         registry = prometheus.CollectorRegistry()
         prometheus.Counter("tokens", "Tokens", ("model",), registry=registry).labels("m").inc(count)
         prometheus.Gauge("running", "Requests", registry=registry).set(count)
-        prometheus.Histogram("seconds", "Time", registry=registry, buckets=(1.0, 2.0)).observe(count)
+        prometheus.Histogram("seconds", "Time", registry=registry, buckets=(1.0, 2.0)).observe(
+            count
+        )
         return prometheus.generate_latest(registry).decode()
 
     whole = list(text_string_to_metric_families(pages.merged({"a": page(1), "b": page(2)})))
     samples = {
-        (one.name, one.labels["replica"], one.labels.get("le")): one for family in whole for one in family.samples
+        (one.name, one.labels["replica"], one.labels.get("le")): one
+        for family in whole
+        for one in family.samples
     }
     assert {one: samples["tokens_total", one, None].value for one in "ab"} == {"a": 1, "b": 2}
     assert samples["tokens_total", "a", None].labels == {"model": "m", "replica": "a"}
     assert {one: samples["running", one, None].value for one in "ab"} == {"a": 1, "b": 2}
     assert {one: samples["seconds_bucket", one, "1.0"].value for one in "ab"} == {"a": 1, "b": 0}
     kinds = {family.name: family.type for family in whole}
-    assert (kinds["tokens"], kinds["running"], kinds["seconds"]) == ("counter", "gauge", "histogram")
+    assert (kinds["tokens"], kinds["running"], kinds["seconds"]) == (
+        "counter",
+        "gauge",
+        "histogram",
+    )
     assert len(kinds) == len(whole), "a family is twice on the page"

@@ -27,11 +27,18 @@ async def no_queue(deadline_s: float) -> int:
 
 def replica(name: str) -> SimpleNamespace:
     """What Serve's router reads of a replica."""
-    fields = {"max_ongoing_requests": 100, "get_queue_len": no_queue, "node_id": "n", "availability_zone": None}
+    fields = {
+        "max_ongoing_requests": 100,
+        "get_queue_len": no_queue,
+        "node_id": "n",
+        "availability_zone": None,
+    }
     return SimpleNamespace(replica_id=ReplicaID(unique_id=name, deployment_id=DEPLOYMENT), **fields)
 
 
-def router(name: str = "least_loaded", drain_seconds: float = 60.0, record=None, kind: type = PureRouter) -> PureRouter:
+def router(
+    name: str = "least_loaded", drain_seconds: float = 60.0, record=None, kind: type = PureRouter
+) -> PureRouter:
     options = {"handle_source": DeploymentHandleSource.REPLICA, "use_replica_queue_len_cache": True}
     made = kind(deployment_id=DEPLOYMENT, **options)
     made.initialize_state(name, 100, drain_seconds, record)
@@ -44,7 +51,9 @@ def call(name: str, **arguments) -> PendingRequest:
 
 
 def asked(made: PureRouter, request: RouterRequest) -> asyncio.Future:
-    return asyncio.ensure_future(made._choose_replica_for_request(call(request.request_id, routed=request)))
+    return asyncio.ensure_future(
+        made._choose_replica_for_request(call(request.request_id, routed=request))
+    )
 
 
 class LeavesWhenChosen(PureRouter):
@@ -81,7 +90,10 @@ def test_assignments_are_those_of_the_pure_router(tmp_path):
         if i % 3 == 2:
             state = routing.finished(state, requests[i - 1].request_id)
     assert found == wanted
-    assert recording.replay((tmp_path / "routing.jsonl").read_text("utf-8").splitlines()) == (state, 12)
+    assert recording.replay((tmp_path / "routing.jsonl").read_text("utf-8").splitlines()) == (
+        state,
+        12,
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -136,7 +148,9 @@ def test_a_replica_that_leaves_is_told_when_its_time_is_over():
         LINK.drained = told.append
         made.update_replicas([replica("a"), replica("b")])
         first = (await asked(made, RouterRequest("q", 1))).replica_id.unique_id
-        made.update_replicas([one for one in map(replica, "ab") if one.replica_id.unique_id != first])
+        made.update_replicas(
+            [one for one in map(replica, "ab") if one.replica_id.unique_id != first]
+        )
         assert made.routing.state.replicas == tuple({"a", "b"} - {first}) == tuple(LINK.present())
         assert not made.routing.state.unfinished
         assert not told
@@ -180,7 +194,11 @@ def test_a_router_that_fails_is_an_error_of_the_request(tmp_path):
 def test_an_ingress_that_starts_again_keeps_the_first_record(tmp_path):
     for _ in range(3):
         router(record=str(tmp_path / "routing.jsonl")).routing.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["routing.2.jsonl", "routing.3.jsonl", "routing.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "routing.2.jsonl",
+        "routing.3.jsonl",
+        "routing.jsonl",
+    ]
 
 
 def test_routing_goes_on_without_a_record(tmp_path, caplog):

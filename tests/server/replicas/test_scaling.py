@@ -15,9 +15,23 @@ from tests.server.replicas.support import Cluster, cluster, idle
 from tests.server.support import wait_until
 
 pytestmark = pytest.mark.slow
-SIZES = ("--max-num-seqs", "4", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
+SIZES = (
+    "--max-num-seqs",
+    "4",
+    "--num-blocks",
+    "256",
+    "--max-num-batched-tokens",
+    "64",
+    "--token-buckets",
+    "8,64",
+)
 SCALING = {
-    **{"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 1, "downscale_delay_s": 3},
+    **{
+        "max_replicas": 2,
+        "target_ongoing_requests": 4,
+        "upscale_delay_s": 1,
+        "downscale_delay_s": 3,
+    },
     "look_back_period_s": 11,  # Serve measures every 10 s
 }
 PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
@@ -25,7 +39,11 @@ PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
 
 async def asked(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
     answer = await client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=tokens, temperature=0.0, extra_body={"ignore_eos": True}
+        model="tiny",
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0.0,
+        extra_body={"ignore_eos": True},
     )
     return answer.choices[0].text
 
@@ -46,17 +64,37 @@ async def while_it_grows(made: Cluster, key: str) -> list[tuple[int, str]]:
             await asyncio.sleep(0.5)
         grown.set()
 
-    async with openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0, timeout=300) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{made.url}/v1", api_key=key, max_retries=0, timeout=300
+    ) as client:
         await asyncio.gather(watch(), *(live(client, i) for i in range(12)))
     return answers
 
 
 def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    wanted = [output.outputs[0].text for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)]
+    wanted = [
+        output.outputs[0].text
+        for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)
+    ]
     (tmp_path / "key").write_text("secret\n", "utf-8")
-    words = ("--replicas", "1", "--autoscaling", json.dumps(SCALING), "--replica-resources", "num_cpus=0.5", *SIZES)
-    options = ("--served-model-name", "tiny", "--api-key-file", str(tmp_path / "key"), "--router", "least_loaded")
+    words = (
+        "--replicas",
+        "1",
+        "--autoscaling",
+        json.dumps(SCALING),
+        "--replica-resources",
+        "num_cpus=0.5",
+        *SIZES,
+    )
+    options = (
+        "--served-model-name",
+        "tiny",
+        "--api-key-file",
+        str(tmp_path / "key"),
+        "--router",
+        "least_loaded",
+    )
     with cluster(str(tiny_folder), tmp_path, *words, *options, key="secret") as made:
         assert httpx.get(f"{made.url}/v1/models").status_code == 401
         assert httpx.get(f"{made.url}/replicas").status_code == 401

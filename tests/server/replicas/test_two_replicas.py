@@ -42,7 +42,9 @@ WORDS = (
     "town",
 )
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "num_blocks": 512, "max_model_len": 256}
-OPTIONS = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+OPTIONS = [
+    word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))
+]
 
 
 class Sent(NamedTuple):
@@ -74,7 +76,9 @@ async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: boo
     options = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
     try:
         if not stream:
-            whole = await client.completions.with_raw_response.create(**options, extra_body={"ignore_eos": True})
+            whole = await client.completions.with_raw_response.create(
+                **options, extra_body={"ignore_eos": True}
+            )
             return Sent(number, whole.parse().choices[0].text, whole.headers["x-replica"])
         text, replica = "", None
         call = client.completions.with_streaming_response.create(
@@ -110,12 +114,16 @@ async def load(url: str, kill, draw: random.Random) -> tuple[list[Sent], int, in
             leaves = draw.random() < 1 / 3
             try:
                 async with asyncio.timeout(draw.uniform(0.05, 1.0) if leaves else 200):
-                    found.append(await send(client, number, texts[number % 60], draw.random() < 0.5))
+                    found.append(
+                        await send(client, number, texts[number % 60], draw.random() < 0.5)
+                    )
             except TimeoutError:
                 assert leaves, "an answer took 200 s"
                 left += 1
 
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
         await asyncio.gather(*(live(client) for _ in range(CLIENTS)))
     return found, left, before
 
@@ -126,33 +134,51 @@ def kept_to_their_replica(found: list[Sent]) -> float:
     for one in found:
         if one.replica is not None:
             groups[one.number % GROUPS][one.replica] += 1
-    return sum(max(group.values()) for group in groups.values()) / sum(group.total() for group in groups.values())
+    return sum(max(group.values()) for group in groups.values()) / sum(
+        group.total() for group in groups.values()
+    )
 
 
 def test_200_requests_while_clients_leave_and_a_replica_is_killed(wanted, tmp_path):
     with cluster("smollm2-135m", tmp_path, "--replicas", "2", *OPTIONS) as made:
         first = made.replicas()
         assert list(first.values()) == [True, True]
-        found, left, before = asyncio.run(load(made.url, lambda: kill_one_replica(made), random.Random(1)))
+        found, left, before = asyncio.run(
+            load(made.url, lambda: kill_one_replica(made), random.Random(1))
+        )
         answered = [one for one in found if one.text is not None]
         failed = [one for one in found if one.text is None]
-        assert [one for one in answered if one.text != wanted[one.number % 60]] == [], "wrong answers"
-        assert {one.error for one in failed} <= {"503 replica_ended", "within a stream: replica_ended"}
+        assert [one for one in answered if one.text != wanted[one.number % 60]] == [], (
+            "wrong answers"
+        )
+        assert {one.error for one in failed} <= {
+            "503 replica_ended",
+            "within a stream: replica_ended",
+        }
         assert 0 < len(failed) <= CLIENTS  # at most what was under way in the killed replica
         assert left > 30
         assert {one.replica for one in answered[:before]} == set(first)
         assert kept_to_their_replica(answered[:before]) > 0.8
 
         wait_until(lambda: list(made.replicas().values()) == [True, True], 240)
-        assert len(first.keys() & made.replicas().keys()) == 1, "the killed replica has not been replaced"
+        assert len(first.keys() & made.replicas().keys()) == 1, (
+            "the killed replica has not been replaced"
+        )
         wait_until(lambda: idle(made), 60)
         with httpx.Client(base_url=made.url, timeout=120) as client:
             for name in made.replicas():  # the new one gives the same answers
-                body = {"prompt": prompts()[0], "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+                body = {
+                    "prompt": prompts()[0],
+                    "max_tokens": TOKENS,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                }
                 answer = client.post(f"/replicas/{name}/v1/completions", json=body)
                 assert answer.headers["x-replica"] == name
                 assert answer.json()["choices"][0]["text"] == wanted[0]
-            assert client.get("/replicas/nobody/health").json()["error"]["code"] == "replica_not_found"
+            assert (
+                client.get("/replicas/nobody/health").json()["error"]["code"] == "replica_not_found"
+            )
         wait_until(lambda: idle(made), 60)
     lines = made.routing.read_text("utf-8").splitlines()
     state, count = recording.replay(lines)  # the cluster's assignments are those of the pure router
