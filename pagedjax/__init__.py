@@ -1,4 +1,6 @@
-"""PagedJAX: a functional, paged-KV inference engine for research. Importing it is cheap and starts no backend."""
+"""PagedJAX: a functional, paged-KV inference engine for research. Importing it is cheap and starts
+no backend.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Frozen, strict configuration. Rejects what it does not know; never adjusts a value silently. Imports no jax.
+"""Frozen, strict configuration. Rejects what it does not know; never adjusts a value silently.
+Imports no jax.
 
-`EngineConfig` is what a user writes (None means "choose for me"); `resolve()` turns it, once, into a `Resolved` in
-which nothing is left to choose. A run saves the resolved one.
+`EngineConfig` is what a user writes (None means "choose for me"); `resolve()` turns it, once, into
+a `Resolved` in which nothing is left to choose. A run saves the resolved one.
 """
 
 from __future__ import annotations
@@ -46,17 +47,20 @@ VLLM_METHODS = {"draft_model": "draft"}
 class Speculative:
     """Speculative decoding: which drafter guesses the next tokens of a sequence, and how many.
 
-    method: "ngram": what followed the last tokens where they occurred before in the sequence (prompt lookup); "suffix":
-        the same by a tree of suffixes, over earlier outputs of the engine too; "draft": a smaller model; "eagle": a
-        head on the model's own layers. One of your own is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
-    model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of "eagle", the folder
-        of a head (`python -m experiments.training.train_draft`).
-    num_tokens: draft tokens of a sequence in a step, at most. One step verifies all of them and adds one token.
-    adaptive: draft fewer tokens, or none, where more would not pay: by the share of accepted drafts and the measured
-        times of steps. Tokens do not depend on it.
-    rule: which drafts are accepted. "strict": those that equal the token that the engine samples in their place, so
-        tokens are those of an engine without drafts. "rejection": speculative sampling (Leviathan et al. 2023), where
-        more drafts are accepted; tokens have the same distribution, and are others. Greedy requests are strict.
+    method: "ngram": what followed the last tokens where they occurred before in the sequence
+        (prompt lookup); "suffix": the same by a tree of suffixes, over earlier outputs of the
+        engine too; "draft": a smaller model; "eagle": a head on the model's own layers. One of your
+        own is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
+    model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of
+        "eagle", the folder of a head (`python -m experiments.training.train_draft`).
+    num_tokens: draft tokens of a sequence in a step, at most. One step verifies all of them and
+        adds one token.
+    adaptive: draft fewer tokens, or none, where more would not pay: by the share of accepted drafts
+        and the measured times of steps. Tokens do not depend on it.
+    rule: which drafts are accepted. "strict": those that equal the token that the engine samples in
+        their place, so tokens are those of an engine without drafts. "rejection": speculative
+        sampling (Leviathan et al. 2023), where more drafts are accepted; tokens have the same
+        distribution, and are others. Greedy requests are strict.
     ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens that is looked up.
     """
 
@@ -111,9 +115,8 @@ class Speculative:
             )
 
 
-_KV_POLICY_SIZES: dict[
-    str, tuple[str, Any, int | None]
-] = {  # by field: its policy, its default, the least integer
+# by field: its policy, its default, the least integer
+_KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {
     "sinks": ("streaming", 4, 0),
     "window": ("streaming", 1020, 1),
     "tokens": ("quest", 1024, 1),
@@ -126,11 +129,13 @@ _KV_POLICY_SIZES: dict[
 class KVPolicyOptions:
     """Which blocks of its sequence a query still sees (docs/design/kv-policies.md).
 
-    name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv 2309.17453); other blocks
-        are given back. "quest": it reads the blocks whose keys fit it best (arXiv 2406.10774); all blocks are kept. A
-        `KVPolicy` of your own is "module:NAME" or "folder/file.py:NAME".
+    name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv
+        2309.17453); other blocks are given back. "quest": it reads the blocks whose keys fit it
+        best (arXiv 2406.10774); all blocks are kept. A `KVPolicy` of your own is "module:NAME" or
+        "folder/file.py:NAME".
     sinks: of "streaming", the first tokens that every query sees; None is 4.
-    window: of "streaming", the last tokens that a query sees at least, its own included; None is 1020.
+    window: of "streaming", the last tokens that a query sees at least, its own included; None is
+        1020.
     tokens: of "quest", the tokens that a query reads at most, its own block included; None is 1024.
     dense_layers: of "quest", the first layers, in which a query reads all; None is 2.
     dense_prompts: of "quest", whether queries of prompts read all; None is True.
@@ -166,8 +171,8 @@ class KVPolicyOptions:
 
     @staticmethod
     def read(value: Any) -> KVPolicyOptions | None:
-        """From None, a name, a mapping of fields (as YAML and the command line give it), or a `KVPolicyOptions`. None
-        is "full".
+        """From None, a name, a mapping of fields (as YAML and the command line give it), or a
+        `KVPolicyOptions`. None is "full".
 
         Raises:
             ValueError: an unknown name or field, or a size out of range.
@@ -190,7 +195,8 @@ class MeshConfig:
     """How many devices share one model, by axis of the mesh (docs/design/devices.md).
 
     tensor: heads, the width of every MLP and the vocabulary are split over it.
-    expert: the experts of a mixture are dealt over it; everything else is split over both axes, as if they were one.
+    expert: the experts of a mixture are dealt over it; everything else is split over both axes, as
+        if they were one.
     """
 
     tensor: int = 1
@@ -235,60 +241,78 @@ class EngineConfig:
     """Sizes and choices of one engine.
 
     block_size: token slots in a cache block (S).
-    max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks share the rest.
-    max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each needs one a step.
+    max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks
+        share the rest.
+    max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each
+        needs one a step.
     max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
-    num_blocks: cache blocks that requests can own; None fills what a step leaves of `memory_fraction` of the free
-        memory (on a CPU at most 4 GiB), but no more than max_num_seqs requests of max_model_len can use.
-    memory_fraction: share of the device's free memory for a step and the cache when num_blocks is None.
+    num_blocks: cache blocks that requests can own; None fills what a step leaves of
+        `memory_fraction` of the free memory (on a CPU at most 4 GiB), but no more than max_num_seqs
+        requests of max_model_len can use.
+    memory_fraction: share of the device's free memory for a step and the cache when num_blocks is
+        None.
     swap_space_gib: host memory for the blocks of sequences that gave theirs up, in GiB; 0 is none.
     dtype: of weights and activations; None is float32 on a CPU and bfloat16 elsewhere.
-    weight_dtype: of matrices; None is dtype, and beside it there is "int8": 8 bits and a scale for each output.
-    kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn" holds four times as many
-        tokens as float32 and twice as many as bfloat16, to 3 bits of mantissa and without scales: nothing above 448.
-    policy: the order of admission and the choice of victims when blocks run out; host/policies.py states the promise of
-        each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
-    attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once. One of your own
-        is "module:NAME" or "folder/file.py:NAME".
-    linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
-        platform, once. One of your own is named in the same way.
-    model_family: what reads the model, if no built-in family does: "module:NAME" or "folder/file.py:NAME" of a
-        `pagedjax.models.Family` (docs/design/models.md). It may replace a built-in one. None: a built-in one.
-    token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
-    batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and
-        with any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations
-        that promise it (docs/design/batch-invariance.md), and excludes the rule "rejection" of speculation.
-    compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
-        it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
-        "background": the largest at start-up, the others one at a time while steps run; a step is padded to the next
-        larger one that exists. It is the default of `LLM` and `pagedjax serve`, excludes speculative, and is for one
-        process.
-    preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
-        to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
-    lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
-        0: each step waits for the one before; 1 hides the host's work behind the device's. It changes no token.
-    speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the names of vLLM's
-        speculative_config; None is off. Unless its rule is "rejection", it changes no token. It excludes lookahead,
-        which sends a step before the tokens are known that a draft would follow.
-    mesh: the devices that share the model, a `MeshConfig` or a mapping such as {"tensor": 4}; None is one device. It
-        changes no token, up to rounding.
+    weight_dtype: of matrices; None is dtype, and beside it there is "int8": 8 bits and a scale for
+        each output.
+    kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn"
+        holds four times as many tokens as float32 and twice as many as bfloat16, to 3 bits of
+        mantissa and without scales: nothing above 448.
+    policy: the order of admission and the choice of victims when blocks run out; host/policies.py
+        states the promise of each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
+    attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform,
+        once. One of your own is "module:NAME" or "folder/file.py:NAME".
+    linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored;
+        None chooses by platform, once. One of your own is named in the same way.
+    model_family: what reads the model, if no built-in family does: "module:NAME" or
+        "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md). It may replace
+        a built-in one. None: a built-in one.
+    token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to
+        the budget.
+    batch_invariant: the tokens and log-probabilities of a request have the same bits beside any
+        other requests, and with any bucket, chunk, block size, cached prefix, preemption and number
+        of threads. It needs implementations that promise it (docs/design/batch-invariance.md), and
+        excludes the rule "rejection" of speculation.
+    compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when
+        a step first needs it, so that the first token comes sooner. Then no step is measured when
+        the number of blocks is chosen. "background": the largest at start-up, the others one at a
+        time while steps run; a step is padded to the next larger one that exists. It is the default
+        of `LLM` and `pagedjax serve`, excludes speculative, and is for one process.
+    preemption: what happens to the content of a preempted sequence. "recompute": it is computed
+        again; "swap": it moves to host memory, `swap_space_gib` of it at most, and comes back; what
+        finds no room there is computed again.
+    lookahead: steps that are sent to the device before the tokens of the current step are known
+        (engine/lookahead.py). 0: each step waits for the one before; 1 hides the host's work behind
+        the device's. It changes no token.
+    speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
+        names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
+        no token. It excludes lookahead, which sends a step before the tokens are known that a draft
+        would follow.
+    mesh: the devices that share the model, a `MeshConfig` or a mapping such as {"tensor": 4}; None
+        is one device. It changes no token, up to rounding.
     devices: positions in `jax.devices()` of the devices to use, one each; None is the first ones.
-    enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
-    chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
-        them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
-    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", "quest", your own, or a
-        `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4, "window": 1020}. Blocks that no query
-        sees any more are free for others. All but "full" change tokens.
-    free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
-    reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
-        whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
-    enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one device, and products
-        that can add those of low rank; it excludes draft models.
+    enable_prefix_caching: keep full blocks after their requests ended and share them with requests
+        that begin alike.
+    chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes
+        share steps. Without them steps are made as earlier engines made them (host/step_kinds.py),
+        to compare with.
+    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", "quest",
+        your own, or a `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4,
+        "window": 1020}. Blocks that no query sees any more are free for others. All but "full"
+        change tokens.
+    free_window_blocks: give blocks back that lie before the windows of layers that have one. It
+        changes no token.
+    reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of
+        the cache for its whole life, as engines before paging did (host/reservation.py); it needs
+        enable_prefix_caching=False.
+    enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one
+        device, and products that can add those of low rank; it excludes draft models.
     max_loras: adapters that an engine has at once, beside none, at most.
     max_lora_rank: the rank of an adapter, at most; those of lower ranks are padded with zeros.
-    row_features: sampling options of one's own (docs/design/logits-processors.md), each "module:NAME" or
-        "folder/file.py:NAME" of a `RowFeature`.
-    max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
+    row_features: sampling options of one's own (docs/design/logits-processors.md), each
+        "module:NAME" or "folder/file.py:NAME" of a `RowFeature`.
+    max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1
+        GiB.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -467,7 +491,9 @@ class EngineConfig:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether steps or reservations are those of an earlier engine (host/step_kinds.py, host/reservation.py)."""
+        """Whether steps or reservations are those of an earlier engine (host/step_kinds.py,
+        host/reservation.py).
+        """
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
 
     def _check_adapters(self) -> None:
@@ -508,7 +534,8 @@ NONE_STAYS = ("speculative", "mesh", "devices", "kv_policy", "model_family")
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
-    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this.
+    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and
+    saves this.
 
     Where None means "without" or "the first ones" (NONE_STAYS), it stays None.
     """
@@ -605,7 +632,8 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
 def from_dict(
     cls: type[Config], values: dict[str, Any], *, where: str = "", others: Iterable[str] = ()
 ) -> Config:
-    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the nearest known one.
+    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the
+    nearest known one.
 
     Args:
         others: names that the caller knows beside the fields, to suggest.

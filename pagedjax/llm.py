@@ -50,29 +50,30 @@ from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
-Prompt = (
-    str | Sequence[int] | Mapping[str, Any]
-)  # a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
+# a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
     """An engine with a tokenizer.
 
     Args:
-        model: a path, hub id or name for `load_model`, or the result of `load_model` or `from_params`; None is
-            DEFAULT_MODEL.
-        params, config, tokenizer: the arguments of `from_params`, in place of `model`. With a path, hub id or name,
-            `tokenizer` is another one than the model's own.
+        model: a path, hub id or name for `load_model`, or the result of `load_model` or
+            `from_params`; None is DEFAULT_MODEL.
+        params, config, tokenizer: the arguments of `from_params`, in place of `model`. With a path,
+            hub id or name, `tokenizer` is another one than the model's own.
         progress: show progress bars while loading and compiling.
-        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1.5 GiB at most, so that the next process
-            starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
-            (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
-        row_features: sampling options of your own (docs/design/logits-processors.md): `RowFeature`s, or their names,
-            "folder/file.py:NAME". Requests set them by `extra_args`.
-        engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes (docs/design/vllm.md). `compilation`
-            is "background" here, where that is possible: the first answers come sooner and later ones faster. For a
-            measurement set it to "eager", and also for the same bits in each run where they depend on the program of a
-            step, as in 16 bits or on an accelerator (docs/design/start-up.md).
+        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1.5 GiB at most, so that
+            the next process starts faster. JAX's options are restored after each compilation. If
+            JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this
+            changes nothing.
+        row_features: sampling options of your own (docs/design/logits-processors.md):
+            `RowFeature`s, or their names, "folder/file.py:NAME". Requests set them by `extra_args`.
+        engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes
+            (docs/design/vllm.md). `compilation` is "background" here, where that is possible: the
+            first answers come sooner and later ones faster. For a measurement set it to "eager",
+            and also for the same bits in each run where they depend on the program of a step, as in
+            16 bits or on an accelerator (docs/design/start-up.md).
     """
 
     def __init__(
@@ -151,9 +152,8 @@ class LLM:
         self.engine = make_engine(
             model.model, engine_config, eos_token_ids=model.eos_token_ids, **options
         )
-        self._loaded = replace(
-            model, model=model.model._replace(params=None)
-        )  # the engine's may be replaced or sleep
+        # the engine's may be replaced or sleep
+        self._loaded = replace(model, model=model.model._replace(params=None))
         self._warned = False
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
@@ -161,37 +161,44 @@ class LLM:
         self.session = Session(self.engine, model.tokenizer, model.eos_token_ids)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what cached blocks hold, so that a measurement starts cold. Unfinished requests continue."""
+        """Forget what cached blocks hold, so that a measurement starts cold. Unfinished requests
+        continue.
+        """
         self.engine.reset_prefix_cache()
 
     @property
     def params_version(self) -> int:
-        """How often `update_params` has replaced the parameters; `CompletionOutput.versions` are such numbers."""
+        """How often `update_params` has replaced the parameters; `CompletionOutput.versions` are
+        such numbers.
+        """
         return self.engine.params_version
 
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
-        """Replace the model's parameters, e.g. by a trainer's after a step. Nothing is compiled; arrays are copied.
+        """Replace the model's parameters, e.g. by a trainer's after a step. Nothing is compiled;
+        arrays are copied.
 
         The prefix cache is emptied. Other engines of the same loaded model keep their parameters.
 
         Args:
-            tree: as in `from_params`, in the shapes and dtypes of the model's parameters. For an int8 model, matrices
-                are rounded here, or come with their scales.
-            pending: what becomes of unfinished requests (docs/design/trainer-parity.md). All keep their tokens so far.
-                "restart" computes their keys and values again with the new parameters. "keep" leaves those that are in
-                the cache.
+            tree: as in `from_params`, in the shapes and dtypes of the model's parameters. For an
+                int8 model, matrices are rounded here, or come with their scales.
+            pending: what becomes of unfinished requests (docs/design/trainer-parity.md). All keep
+                their tokens so far. "restart" computes their keys and values again with the new
+                parameters. "keep" leaves those that are in the cache.
 
         Raises:
-            ValueError: requests are unfinished and `pending` is None, or a parameter differs (all are named). The model
-                is unchanged.
+            ValueError: requests are unfinished and `pending` is None, or a parameter differs (all
+                are named). The model is unchanged.
         """
         self.engine.update_params(tree, pending)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the devices' memory: the cache, and the parameters, which move to the host (1) or are dropped (2).
+        """Free the devices' memory: the cache, and the parameters, which move to the host (1) or
+        are dropped (2).
 
-        The prefix cache is emptied, and no program is compiled again. The memory of a model that was given as a
-        `LoadedModel` is free when no one else uses it; other parameters are deleted, also those of `llm.model`.
+        The prefix cache is emptied, and no program is compiled again. The memory of a model that
+        was given as a `LoadedModel` is free when no one else uses it; other parameters are deleted,
+        also those of `llm.model`.
 
         Raises:
             ValueError: requests are unfinished, it sleeps already, or there is no such level.
@@ -199,7 +206,8 @@ class LLM:
         self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`. After level 2 the parameters come from `update_params`, before or after this.
+        """Undo `sleep`. After level 2 the parameters come from `update_params`, before or after
+        this.
 
         Args:
             tags: "weights" or "kv_cache" wakes up that part alone; None is both.
@@ -209,7 +217,8 @@ class LLM:
         """
         self.engine.wake_up(tags)
 
-    # adapters (docs/design/adapters.md) -------------------------------------------------------------------------------
+    # adapters (docs/design/adapters.md)
+    # -------------------------------------------------------------------------------
 
     def load_adapter(
         self,
@@ -219,16 +228,19 @@ class LLM:
     ) -> None:
         """Load an adapter under a name, also while requests are unfinished. Nothing is compiled.
 
-        An adapter that has the name is replaced; unfinished requests keep theirs. It stays until it is unloaded.
+        An adapter that has the name is replaced; unfinished requests keep theirs. It stays until it
+        is unloaded.
 
         Args:
-            source: the adapter's folder, or arrays of numpy or JAX, which are copied: the factors A [r, in] and
-                B [out, r] by the matrix's name in transformers, as `pagedjax.models.initial_factors` gives them.
+            source: the adapter's folder, or arrays of numpy or JAX, which are copied: the factors A
+                [r, in] and B [out, r] by the matrix's name in transformers, as
+                `pagedjax.models.initial_factors` gives them.
             options: of arrays, as in `pagedjax.models.adapter_parts`. A folder has its own.
 
         Raises:
-            ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays are none that fit the
-                model, options come with a folder, or all `max_loras` slots are taken. Nothing changes.
+            ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays are
+                none that fit the model, options come with a folder, or all `max_loras` slots are
+                taken. Nothing changes.
         """
         if not isinstance(source, (str, os.PathLike, Mapping)):
             what = f"source is {type(source).__name__}; it must be the folder of an adapter"
@@ -269,7 +281,8 @@ class LLM:
         """The names of the adapters of `count` prompts. Those that are not there are loaded.
 
         Raises:
-            ValueError: something else than `LoRARequest`s, a name with two folders, or as `load_adapter`.
+            ValueError: something else than `LoRARequest`s, a name with two folders, or as
+            `load_adapter`.
         """
         if requests is None:
             return [None] * count
@@ -320,7 +333,8 @@ class LLM:
         """What was loaded, with the parameters that the engine uses, on its devices."""
         return replace(self._loaded, model=self.engine.model)
 
-    # several processes (docs/design/processes.md) ---------------------------------------------------------------------
+    # several processes (docs/design/processes.md)
+    # ---------------------------------------------------------------------
 
     @property
     def follows(self) -> bool:
@@ -328,7 +342,8 @@ class LLM:
         return isinstance(self.engine, FollowerEngine)
 
     def follow(self, **options: Any) -> None:
-        """Compute this process's part of what process 0 is asked for, until it calls `release` or ends.
+        """Compute this process's part of what process 0 is asked for, until it calls `release` or
+        ends.
 
         Args:
             options: as in `FollowerEngine.follow`.
@@ -347,7 +362,9 @@ class LLM:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """Seconds by stage, the number of XLA programs, and how many of them came from the cache on disk."""
+        """Seconds by stage, the number of XLA programs, and how many of them came from the cache on
+        disk.
+        """
         return {
             "import": pagedjax._import_seconds,
             "load": self.model.seconds,
@@ -367,16 +384,17 @@ class LLM:
         """Complete prompts in one batch. Returns the outputs in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, a mapping {"prompt": ...} or {"prompt_token_ids": ...}, or a list
-                of them.
-            sampling_params: one for all, or one for each; None is `SamplingParams()`. `BeamSearchParams` beside them
-                run in the same steps.
-            priority, user: one for all, or one for each; used by the policies "priority" (the lower number first) and
-                "fair".
+            prompts: a string, a list of token ids, a mapping {"prompt": ...} or
+                {"prompt_token_ids": ...}, or a list of them.
+            sampling_params: one for all, or one for each; None is `SamplingParams()`.
+                `BeamSearchParams` beside them run in the same steps.
+            priority, user: one for all, or one for each; used by the policies "priority" (the lower
+                number first) and "fair".
             lora_request: the adapter of all, or of each prompt.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
+            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is
+            usable.
         """
         texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
         order = (0 if priority is None else priority), user
@@ -398,7 +416,8 @@ class LLM:
         use_tqdm: bool = False,
         lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
-        """Search every prompt, and return the results in vLLM's form. `generate` takes `BeamSearchParams` too.
+        """Search every prompt, and return the results in vLLM's form. `generate` takes
+        `BeamSearchParams` too.
 
         Raises:
             ValueError: as `generate`, or `params` are no `BeamSearchParams`.
@@ -423,10 +442,11 @@ class LLM:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}.
 
         Args:
-            tools, tool_choice, parallel_tool_calls: as in OpenAI's API (docs/design/tools.md). An answer's calls are
-                its `tool_calls`, and stay in its `text` too. They are valid: a grammar forbids others.
-            tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None finds it in the chat
-                template.
+            tools, tool_choice, parallel_tool_calls: as in OpenAI's API (docs/design/tools.md). An
+                answer's calls are its `tool_calls`, and stay in its `text` too. They are valid: a
+                grammar forbids others.
+            tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None finds
+                it in the chat template.
             lora_request: as in `generate`.
 
         Raises:
@@ -448,7 +468,9 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[str]:
-        """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
+        """Yields the text of one completion as it becomes final. Closing the iterator frees the
+        request's blocks.
+        """
         (params,) = _each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError(
@@ -476,7 +498,8 @@ class LLM:
                     yield text[sent:]
                     sent = len(text)
 
-    # hidden states (docs/design/embeddings.md) ------------------------------------------------------------------------
+    # hidden states (docs/design/embeddings.md)
+    # ------------------------------------------------------------------------
 
     def embed(
         self,
@@ -486,7 +509,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is False.
+        """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is
+        False.
 
         Args:
             prompts: as in `generate`.
@@ -494,7 +518,8 @@ class LLM:
             lora_request: as in `generate`.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
+            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is
+            usable.
         """
         outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm, lora_request)
         return [pooling.embedding(output) for output in outputs]
@@ -511,8 +536,9 @@ class LLM:
         """Hidden states after the last norm as arrays; arguments and errors are those of `embed`.
 
         Args:
-            pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None is the task of the
-                parameters, or else "token_embed". Rows have length 1 unless `normalize` is False.
+            pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None
+                is the task of the parameters, or else "token_embed". Rows have length 1 unless
+                `normalize` is False.
         """
         return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm, lora_request)
 
@@ -531,7 +557,8 @@ class LLM:
         Args:
             text_1: one text for all of `text_2`, or one for each.
             pooling_params: as in `embed`, one for all.
-            lora_request: the adapter of all texts, or of each: those of `text_1`, then those of `text_2`.
+            lora_request: the adapter of all texts, or of each: those of `text_1`, then those of
+                `text_2`.
         """
         ones, others = _several(text_1), _several(text_2)
         if len(ones) not in (1, len(others)):
@@ -596,7 +623,9 @@ class LLM:
         what: str = "generating",
         lora_request: Any = None,
     ) -> list[Any]:
-        """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling for each."""
+        """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling
+        for each.
+        """
         priorities = _one_each("priority", priority, int, len(ids))
         users = _one_each("user", user, str, len(ids))
         with ExitStack() as stack:
@@ -625,7 +654,9 @@ class LLM:
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
     def _turn(self, lora_request: Any) -> AbstractContextManager[None]:
-        """One turn from the loading of adapters to the requests for them, which no other thread may come between."""
+        """One turn from the loading of adapters to the requests for them, which no other thread may
+        come between.
+        """
         return nullcontext() if lora_request is None else self.session.turns
 
 

@@ -1,5 +1,5 @@
-"""Models without an engine, under their public name: the decoder, log-probabilities of whole sequences, factors of
-adapters, and families.
+"""Models without an engine, under their public name: the decoder, log-probabilities of whole
+sequences, factors of adapters, and families.
 
 A model that no built-in family reads has a `Family` of your own (docs/design/models.md).
 """

@@ -1,4 +1,6 @@
-"""What a user asks of a request: how its tokens are chosen, checked when it is written. Imports no jax and no numpy."""
+"""What a user asks of a request: how its tokens are chosen, checked when it is written. Imports no
+jax and no numpy.
+"""
 
 from __future__ import annotations
 
@@ -88,19 +90,23 @@ def _extra_args(value: Any) -> dict[str, Any]:
 class StructuredOutputsParams:
     """What form an answer must have. Exactly one of the first five is given. Names are vLLM's.
 
-    Every token that cannot lead to an answer of this form is forbidden, so an answer that ends by itself has it. One
-    that ends by its length (finish_reason "length") is the beginning of one that has it.
+    Every token that cannot lead to an answer of this form is forbidden, so an answer that ends by
+    itself has it. One that ends by its length (finish_reason "length") is the beginning of one that
+    has it.
 
     Attributes:
-        json: a JSON schema: a mapping, its text, or a pydantic model. Unsupported keywords are refused
-            (docs/design/structured-outputs.md).
+        json: a JSON schema: a mapping, its text, or a pydantic model. Unsupported keywords are
+            refused (docs/design/structured-outputs.md).
         regex: a regular expression, of the whole answer. Rust's syntax, without look-around.
         choice: the answer is one of these texts.
         grammar: a context-free grammar, in Lark's syntax or as GBNF.
         json_object: the answer is any JSON object.
-        ignore_unsupported: JSON-schema keywords that are not supported change nothing, in place of an error.
-        disable_any_whitespace: JSON without white space. Else there are at most 16 characters of it in a place.
-        disable_additional_properties: as if each object of the schema had `additionalProperties: false`.
+        ignore_unsupported: JSON-schema keywords that are not supported change nothing, in place of
+            an error.
+        disable_any_whitespace: JSON without white space. Else there are at most 16 characters of it
+            in a place.
+        disable_additional_properties: as if each object of the schema had `additionalProperties:
+            false`.
         whitespace_pattern: a regular expression of the white space between JSON's tokens.
 
     Raises:
@@ -182,18 +188,21 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Taps:
-    """What a request gives of the model's inside, beside its tokens (docs/design/taps.md). None or () is nothing.
+    """What a request gives of the model's inside, beside its tokens (docs/design/taps.md). None or
+    () is nothing.
 
     Attributes:
-        hidden_states: those of every token that is computed, counted as in transformers' `output_hidden_states`: 0 is
-            what the first layer gets, i is the output of layer i - 1, and the number of layers is the output of the
-            last one after the final norm.
-        attention: by layer, query heads: {3: (0, 1)} or ((3, (0, 1)),). What the token that an output token follows
-            weighs the values of its context with.
-        experts: layers with a mixture of experts: which ones each token that is computed chose, and their weights.
+        hidden_states: those of every token that is computed, counted as in transformers'
+            `output_hidden_states`: 0 is what the first layer gets, i is the output of layer i - 1,
+            and the number of layers is the output of the last one after the final norm.
+        attention: by layer, query heads: {3: (0, 1)} or ((3, (0, 1)),). What the token that an
+            output token follows weighs the values of its context with.
+        experts: layers with a mixture of experts: which ones each token that is computed chose, and
+            their weights.
 
     Raises:
-        ValueError: what is no layer and no head; a layer twice, or without heads. The message names it.
+        ValueError: what is no layer and no head; a layer twice, or without heads. The message names
+        it.
     """
 
     hidden_states: tuple[int, ...] = ()
@@ -229,16 +238,18 @@ class Taps:
 @takes(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and defaults are vLLM's (docs/design/vllm.md).
+    """How the tokens of one request are chosen. Names and defaults are vLLM's
+    (docs/design/vllm.md).
 
-    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, bad words, logit_bias,
-    min_tokens, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off.
-    `best_of` branches are drawn and the n of the largest summed log-probability returned; None is n.
-    `max_tokens=None` ends a request at max_model_len.
+    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, bad words,
+    logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
+    `top_k` of 0 or -1 is off. `best_of` branches are drawn and the n of the largest summed
+    log-probability returned; None is n. `max_tokens=None` ends a request at max_model_len.
 
     Raises:
         ValueError: a value out of its range; the message names the value and the range.
-        TypeError: an argument that does not exist; the message names the near one, or the alternative.
+        TypeError: an argument that does not exist; the message names the near one, or the
+        alternative.
     """
 
     n: int = 1
@@ -260,32 +271,26 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: (
-        str | tuple[str, ...]
-    ) = ()  # texts that are not generated, with and without a space before them
-    bad_words_token_ids: tuple[
-        tuple[int, ...], ...
-    ] = ()  # the same as token ids: no output has one of them in it
-    truncate_prompt_tokens: int | None = (
-        None  # so many of the prompt's last tokens are used; -1: max_model_len - 1
-    )
+    # texts that are not generated, with and without a space before them
+    bad_words: str | tuple[str, ...] = ()
+    # the same as token ids: no output has one of them in it
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # so many of the prompt's last tokens are used; -1: max_model_len - 1
+    truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    enable_prefix_caching: bool = (
-        True  # False: neither finds blocks in the cache nor leaves any there
-    )
+    # False: neither finds blocks in the cache nor leaves any there
+    enable_prefix_caching: bool = True
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
     structured_outputs: StructuredOutputsParams | None = None
-    extra_args: Mapping[str, Any] | None = (
-        None  # for the engine's `row_features`, by the names that they declare
-    )
+    # for the engine's `row_features`, by the names that they declare
+    extra_args: Mapping[str, Any] | None = None
     taps: Taps | None = None  # hidden states, attention and experts that come with the output
 
     def __post_init__(self) -> None:
-        def put(
-            name: str, value: object
-        ) -> None:  # normalising the spelling of a value, never its meaning
+        # normalising the spelling of a value, never its meaning
+        def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         put("stop", _several(self.stop))
@@ -403,7 +408,9 @@ class SamplingParams:
         )
 
     def drawn(self) -> SamplingParams:
-        """What to run: as many branches as are drawn, with the log-probabilities that choosing among them needs."""
+        """What to run: as many branches as are drawn, with the log-probabilities that choosing
+        among them needs.
+        """
         if self.best_of is None or self.best_of == self.n:
             return self
         return replace(
@@ -421,15 +428,18 @@ class SamplingParams:
 @takes(BEAM_SEARCH)
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Beam search: at every position the `beam_width` best continuations of all beams are kept (see host/beams.py).
+    """Beam search: at every position the `beam_width` best continuations of all beams are kept (see
+    host/beams.py).
 
-    Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a sequence of m
-    tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop token counts.
+    Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a
+    sequence of m tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop
+    token counts.
 
     Attributes:
         n: how many of the best sequences are returned; None is all, `beam_width`.
-        early_stopping: False ends when the best beam, at its present length, cannot beat the worst of the finished
-            ones; True as soon as `beam_width` sequences are finished; "never" when no beam could win at any length.
+        early_stopping: False ends when the best beam, at its present length, cannot beat the worst
+            of the finished ones; True as soon as `beam_width` sequences are finished; "never" when
+            no beam could win at any length.
 
     Raises:
         ValueError, TypeError: as of `SamplingParams`.
@@ -461,9 +471,8 @@ class BeamSearchParams:
             raise ValueError(
                 f"length_penalty is {penalty!r}; it must be a finite number (0 is off)"
             )
-        if (
-            not -10.0 <= penalty <= 10.0
-        ):  # beyond it, what a length is raised to leaves the range of floats
+        # beyond it, what a length is raised to leaves the range of floats
+        if not -10.0 <= penalty <= 10.0:
             raise ValueError(
                 f"length_penalty is {penalty!r}; it must be between -10 and 10 (0 is off)"
             )
@@ -500,15 +509,21 @@ NO_HEAD = "models here have no head for classes or rewards"
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What becomes of the hidden states of a prompt, after the last norm. Nothing is sampled. Names are vLLM's.
+    """What becomes of the hidden states of a prompt, after the last norm. Nothing is sampled. Names
+    are vLLM's.
 
     Attributes:
-        task: "embed" gives one vector for a prompt, "token_embed" one for each token; None is what the method does.
-        pooling_type: of "embed": the state of the last token ("LAST"), the mean of all ("MEAN") or that of the first
-            ("CLS"); None is the model's own, if its files name one, else "LAST". In vLLM it belongs to the engine.
-        normalize: divide each vector by its length; None is True. `use_activation` is its newer name.
-        dimensions: keep so many numbers of each vector, the first ones, before it is normalised; None is all.
-        truncate_prompt_tokens: keep so many tokens of a longer prompt, the last ones; -1 is `max_model_len`.
+        task: "embed" gives one vector for a prompt, "token_embed" one for each token; None is what
+            the method does.
+        pooling_type: of "embed": the state of the last token ("LAST"), the mean of all ("MEAN") or
+            that of the first ("CLS"); None is the model's own, if its files name one, else "LAST".
+            In vLLM it belongs to the engine.
+        normalize: divide each vector by its length; None is True. `use_activation` is its newer
+            name.
+        dimensions: keep so many numbers of each vector, the first ones, before it is normalised;
+            None is all.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, the last ones; -1 is
+            `max_model_len`.
 
     Raises:
         ValueError: a value out of its range, or one that needs another kind of model.
@@ -581,8 +596,8 @@ class PoolingParams:
         ) and self.normalize is not False
 
     def row(self) -> SamplingParams:
-        """How its row goes through a step. A token that is found in the cache has no hidden state: only the last token,
-        which is always computed, can do without the others."""
+        """How its row goes through a step. A token that is found in the cache has no hidden state:
+        only the last token, which is always computed, can do without the others."""
         return SamplingParams(
             temperature=0.0,
             ignore_eos=True,
@@ -597,8 +612,8 @@ class LoRARequest:
     """The adapter of a request (docs/design/adapters.md), under vLLM's names.
 
     Attributes:
-        lora_name: what the engine calls it. An adapter that is loaded under this name is used, unless `lora_path` is
-            another folder.
+        lora_name: what the engine calls it. An adapter that is loaded under this name is used,
+            unless `lora_path` is another folder.
         lora_int_id: vLLM's number of it; nothing here depends on it.
         lora_path: its folder, as PEFT saves it; "" is one that is loaded.
         load_inplace: read the folder again, because its files may be others.

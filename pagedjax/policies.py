@@ -1,4 +1,6 @@
-"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies (host/kv_policies.py)."""
+"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies
+(host/kv_policies.py).
+"""
 
 from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View, quest, streaming
 from pagedjax.host.policies import (

@@ -1,4 +1,6 @@
-"""`Session`: requests on an engine, and the text that its steps make of them. `LLM` and the server use one."""
+"""`Session`: requests on an engine, and the text that its steps make of them. `LLM` and the server
+use one.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,14 @@ class SessionStep(NamedTuple):
     result: StepResult
     deltas: tuple[TextDelta, ...]
     ended: tuple[str, ...]  # sequence ids; of a beam search, the first
-    events: tuple[
-        Event, ...
-    ]  # of the step, and of stop strings, which end a sequence after the step
+    # of the step, and of stop strings, which end a sequence after the step
+    events: tuple[Event, ...]
     tokens: int  # of all sequences, and of beam searches that ended
 
 
 class Calls:
-    """Calls that wait for sequences, in any number of threads. A session is one; so are two that go together.
+    """Calls that wait for sequences, in any number of threads. A session is one; so are two that go
+    together.
 
     Attributes:
         turns: one thread at a time queues, steps and abandons.
@@ -90,8 +92,8 @@ class Calls:
         """Queue requests; what is unfinished at the end of the block is abandoned.
 
         Yields:
-            The branches of each request, and the names of the unfinished ones: steps remove names from
-            it, in whatever thread they run.
+            The branches of each request, and the names of the unfinished ones: steps remove names
+            from it, in whatever thread they run.
 
         Raises:
             ValueError: as `add`.
@@ -113,13 +115,16 @@ class Calls:
                     self.abandon(branches)
 
     def step_for(self, unfinished: set[str]) -> Any:
-        """A step for a call that waits; None if a step of another thread has ended all that it waits for."""
+        """A step for a call that waits; None if a step of another thread has ended all that it
+        waits for.
+        """
         with interrupts.deferred(), self.turns:
             return self.step() if unfinished else None
 
 
 class Session(Calls):
-    """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own requests.
+    """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own
+    requests.
 
     Any thread may call it; a step serves the requests of all threads.
 
@@ -146,8 +151,8 @@ class Session(Calls):
         """Queue all requests, or none of them. Returns the branches of each.
 
         Raises:
-            ValueError: a request that can never run (see `Engine.add`), stop strings or bad words without a tokenizer,
-                or structured outputs that cannot be compiled.
+            ValueError: a request that can never run (see `Engine.add`), stop strings or bad words
+                without a tokenizer, or structured outputs that cannot be compiled.
         """
         for params in (request.params for request in requests):
             for name in ("stop", "bad_words") if isinstance(params, SamplingParams) else ():
@@ -156,9 +161,8 @@ class Session(Calls):
                     raise ValueError(f"{what}; use {name}_token_ids")
         compiled = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
-        spelled: dict[
-            Any, tuple[tuple[int, ...], ...]
-        ] = {}  # the sequences of bad words, often of all requests
+        # the sequences of bad words, often of all requests
+        spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}
         try:
             # a request is in the engine and in `added`, or in none of them
             with interrupts.deferred(), self.engine.turns:
@@ -195,7 +199,8 @@ class Session(Calls):
         return added
 
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
-        """The compiled grammar of a request's structured outputs; None without. Any thread may call it.
+        """The compiled grammar of a request's structured outputs; None without. Any thread may call
+        it.
 
         Raises:
             ValueError: they cannot be compiled.
@@ -226,7 +231,8 @@ class Session(Calls):
     def step(self) -> SessionStep:
         """Run one step, or take the result of a step that another session of the engine ran.
 
-        The session must have an unfinished request. Ctrl-C waits for the end of the step; pressed twice, it does not.
+        The session must have an unfinished request. Ctrl-C waits for the end of the step; pressed
+        twice, it does not.
         """
         with self.engine.turns:
             if not self._results:
@@ -239,7 +245,9 @@ class Session(Calls):
             return done
 
     def receive(self, result: StepResult) -> None:
-        """Keep the result of a step for the next call of `step`, if a request of this session is unfinished."""
+        """Keep the result of a step for the next call of `step`, if a request of this session is
+        unfinished.
+        """
         if self.branches:
             self._results.append(result)
 
@@ -272,9 +280,8 @@ class Session(Calls):
                 )
             if not isinstance(event, Sampled):
                 continue
-            last = {
-                name: i for i, name in enumerate(event.request_ids)
-            }  # a row with drafts may have several
+            # a row with drafts may have several
+            last = {name: i for i, name in enumerate(event.request_ids)}
             for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
                 branch = branches.get(name)
                 if not isinstance(branch, OutputBuilder):
@@ -323,7 +330,9 @@ def spellings(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
 
 
 def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> Any:
-    """The output of a request that has ended: RequestOutput, or PoolingRequestOutput of a prompt that was pooled."""
+    """The output of a request that has ended: RequestOutput, or PoolingRequestOutput of a prompt
+    that was pooled.
+    """
     leader, *_ = several = list(branches.values())
     if isinstance(leader, PoolingBuilder):
         assert leader.data is not None, "it has ended"

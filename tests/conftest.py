@@ -1,5 +1,5 @@
-"""Models and a browser that several tests share, compilations that are kept between runs in .cache/, and room for them
-in a process of thousands of tests."""
+"""Models and a browser that several tests share, compilations that are kept between runs in
+.cache/, and room for them in a process of thousands of tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from tests import garbage, mappings, memory, quick_compiler
 
-# Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
+# Read when jax is first imported, here and in the processes that tests start. Without it the suite
+# takes minutes more.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax")
 )
@@ -33,8 +34,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an engine. If the mark
-    `slow_cases` names some, all others are exhaustive."""
+    """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an
+    engine. If the mark `slow_cases` names some, all others are exhaustive."""
     unknown: dict[str, set[str]] = {}
     for item in items:
         default = item.get_closest_marker("default_cases")
@@ -59,7 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """All tests of a module, and its fixtures, have programs of one kind. Those of a real model must run fast."""
+    """All tests of a module, and its fixtures, have programs of one kind. Those of a real model
+    must run fast.
+    """
     whole = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
     everything = item.get_closest_marker("few_optimisations") is not None
     quick_compiler.choose(not whole, everything)
@@ -69,9 +72,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs() -> Iterator[None]:
-    """JAX keeps the program of each operation and shape that any test used, and FastAPI the engine of each server.
-    After thousands of tests they have all the memory mappings that Linux allows a process, and compiling the next
-    engine is a segmentation fault. Engines of fixtures keep their programs."""
+    """JAX keeps the program of each operation and shape that any test used, and FastAPI the engine
+    of each server. After thousands of tests they have all the memory mappings that Linux allows a
+    process, and compiling the next engine is a segmentation fault. Engines of fixtures keep their
+    programs."""
     yield
     if "jax" in sys.modules and (mappings.used() > mappings.limit() // 2 or memory.grown()):
         sys.modules["jax"].clear_caches()
@@ -82,7 +86,9 @@ def _room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
-    """(page of docs/design, name) -> the file of that name that the page shows, written to a folder."""
+    """(page of docs/design, name) -> the file of that name that the page shows, written to a
+    folder.
+    """
 
     def write(page: str, name: str) -> Path:
         text = (Path(__file__).parents[1] / "docs" / "design" / page).read_text("utf-8")
@@ -99,7 +105,8 @@ def tiny_folder(tmp_path_factory) -> Path:
     """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face directory."""
     from tests.weights.tiny import tiny_llama
 
-    # untied: with random tied embeddings a model repeats its last token, and most tests would see nothing
+    # untied: with random tied embeddings a model repeats its last token, and most tests would see
+    # nothing
     return tiny_llama(tmp_path_factory.mktemp("tiny") / "llama", tied=False)
 
 
@@ -115,8 +122,8 @@ def tiny(tiny_folder):
 def one_layer_folder(tmp_path_factory) -> Path:
     """The model of `tiny_folder` with one layer, which is compiled faster.
 
-    It is not for tests of what the cache holds: keys and values of the first layer depend on their token and its place
-    alone, so a block of another context would do as well.
+    It is not for tests of what the cache holds: keys and values of the first layer depend on their
+    token and its place alone, so a block of another context would do as well.
     """
     from tests.weights.tiny import tiny_llama
 

@@ -1,4 +1,5 @@
-"""Properties of drawn examples: the default run draws a bounded sample, `-m slow` many more of the same.
+"""Properties of drawn examples: the default run draws a bounded sample, `-m slow` many more of the
+same.
 
 A failure prints the smallest example and the line `@reproduce_failure` that draws it again.
 """
@@ -16,7 +17,9 @@ Property = Callable[..., None]
 
 
 def examples(sample: int, whole: int) -> pytest.MarkDecorator:
-    """The test has a parameter `number`, the number of examples: `sample` by default, `whole` if it is slow."""
+    """The test has a parameter `number`, the number of examples: `sample` by default, `whole` if it
+    is slow.
+    """
     cases = [
         pytest.param(sample, id="sample"),
         pytest.param(whole, id="whole", marks=pytest.mark.slow),

@@ -1,8 +1,10 @@
-"""Python looks for garbage among all objects that it has, again and again. A process of thousands of tests has millions
-that stay: what JAX traced, pytest's own, the engines of fixtures. So they are set aside now and then.
+"""Python looks for garbage among all objects that it has, again and again. A process of thousands
+of tests has millions that stay: what JAX traced, pytest's own, the engines of fixtures. So they are
+set aside now and then.
 
-By itself Python looks through the oldest objects whenever they became a quarter more, which visits each new one four
-times: a twentieth of the time of the default run. Here that is done between tests, by the time that they took.
+By itself Python looks through the oldest objects whenever they became a quarter more, which visits
+each new one four times: a twentieth of the time of the default run. Here that is done between
+tests, by the time that they took.
 """
 
 from __future__ import annotations
@@ -10,15 +12,11 @@ from __future__ import annotations
 import gc
 import time
 
-PAUSE = (
-    150.0  # seconds of CPU between two looks through all objects, each of which takes two or three
-)
+# seconds of CPU between two looks through all objects, each of which takes two or three
+PAUSE = 150.0
 PAUSE_OF_NEWER = 40.0  # between two looks through those that are not set aside
-THRESHOLDS = (
-    5000,
-    20,
-    10_000,
-)  # of young objects as of Python 3.11, some times larger; of the oldest: never
+# of young objects as of Python 3.11, some times larger; of the oldest: never
+THRESHOLDS = (5000, 20, 10_000)
 
 _looked_at = time.process_time()
 _looked_at_newer = time.process_time()
@@ -30,7 +28,9 @@ def start() -> None:
 
 
 def collect() -> None:
-    """Free what is garbage among all objects, and set the others aside: later collections look at newer ones alone."""
+    """Free what is garbage among all objects, and set the others aside: later collections look at
+    newer ones alone.
+    """
     global _looked_at
     gc.unfreeze()
     collect_newer()
@@ -46,7 +46,9 @@ def collect_newer() -> None:
 
 
 def set_aside() -> None:
-    """As `collect`, of newer objects alone: until the next `collect`, no collection looks at what is left of them."""
+    """As `collect`, of newer objects alone: until the next `collect`, no collection looks at what
+    is left of them.
+    """
     collect_newer()
     gc.freeze()
 

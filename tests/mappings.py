@@ -1,5 +1,6 @@
-"""Memory mappings of this process. Linux allows 65,530 of them by default, and XLA crashes without a message of its own
-if it gets no more: `mmap` fails while it loads a program. A small program for a CPU takes 15, a step of an engine 450.
+"""Memory mappings of this process. Linux allows 65,530 of them by default, and XLA crashes without
+a message of its own if it gets no more: `mmap` fails while it loads a program. A small program for
+a CPU takes 15, a step of an engine 450.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def limit() -> int:
 
 
 def forget_applications() -> None:
-    """FastAPI keeps the functions of the last 4,096 routes, and these keep the engine that they serve."""
+    """FastAPI keeps the functions of the last 4,096 routes, and these keep the engine that they
+    serve.
+    """
     for found in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
         if clear := getattr(found, "cache_clear", None):
             clear()

@@ -1,4 +1,6 @@
-"""Memory of this process. What JAX traced and compiled for thousands of tests would have gigabytes in each worker."""
+"""Memory of this process. What JAX traced and compiled for thousands of tests would have gigabytes
+in each worker.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,8 @@ import os
 from pathlib import Path
 
 STATUS = Path("/proc/self/statm")
-LEAST, GROWTH = (
-    1100,
-    250,
-)  # MiB: of a process with all imports and the models of fixtures; since memory was given back
+# MiB: of a process with all imports and the models of fixtures; since memory was given back
+LEAST, GROWTH = 1100, 250
 
 _after = 0
 

@@ -1,16 +1,19 @@
 """How engines of tests are compiled, which takes most of their time.
 
-- Most tests are about an engine and not about XLA's optimisations, so the engines of the default run are compiled with
-  few of them. A module or test that compares bits has the mark `optimised`; its engines are compiled as for users. So
-  are those of tests with SmolLM2.
-- A newer JAX (that of Python 3.12) chooses emitters for a whole process. Tests that are `optimised` have those of users
-  there if XLA_FLAGS is set to nothing: `XLA_FLAGS= python -m pytest -m "optimised and not slow"`.
-- The mark `few_optimisations` is for modules that compile much themselves and do not compare bits of what XLA compiles.
-  All that JAX compiles there has the options of tests' engines.
-- An `LLM` of a test compiles a program when a step first needs it, unless the test gives `compilation`.
-- An engine gets the program of an earlier one of the process, if all that the program depends on is equal
-  (`engine/kept_programs.py`), or of an earlier run (.cache/). So a new test takes sizes that others have, such as those
-  of `tiny_llm`. A test that replaces a function of `pagedjax.device` or of a kernel gets programs of its own.
+- Most tests are about an engine and not about XLA's optimisations, so the engines of the default
+  run are compiled with few of them. A module or test that compares bits has the mark `optimised`;
+  its engines are compiled as for users. So are those of tests with SmolLM2.
+- A newer JAX (that of Python 3.12) chooses emitters for a whole process. Tests that are `optimised`
+  have those of users there if XLA_FLAGS is set to nothing: `XLA_FLAGS= python -m pytest -m
+  "optimised and not slow"`.
+- The mark `few_optimisations` is for modules that compile much themselves and do not compare bits
+  of what XLA compiles. All that JAX compiles there has the options of tests' engines.
+- An `LLM` of a test compiles a program when a step first needs it, unless the test gives
+  `compilation`.
+- An engine gets the program of an earlier one of the process, if all that the program depends on is
+  equal (`engine/kept_programs.py`), or of an earlier run (.cache/). So a new test takes sizes that
+  others have, such as those of `tiny_llm`. A test that replaces a function of `pagedjax.device` or
+  of a kernel gets programs of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-# Two to five times as fast as the default. The emitters of fusions are those of earlier versions of XLA.
+# Two to five times as fast as the default. The emitters of fusions are those of earlier versions of
+# XLA.
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -42,7 +46,9 @@ _latest: deque[Any] = deque(maxlen=KEPT)
 
 
 def choose_emitters() -> None:
-    """Before JAX is imported: emitters of this process and of those that it starts, unless XLA_FLAGS is set."""
+    """Before JAX is imported: emitters of this process and of those that it starts, unless
+    XLA_FLAGS is set.
+    """
     if _version(metadata.version("jax")) >= NEWER_JAX:
         os.environ.setdefault("XLA_FLAGS", EARLIER_EMITTERS)
 
@@ -75,7 +81,9 @@ def of_a_child() -> str:
 
 
 def of_users(name: str) -> Callable[..., Any]:
-    """The function that users have in place of one of tests: `compiler_options`, `program`, `default_compilation`."""
+    """The function that users have in place of one of tests: `compiler_options`, `program`,
+    `default_compilation`.
+    """
     return _of_users[name]
 
 
@@ -122,7 +130,9 @@ def _set_optimisations(few: bool) -> None:
 
 
 def _options_of_any_program(*arguments: Any, **options: Any) -> Any:
-    """With the emitters of tests, which save three quarters of the time: JAX has no setting of them."""
+    """With the emitters of tests, which save three quarters of the time: JAX has no setting of
+    them.
+    """
     backend = options.get("backend")
     if _few and backend is not None and backend.platform == "cpu":
         given = options.get("env_options_overrides") or {}

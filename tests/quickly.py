@@ -1,6 +1,7 @@
 """A command of pagedjax with the programs of tests: python -m tests.quickly serve ...
 
-They are compiled quickly, when a step first needs them, or read from the folder of an engine with the same sizes.
+They are compiled quickly, when a step first needs them, or read from the folder of an engine with
+the same sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The documents agree with the tree: links, anchors, file names and commands exist, and pages are short."""
+"""The documents agree with the tree: links, anchors, file names and commands exist, and pages are
+short.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,8 @@ MAPS = [
 EXAMPLES = {"file.py", "folder/file.py", "least_work.py", "mine.py"}  # names of a user's own files
 PLACEHOLDER = re.compile(r"\bN[A-Z]+(?=\b|_)")  # NAME of a command, NNN of a study
 NOT_FOR_TESTS = {"sphinx"}  # packages of extras that the tests run without
-CURRENT = [
-    path for path in DOCUMENTS if path != ROOT / "CHANGELOG.md"
-]  # which also has names of the past
+# which also has names of the past
+CURRENT = [path for path in DOCUMENTS if path != ROOT / "CHANGELOG.md"]
 
 
 def ids(paths: list[Path]) -> list[str]:
@@ -131,7 +132,8 @@ def test_documented_modules_run_and_documented_files_exist(path: Path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_pages_are_short(path: Path):
-    # A tutorial is a notebook: most of its lines are code that runs, read once from top to bottom and not looked up.
+    # A tutorial is a notebook: most of its lines are code that runs, read once from top to bottom
+    # and not looked up.
     most = 300 if path.parent.name == "tutorials" else 120
     assert len(path.read_text("utf-8").splitlines()) <= most
 

@@ -1,4 +1,6 @@
-"""Text in, text out, and every way to ask for something impossible: a clear error, and an engine that still works."""
+"""Text in, text out, and every way to ask for something impossible: a clear error, and an engine
+that still works.
+"""
 
 from __future__ import annotations
 

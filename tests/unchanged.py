@@ -4,12 +4,14 @@
     python -m tests.unchanged main~3       # against another one
     python -m tests.unchanged main~3 --keep build/unchanged    # and keep what both did, to read it
 
-Both trees do the same work on models that the working tree has written, each in a process of its own, and write
-what they did into files: of each engine the StableHLO of its programs, its options, memory and cache, its answers
-and its recording; of simulated experiments the requests, steps and summaries; the help of each command, the
-server's OpenAPI document, and the public names. The files must be equal, byte by byte. Exit status 1: one differs.
+Both trees do the same work on models that the working tree has written, each in a process of its
+own, and write what they did into files: of each engine the StableHLO of its programs, its options,
+memory and cache, its answers and its recording; of simulated experiments the requests, steps and
+summaries; the help of each command, the server's OpenAPI document, and the public names. The files
+must be equal, byte by byte. Exit status 1: one differs.
 
-It takes about four minutes. Everything is read through what users may use, so that the inside may change.
+It takes about four minutes. Everything is read through what users may use, so that the inside may
+change.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ SIZES: dict[str, Any] = {
     "compilation": "eager",
 }
 NGRAM = {"method": "ngram", "num_tokens": 3}
-# By name: the model's folder, and the engine's options beside SIZES. A path in them is relative to the models' folder.
+# By name: the model's folder, and the engine's options beside SIZES. A path in them is relative to
+# the models' folder.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "xla": ("llama", {"attention_impl": "xla", "linear_impl": "xla"}),
@@ -92,7 +95,8 @@ COMMANDS = (
 )
 
 
-# What one tree does: it runs with that tree as PYTHONPATH, and this file may be newer than the tree ------------------
+# What one tree does: it runs with that tree as PYTHONPATH, and this file may be newer than the tree
+# ------------------
 
 
 def describe(out: Path, models: Path) -> None:
@@ -140,7 +144,8 @@ def describe_engine(
 
 @contextmanager
 def programs_in(folder: Path) -> Iterator[None]:
-    """Within the block, JAX writes the StableHLO of each program that it lowers; after it, a file lists their hashes.
+    """Within the block, JAX writes the StableHLO of each program that it lowers; after it, a file
+    lists their hashes.
 
     The order in which programs are lowered is not compared, and neither are their numbers.
     """
@@ -257,7 +262,8 @@ def describe_server(model: Path, out: Path) -> None:
     (out / "openapi.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-# The comparison ------------------------------------------------------------------------------------------------------
+# The comparison
+# ------------------------------------------------------------------------------------------------------
 
 
 def write_models(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Adapters of low rank (LoRA, Hu et al. 2021) on the device: stacked factors of all slots, beside the parameters.
+"""Adapters of low rank (LoRA, Hu et al. 2021) on the device: stacked factors of all slots, beside
+the parameters.
 
-A layer's matrix with a slot s of an adapter gives W x + b[s]^T (a[s] x). Slot 0 is none: its factors are zeros. A step
-gets the slot of each token. So one batch has rows of many adapters, and an adapter is replaced by other arrays of the
-same shapes, without a compilation.
+A layer's matrix with a slot s of an adapter gives W x + b[s]^T (a[s] x). Slot 0 is none: its
+factors are zeros. A step gets the slot of each token. So one batch has rows of many adapters, and
+an adapter is replaced by other arrays of the same shapes, without a compilation.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ class Part(NamedTuple):
     part: int  # of `DecoderConfig.parts`
 
 
-Parts = Mapping[
-    Part, tuple[Any, Any]
-]  # a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
+# a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
+Parts = Mapping[Part, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,9 @@ def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
 def _places(
     config: DecoderConfig, first: Part, rows: int, parts: Parts
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M], and what."""
+    """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M],
+    and what.
+    """
     ends = config.parts[first.matrix]
     rank = rows // len(ends)
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):

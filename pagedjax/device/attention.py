@@ -1,7 +1,8 @@
-"""Binds a model's attention to one implementation. `attention.py` and `linear.py` alone import pallas_kernels.
+"""Binds a model's attention to one implementation. `attention.py` and `linear.py` alone import
+pallas_kernels.
 
-An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own is
-"folder/file.py:NAME" or "module:NAME".
+An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own
+is "folder/file.py:NAME" or "module:NAME".
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ BUILT_IN = dict(IMPLS)  # also if someone adds to IMPLS
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
 
-# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" is here since its first run
-# (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU.
+# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" is here since its
+# first run (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU.
 DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
@@ -45,7 +46,9 @@ def find(name: str) -> Implementation:
     )
 
 
-@cache  # one record for all callers, so that `prepare` and `attend` share the file's globals; a new one if it changes
+# one record for all callers, so that `prepare` and `attend` share the file's globals; a new one if
+# it changes
+@cache
 def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("attention_impl", name, Implementation, IMPLS)
 
@@ -55,11 +58,12 @@ def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes:
 
     Args:
         invariant: the engine is batch-invariant.
-        sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and values in the cache.
+        sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and
+            values in the cache.
 
     Raises:
-        ValueError: the wanted one cannot serve this cache on this device; the message gives the reason. There is no
-            fallback.
+        ValueError: the wanted one cannot serve this cache on this device; the message gives the
+            reason. There is no fallback.
     """
     if invariant and (reason := _not_invariant(wanted, device, **sizes)):
         raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
@@ -71,7 +75,9 @@ def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes:
 
 
 def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
-    """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if it can."""
+    """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if
+    it can.
+    """
     impl = find(wanted or DEFAULTS[0])
     able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
     if not impl.invariant:
@@ -82,25 +88,29 @@ def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
 
 
 def page_row(impl: str | None, head_dim: int) -> int:
-    """Returns the numbers in a row of a page: head_dim, or those of several tokens if the implementation needs it."""
+    """Returns the numbers in a row of a page: head_dim, or those of several tokens if the
+    implementation needs it.
+    """
     return find(impl or "xla").page_row(head_dim)
 
 
 def page_dtype(impl: str | None, dtype: str) -> str:
-    """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of their bits."""
+    """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of
+    their bits.
+    """
     return find(impl or "xla").page_dtype(dtype)
 
 
 def pages_of(impl: str) -> Callable[..., jax.Array]:
-    """Returns (shape, dtype, device=None) -> zeros for pages on the default device, as an implementation makes them."""
+    """Returns (shape, dtype, device=None) -> zeros for pages on the default device, as an
+    implementation makes them.
+    """
     pages = find(impl).pages
     return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 
 
-numbers_in, stored_in = (
-    read,
-    stored,
-)  # the numbers in pages, and numbers as pages of a dtype have them
+# the numbers in pages, and numbers as pages of a dtype have them
+numbers_in, stored_in = read, stored
 
 
 def prepare(wanted: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
@@ -191,7 +201,8 @@ def probabilities(
 def write(
     attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch
 ):
-    """Writes the keys and values of the batch's tokens into their slots, as the implementation does it.
+    """Writes the keys and values of the batch's tokens into their slots, as the implementation does
+    it.
 
     An `Attend` that is not `Bound` gets XLA's scatter.
     """

@@ -1,4 +1,6 @@
-"""The arrays of one step as NamedTuples and, for its program, as one array; and the sizes that fix their shapes."""
+"""The arrays of one step as NamedTuples and, for its program, as one array; and the sizes that fix
+their shapes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,8 @@ class SamplingBatch(NamedTuple):
     """How the R samples of a step are drawn: one for each row, and one for each draft."""
 
     temperature: Any  # [R] f32; 0 is greedy
-    num_top: (
-        Any  # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
-    )
+    # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
+    num_top: Any
     seed: Any  # [R] u32
     position: Any  # [R] i32: index of the sampled token among the row's outputs
     prompt_len: Any  # [R] i32
@@ -36,7 +37,9 @@ class SamplingBatch(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Tokens that the host does not know yet, because the step before samples them (engine/lookahead.py)."""
+    """Tokens that the host does not know yet, because the step before samples them
+    (engine/lookahead.py).
+    """
 
     rows: Any  # [T] row of that step, -1 where `Batch.tokens` has the token
     tokens: Any  # [max_num_seqs] its sampled tokens, on the device
@@ -46,14 +49,17 @@ class Drafted(NamedTuple):
     """The drafts of a step's samples, for rejection sampling (rejection.py)."""
 
     tokens: Any  # [R] i32: the draft in the place of the sample, -1 without one
-    probs: Any = None  # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
+    # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
+    probs: Any = None
 
 
 class AttentionRows(NamedTuple):
-    """The rows of attention where queries do not see all blocks of their sequence (a KV policy; engine/seen_rows.py).
+    """The rows of attention where queries do not see all blocks of their sequence (a KV policy;
+    engine/seen_rows.py).
 
-    A row is a part of a chunk whose queries see the same blocks. Its table lists these blocks alone, so positions in it
-    are those of what is seen. Keys keep the rotation of their positions in the sequence.
+    A row is a part of a chunk whose queries see the same blocks. Its table lists these blocks
+    alone, so positions in it are those of what is seen. Keys keep the rotation of their positions
+    in the sequence.
     """
 
     block_tables: Any  # [A, W]: W blocks are seen at most
@@ -104,12 +110,12 @@ class Batch(NamedTuple):
     cu_q_lens: Any  # [B + 1]; None in a step of decodes alone, in which row b has the token b
     last: Any  # [R] index into T of the token that each sample follows
     sampled_row: Any  # [R] its row
-    targets: Any  # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
+    # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
+    targets: Any
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
-    drafted: Drafted | None = (
-        None  # in every step of an engine that accepts drafts by rejection sampling
-    )
+    # in every step of an engine that accepts drafts by rejection sampling
+    drafted: Drafted | None = None
     seen: AttentionRows | None = None  # in every step of an engine with a KV policy
     groups: GroupTables | None = None  # in every step of an engine with several groups of layers
     selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
@@ -151,24 +157,32 @@ class Batch(NamedTuple):
         return batch._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank | None:
-        """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the layer."""
+        """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the
+        layer.
+        """
         return None if self.adapters is None else self.adapters.low(name, parts)
 
     @property
     def used_samples(self) -> Any:
-        """[1] how many of the R samples are used. Unused ones have `last` 0; so may the first, which always counts."""
+        """[1] how many of the R samples are used. Unused ones have `last` 0; so may the first,
+        which always counts.
+        """
         return 1 + (self.last[1:] > 0).sum(dtype=np.int32, keepdims=True)
 
 
 class DraftBatch(NamedTuple):
-    """What a drafter on the device continues: the arguments of `make_draft`'s program beside parameters and cache."""
+    """What a drafter on the device continues: the arguments of `make_draft`'s program beside
+    parameters and cache.
+    """
 
     tokens: Any  # [B] i32: the last known token of each row
     positions: Any  # [B] i32: its position
     counts: Any  # [B] i32: drafts of the row; 0 in padding
     block_tables: Any  # [B, M] i32
     sampling: SamplingBatch  # [B]: of the first draft
-    samples: Any  # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if probs are not wanted
+    # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if probs are not
+    # wanted
+    samples: Any
 
 
 class StepShape(NamedTuple):
@@ -176,13 +190,13 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
-    decodes_alone: bool = (
-        False  # every row has one token, of which no prompt's log-probability is wanted
-    )
+    # every row has one token, of which no prompt's log-probability is wanted
+    decodes_alone: bool = False
 
 
 @dataclass(frozen=True)
-class DraftShape:  # no NamedTuple: it would equal a `StepShape` of the same numbers, and both are keys of the programs
+# no NamedTuple: it would equal a `StepShape` of the same numbers, and both are keys of the programs
+class DraftShape:
     """What fixes the shapes of a drafter's program."""
 
     rows: int  # B of a `DraftBatch`
@@ -200,14 +214,12 @@ class Shapes(NamedTuple):
     vocab_size: int
     drafts: int = 0  # draft tokens of a row at most
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
-    view: tuple[int, tuple[int, ...]] | None = (
-        None  # of a KV policy: a `host.kv_policies.View` with a window
-    )
+    # of a KV policy: a `host.kv_policies.View` with a window
+    view: tuple[int, tuple[int, ...]] | None = None
     layout: LayerGroups | None = None  # of several groups of layers
     selection: Selection | None = None  # of a KV policy
-    decode_buckets: tuple[
-        int, ...
-    ] = ()  # T of the steps that have a program of their own for decodes alone
+    # T of the steps that have a program of their own for decodes alone
+    decode_buckets: tuple[int, ...] = ()
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -222,7 +234,9 @@ class Shapes(NamedTuple):
         return min(t, self.max_seqs * (1 + self.drafts if drafts else 1))
 
     def attention_rows(self, t: int) -> int:
-        """A: the rows of attention of a step of T tokens under a KV policy: a chunk is cut where a block begins."""
+        """A: the rows of attention of a step of T tokens under a KV policy: a chunk is cut where a
+        block begins.
+        """
         return min(t, 2 * self.rows(t) + t // self.block_size)
 
     @property
@@ -236,8 +250,8 @@ class Shapes(NamedTuple):
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.
 
-        Where the probabilities of drafts go into the step, the program depends on the step's shape: half of its tokens
-        at most are known ones of rows with drafts.
+        Where the probabilities of drafts go into the step, the program depends on the step's shape:
+        half of its tokens at most are known ones of rows with drafts.
         """
         if self.keeps_probs:
             most = max(t // 2, self.tokens[0])
@@ -277,9 +291,9 @@ def blank_feed(shapes: Shapes, t: int) -> Feed:
     return Feed(np.full(t, -1, np.int32), np.zeros(shapes.max_seqs, np.int32))
 
 
-# A transfer to a device costs the host time of its own, and a step of decodes has some fifteen small arrays. They go as
-# one array. What is mostly on the device already stays outside: the arrays of sampling options, the tokens of the step
-# before, drafts, the factors of adapters.
+# A transfer to a device costs the host time of its own, and a step of decodes has some fifteen
+# small arrays. They go as one array. What is mostly on the device already stays outside: the arrays
+# of sampling options, the tokens of the step before, drafts, the factors of adapters.
 CORE = Batch._fields.index("sampling")  # the fields before it are arrays that every step sends
 
 

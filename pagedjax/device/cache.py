@@ -1,20 +1,25 @@
-"""The KV cache on the device: keys, values and token ids in blocks; an argument of the step, which donates it.
+"""The KV cache on the device: keys, values and token ids in blocks; an argument of the step, which
+donates it.
 
-Keys and values are tuples of arrays, one a layer, and not one stacked array: with an unrolled layer loop XLA updates
-them in place. Block 0 is the trash block: padding tokens write there and no sequence owns it, so no kernel needs a
-branch for invalid tokens.
+Keys and values are tuples of arrays, one a layer, and not one stacked array: with an unrolled layer
+loop XLA updates them in place. Block 0 is the trash block: padding tokens write there and no
+sequence owns it, so no kernel needs a branch for invalid tokens.
 
-Each slot also has its token id. Sampling reads the tokens of a sequence from there where penalties need them, so the
-host sends no history. What moves blocks (copies, swaps) moves their token ids with them.
+Each slot also has its token id. Sampling reads the tokens of a sequence from there where penalties
+need them, so the host sends no history. What moves blocks (copies, swaps) moves their token ids
+with them.
 
-A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So for its kernel a row of a page contains
-128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in the same order, in as many bytes.
+A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So for its kernel a row
+of a page contains 128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in
+the same order, in as many bytes.
 
-A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the same tokens in all
-arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/draft-models.md).
+A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the
+same tokens in all arrays. So whatever moves or shares blocks moves and shares the drafter's part
+too (docs/design/draft-models.md).
 
-Keys and values in bfloat16 or float8 may be stored as integers of their bits, as the implementation of attention wants
-it: XLA for a CPU writes a few such floats by converting the whole array to a wider type and back.
+Keys and values in bfloat16 or float8 may be stored as integers of their bits, as the implementation
+of attention wants it: XLA for a CPU writes a few such floats by converting the whole array to a
+wider type and back.
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ TOKEN_BYTES = 4  # of a slot's token id
 
 
 class DraftPages(NamedTuple):
-    """What a drafter on the device keeps of each slot: its own layers, and a feature of the model's layers."""
+    """What a drafter on the device keeps of each slot: its own layers, and a feature of the model's
+    layers.
+    """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
@@ -42,9 +49,8 @@ class BoundedKeys(NamedTuple):
     """The keys of a layer whose queries select blocks (selection.py)."""
 
     pages: jax.Array  # as in `KVCache.k`
-    bounds: (
-        jax.Array
-    )  # [P, K, 2, D] of the pages' dtype: of each full block, the least and the largest of its keys
+    # [P, K, 2, D] of the pages' dtype: of each full block, the least and the largest of its keys
+    bounds: jax.Array
 
     @property
     def block_size(self) -> int:
@@ -56,9 +62,8 @@ class KVCache(NamedTuple):
     v: tuple[jax.Array, ...]
     tokens: jax.Array  # [P, S] int32
     draft: DraftPages | None = None
-    bounds: tuple[
-        jax.Array | None, ...
-    ] = ()  # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
+    # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
+    bounds: tuple[jax.Array | None, ...] = ()
 
     @property
     def layers(self) -> list[tuple[jax.Array | BoundedKeys, jax.Array]]:
@@ -150,9 +155,8 @@ def init(
         "kv_heads": draft.kv_heads,
         "head_dim": draft.head_dim,
     }
-    every = CacheSharding(
-        sharding.copies, sharding.copies
-    )  # each device has all of a drafter's heads
+    # each device has all of a drafter's heads
+    every = CacheSharding(sharding.copies, sharding.copies)
     other = init(
         blocks=blocks,
         block_size=block_size,
@@ -185,7 +189,9 @@ def kv_bytes(
     dtype: str,
     row: int | None = None,
 ) -> int:
-    """Bytes of a block's keys and values in all layers: 2 * L * S * K * D * bytes of dtype, for rows of any length."""
+    """Bytes of a block's keys and values in all layers: 2 * L * S * K * D * bytes of dtype, for
+    rows of any length.
+    """
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
@@ -197,8 +203,8 @@ def block_bytes(
     dense_layers: int | None = None,
     **sizes: Any,
 ) -> int:
-    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, bounds, which are as large as one slot's, and a drafter's
-    part."""
+    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, bounds, which are as large as one slot's,
+    and a drafter's part."""
     total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
     if dense_layers is not None:
         total += kv_bytes(

@@ -1,7 +1,7 @@
 """Binds a model's products to one implementation, in whose layout its matrices are stored.
 
-An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own is
-"folder/file.py:NAME" or "module:NAME".
+An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own
+is "folder/file.py:NAME" or "module:NAME".
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def choose(wanted: str | None, device: Any, **facts: Any) -> str:
         facts: the keyword arguments of `Implementation.obstacle`.
 
     Raises:
-        ValueError: the wanted one cannot serve this model on this device; the message gives the reason. There is no
-            fallback.
+        ValueError: the wanted one cannot serve this model on this device; the message gives the
+            reason. There is no fallback.
     """
     if wanted is None:
         return next(name for name in DEFAULTS if not find(name).obstacle(device, **facts))

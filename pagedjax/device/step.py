@@ -43,8 +43,8 @@ out_of_cache = jax.jit(read_blocks)  # (cache, ids) -> pages
 into_cache = jax.jit(write_blocks, donate_argnums=0)  # (cache, ids, pages) -> cache
 
 
-# (shape, dtype, sharding) -> zeros, made on their own devices. `jnp.zeros` makes each part of a mesh on the default
-# device first, whose memory may be full.
+# (shape, dtype, sharding) -> zeros, made on their own devices. `jnp.zeros` makes each part of a
+# mesh on the default device first, whose memory may be full.
 zeros = jax.jit(
     lambda shape, dtype, device: jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), device),
     static_argnames=("shape", "dtype", "device"),
@@ -55,17 +55,15 @@ class StepOutput(NamedTuple):
     sampled: SampledTokens
     prompt: PromptLogprobs
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
-    hidden: jax.Array | None = (
-        None  # [R, H] after the final norm, of the token that each sample follows
-    )
+    # [R, H] after the final norm, of the token that each sample follows
+    hidden: jax.Array | None = None
     taps: Tapped | None = None  # what the step was made to return beside samples
 
 
 class DraftOutput(NamedTuple):
     tokens: jax.Array  # [k, B] int32: the drafts of each row, in their order
-    probs: (
-        jax.Array | None
-    )  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+    # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+    probs: jax.Array | None
 
 
 class BoundDraftModel(NamedTuple):
@@ -108,13 +106,16 @@ def make_step(
     *,
     wanted: Wanted = NOTHING,
 ) -> Step:
-    """step(leaves, cache, joined(batch)) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
+    """step(leaves, cache, joined(batch)) -> (cache, StepOutput), jitted; the cache is donated and
+    updated in place.
 
     Args:
-        model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
+        model: its parameters are not kept; every call takes a model's `leaves`, and behind them
+            those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
-        wanted: what to return beside samples. Samples are computed as without it, so that they have the same bits.
+        wanted: what to return beside samples. Samples are computed as without it, so that they have
+            the same bits.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
@@ -168,7 +169,8 @@ def make_step(
         def samples() -> tuple[jax.Array, PromptLogprobs]:
             return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
 
-        # the last layer of tokens that nobody samples after is needed for their log-probabilities alone
+        # the last layer of tokens that nobody samples after is needed for their log-probabilities
+        # alone
         if len(batch.last) < len(batch.tokens):
             hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples)
         elif batch.targets is None:
@@ -196,15 +198,18 @@ def make_draft(
     *,
     probs: bool = False,
 ) -> Draft:
-    """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the drafter, one by one.
+    """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the
+    drafter, one by one.
 
-    A draft is drawn with the same number of (seed, position) as the model's own token, so that the two agree often. If
-    probs are wanted, it is drawn with another number, as rejection sampling needs, and `tile` is not used.
+    A draft is drawn with the same number of (seed, position) as the model's own token, so that the
+    two agree often. If probs are wanted, it is drawn with another number, as rejection sampling
+    needs, and `tile` is not used.
 
     Args:
         most: drafts of a row (k).
         probs: return what drafts were drawn from.
-        model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
+        model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens
+            of the cache.
     """
     modules = _modules(model, bound)
     vocabulary = model.config.vocab_size  # of the whole model; a device of a mesh has a part
@@ -223,9 +228,8 @@ def make_draft(
             block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[
                 :, 0
             ]
-            slots = jnp.where(
-                live, block * size + positions % size, 0
-            )  # a row that has its drafts writes to the trash
+            # a row that has its drafts writes to the trash
+            slots = jnp.where(live, block * size + positions % size, 0)
             each = jnp.arange(rows + 1, dtype=jnp.int32)
             sampling = batch.sampling._replace(position=batch.sampling.position + i)
             arrays = tokens, positions, slots, batch.block_tables, positions + 1, each

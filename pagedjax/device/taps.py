@@ -1,7 +1,9 @@
-"""What a step can return of the model's inside, beside samples: `Wanted` says what, `taken` makes it.
+"""What a step can return of the model's inside, beside samples: `Wanted` says what, `taken` makes
+it.
 
-It is static: a step that returns more is another program, and one that returns nothing more is as it was. Samples are
-computed as without taps, so that they have the same bits; whatever only taps need is computed beside them.
+It is static: a step that returns more is another program, and one that returns nothing more is as
+it was. Samples are computed as without taps, so that they have the same bits; whatever only taps
+need is computed beside them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
 class Wanted(NamedTuple):
     """False if it is nothing.
 
-    hidden: hidden states, counted as transformers counts them: 0 is what the first layer gets, i is the output of layer
-        i - 1, and the number of layers is the output of the last one after the final norm.
+    hidden: hidden states, counted as transformers counts them: 0 is what the first layer gets, i is
+        the output of layer i - 1, and the number of layers is the output of the last one after the
+        final norm.
     attention: by layer, the query heads whose probabilities are wanted.
     experts: layers whose chosen experts are wanted.
     """
@@ -34,7 +37,9 @@ class Wanted(NamedTuple):
         return any(map(bool, self))
 
     def outputs(self, layers: int) -> tuple[int, ...]:
-        """The layers of a model of so many, whose outputs are needed; never the last one, which `Run.finish` gives."""
+        """The layers of a model of so many, whose outputs are needed; never the last one, which
+        `Run.finish` gives.
+        """
         inputs = {i for i in self.hidden if i < layers} | {layer for layer, _ in self.attention}
         return tuple(sorted(i - 1 for i in inputs if i))
 
@@ -46,9 +51,8 @@ class Tapped(NamedTuple):
     """What was wanted, by layer, as in `Wanted`."""
 
     hidden: dict[int, jax.Array]  # [T, H]
-    attention: dict[
-        int, jax.Array
-    ]  # [R, heads, M S] float32, by position, for the token that each sample follows
+    # [R, heads, M S] float32, by position, for the token that each sample follows
+    attention: dict[int, jax.Array]
     experts: dict[int, Routes]  # [T, chosen]
 
 

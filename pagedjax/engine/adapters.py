@@ -1,12 +1,14 @@
-"""The adapters of an engine: which one is in which slot, and what happens when they are loaded, replaced and unloaded.
+"""The adapters of an engine: which one is in which slot, and what happens when they are loaded,
+replaced and unloaded.
 
     init(model, config) -> table                              or None, without adapters
     loaded(table, adapter, busy) -> table                     under a new name, or in the place of an old adapter
     unloaded(table, name) -> table
     of_tokens(table, plan, sequences, t) -> the adapters of a step's tokens
 
-A table is a value: each transition returns another one. A request keeps the slot of its adapter to its end. So when an
-adapter is replaced or unloaded while requests use it, its slot becomes free with the last of them.
+A table is a value: each transition returns another one. A request keeps the slot of its adapter to
+its end. So when an adapter is replaced or unloaded while requests use it, its slot becomes free
+with the last of them.
 """
 
 from __future__ import annotations

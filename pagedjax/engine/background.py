@@ -1,9 +1,12 @@
-"""Programs that are compiled behind the steps: an engine serves as soon as the program of the largest step is there.
+"""Programs that are compiled behind the steps: an engine serves as soon as the program of the
+largest step is there.
 
-One thread compiles the others, one at a time. A step is padded to the next larger bucket whose program exists.
+One thread compiles the others, one at a time. A step is padded to the next larger bucket whose
+program exists.
 
-Steps are several times as slow meanwhile. A lower priority of the thread would change nothing, because XLA compiles in
-the threads that also compute steps. So the thread prefers pauses between requests, unless programs are on disk.
+Steps are several times as slow meanwhile. A lower priority of the thread would change nothing,
+because XLA compiles in the threads that also compute steps. So the thread prefers pauses between
+requests, unless programs are on disk.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ PAUSE = 2.0  # seconds without a step, after which a compilation begins
 PATIENCE = 6.0  # seconds after which it begins in any case
 LOADED = 1.0  # seconds: what takes less was on disk, and so is the next one, most likely
 log = logging.getLogger("pagedjax.engine")
-_started: WeakValueDictionary[int, BackgroundPrograms] = (
-    WeakValueDictionary()
-)  # by id: a dict has no hash
+# by id: a dict has no hash
+_started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()
 
 
 class BackgroundPrograms(dict[Shape, Any]):
     """Programs by their shape; at first that of the largest step alone.
 
     Attributes:
-        present: the shapes of an engine, with those buckets alone whose programs are in here. It is replaced as a whole
-            when a program comes in, so that a step which reads it once is consistent.
+        present: the shapes of an engine, with those buckets alone whose programs are in here. It is
+            replaced as a whole when a program comes in, so that a step which reads it once is
+            consistent.
         stepped_at: seconds of time.monotonic when a step last read it.
     """
 
@@ -83,8 +86,8 @@ class BackgroundPrograms(dict[Shape, Any]):
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to compile. At the end of Python the program under way is waited for, because XLA cannot be interrupted
-        and fails if Python ends meanwhile."""
+        """Begin to compile. At the end of Python the program under way is waited for, because XLA
+        cannot be interrupted and fails if Python ends meanwhile."""
         self._thread.start()
         _started[id(self)] = self
 
@@ -97,7 +100,8 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._thread.join(seconds)
 
     def compile_next(self) -> bool:
-        """Wait for a pause, and compile the next program, in the thread. Returns False if there is none.
+        """Wait for a pause, and compile the next program, in the thread. Returns False if there is
+        none.
 
         A program that comes after a quick one is not waited for.
         """
@@ -144,9 +148,10 @@ class BackgroundPrograms(dict[Shape, Any]):
 def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
     """The order in which programs are compiled.
 
-    The first one holds `most_seqs` tokens, because most steps are decodes alone. Then comes the middle one of those on
-    each side of it, and so on, so that no step is far from its own bucket for long. A bucket's program for decodes
-    alone comes after its other one, because a step has only buckets with that one.
+    The first one holds `most_seqs` tokens, because most steps are decodes alone. Then comes the
+    middle one of those on each side of it, and so on, so that no step is far from its own bucket
+    for long. A bucket's program for decodes alone comes after its other one, because a step has
+    only buckets with that one.
     """
     sizes = sorted({shape.tokens for shape in shapes})
     at = bisect_left(sizes, most_seqs)

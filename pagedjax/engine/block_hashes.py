@@ -2,9 +2,10 @@
 
     h[0] = H(salt, tokens[0:S])    h[i] = H(h[i - 1], tokens[i S : (i + 1) S])
 
-Two blocks with the same hash hold the same keys and values, because these depend only on the tokens up to their own
-position, and under a KV policy that selects blocks on the length of the prompt (`selected`). A hash has 128 bits of
-BLAKE2b, so two contents of a run do not get the same hash, by accident or on purpose.
+Two blocks with the same hash hold the same keys and values, because these depend only on the tokens
+up to their own position, and under a KV policy that selects blocks on the length of the prompt
+(`selected`). A hash has 128 bits of BLAKE2b, so two contents of a run do not get the same hash, by
+accident or on purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pagedjax.params import SamplingParams
 
 
 def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:
-    """The hash before the first block's. Requests with different salts, tags or adapters share no block.
+    """The hash before the first block's. Requests with different salts, tags or adapters share no
+    block.
 
     Args:
         adapter: the hash of its content, and not its name: another adapter may have the name later.
@@ -36,8 +38,9 @@ def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: s
 
 
 def selected(parent: str, prompt_len: int) -> str:
-    """What the hashes of blocks with generated tokens grow from where queries of prompts read other blocks than those
-    of generated tokens (`TopBlocks.dense_prompts`): the same tokens have other keys in a longer prompt."""
+    """What the hashes of blocks with generated tokens grow from where queries of prompts read other
+    blocks than those of generated tokens (`TopBlocks.dense_prompts`): the same tokens have other
+    keys in a longer prompt."""
     return blake2b(
         b"%d" % prompt_len, key=bytes.fromhex(parent), person=b"selected", digest_size=16
     ).hexdigest()
@@ -62,10 +65,11 @@ def of_prompt(
     tags: Sequence[str] = (),
     adapter: str = "",
 ) -> tuple[str | None, tuple[str, ...]]:
-    """What the hashes of a request grow from, and those of its prompt's full blocks. A router needs the same ones.
+    """What the hashes of a request grow from, and those of its prompt's full blocks. A router needs
+    the same ones.
 
-    Log-probabilities and hidden states of a prompt need every one of its tokens computed, so such a request shares
-    nothing: (None, ()).
+    Log-probabilities and hidden states of a prompt need every one of its tokens computed, so such a
+    request shares nothing: (None, ()).
 
     Args:
         adapter: see `root`.

@@ -12,24 +12,28 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# JAX records the first event for each program that it compiles or loads, the second for each that it loads from disk.
+# JAX records the first event for each program that it compiles or loads, the second for each that
+# it loads from disk.
 _MADE = "/jax/core/compile/backend_compile_duration"
 _CACHED = "/jax/compilation_cache/cache_hits"
 _events = {_MADE: 0, _CACHED: 0}
 _lock = threading.Lock()  # programs are compiled in threads
-# .uncounted: whether the thread is in a block of `uncounted`; .cached: programs that it has loaded from disk
+# .uncounted: whether the thread is in a block of `uncounted`; .cached: programs that it has loaded
+# from disk
 _thread = threading.local()
 
-MAX_BYTES = (
-    2**30
-)  # of the cache on disk; the program that was not used for the longest time goes first
-_blocks = 0  # of `disk_cache` that run now, in all threads, with the options that the first of them has set
+# of the cache on disk; the program that was not used for the longest time goes first
+MAX_BYTES = 2**30
+# of `disk_cache` that run now, in all threads, with the options that the first of them has set
+_blocks = 0
 _before: dict[str, Any] = {}  # JAX's options before them
 _options = threading.Lock()  # of _blocks, _before and JAX's options
 
 
 class Counts(NamedTuple):
-    """Programs that this process has compiled, including those that it loaded from disk, outside of `uncounted`."""
+    """Programs that this process has compiled, including those that it loaded from disk, outside of
+    `uncounted`.
+    """
 
     compilations: int
     cached: int  # of them, loaded from disk
@@ -79,7 +83,9 @@ def folder() -> Path | None:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Within the block, what this thread compiles is not counted: it belongs to no step and to no start-up."""
+    """Within the block, what this thread compiles is not counted: it belongs to no step and to no
+    start-up.
+    """
     _thread.uncounted = True
     try:
         yield
@@ -96,9 +102,10 @@ def disk_cache_active() -> bool:
 def disk_cache(enabled: bool = True) -> Iterator[None]:
     """Within the block, JAX keeps programs in the user's cache folder, MAX_BYTES of them at most.
 
-    JAX's options apply to the whole process, so they are restored after the block; if blocks of several threads
-    overlap, after the last of them. If JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), or its cache is
-    switched off (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
+    JAX's options apply to the whole process, so they are restored after the block; if blocks of
+    several threads overlap, after the last of them. If JAX has a cache folder already
+    (`JAX_COMPILATION_CACHE_DIR`), or its cache is switched off (`JAX_ENABLE_COMPILATION_CACHE=0`),
+    nothing changes.
     """
     mine = enabled and _enter()
     try:
@@ -109,7 +116,9 @@ def disk_cache(enabled: bool = True) -> Iterator[None]:
 
 
 def _enter() -> bool:
-    """Begin a block, and set JAX's options if it is the only one. Returns False if JAX's own settings count."""
+    """Begin a block, and set JAX's options if it is the only one. Returns False if JAX's own
+    settings count.
+    """
     global _blocks, _before
     folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
     options = {
@@ -145,7 +154,9 @@ def _set(options: dict[str, Any]) -> None:
 
 
 def _add_access_times(folder: Path) -> None:
-    """JAX cannot evict a program without a file of its access time, and writes none without a bound."""
+    """JAX cannot evict a program without a file of its access time, and writes none without a
+    bound.
+    """
     with suppress(OSError):
         for program in folder.glob("*-cache"):
             time = program.with_name(program.name.removesuffix("-cache") + "-atime")

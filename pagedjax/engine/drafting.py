@@ -1,10 +1,12 @@
-"""Speculation in the engine: drafts are written behind the known tokens, and verified by the target's own samples.
+"""Speculation in the engine: drafts are written behind the known tokens, and verified by the
+target's own samples.
 
-A step samples the token after the known ones and after each draft. A draft is accepted if it equals the token that was
-sampled in its place, and if all drafts before it are accepted. With the strict rule each is sampled with the same
-random number of (seed, position) as without speculation. So tokens are the same for any drafter at any temperature
-(drafter-invariant speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives. With the rule
-"rejection" a sample depends on its draft (device/rejection.py).
+A step samples the token after the known ones and after each draft. A draft is accepted if it equals
+the token that was sampled in its place, and if all drafts before it are accepted. With the strict
+rule each is sampled with the same random number of (seed, position) as without speculation. So
+tokens are the same for any drafter at any temperature (drafter-invariant speculation, arXiv
+2408.07978); a drafter only decides how many of them a step gives. With the rule "rejection" a
+sample depends on its draft (device/rejection.py).
 
     wanted(...)       before `schedule`: which sequences should have drafts, and how many
     offer(...)        then ask the drafter, write its drafts, count them
@@ -30,7 +32,9 @@ from pagedjax.host.types import NO_DRAFTS, Finished, Plan, Running, StepResult, 
 
 WEIGHT = 0.1  # of a new time in a running average
 HALF_LIFE = 64  # verified drafts after which an older one counts half in the average acceptance
-RETRY = 32  # after so many steps without drafts, one draft is tried again, and what was known before counts half
+# after so many steps without drafts, one draft is tried again, and what was known before counts
+# half
+RETRY = 32
 FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
 
 
@@ -38,12 +42,16 @@ class Drafting(NamedTuple):
     """What an engine has learned about its drafts.
 
     memory: the drafter's own. The drafter may change it.
-    acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
+    acceptance: running average of the share of drafts that are accepted, of those whose
+        predecessors are.
     tried: the drafts in that average, of which old ones count less.
-    warm: the padded tokens of steps that have run. The first step of a size takes two to three times as long on a CPU,
-        so its time is not kept: it would forbid the drafts that could correct it.
-    seconds: by the padded tokens of a step, the running average of its time, without that of drafts on the device.
-    draft_seconds: by the number of rows, as a bucket, the running average of the time of one draft on the device.
+    warm: the padded tokens of steps that have run. The first step of a size takes two to three
+        times as long on a CPU, so its time is not kept: it would forbid the drafts that could
+        correct it.
+    seconds: by the padded tokens of a step, the running average of its time, without that of drafts
+        on the device.
+    draft_seconds: by the number of rows, as a bucket, the running average of the time of one draft
+        on the device.
     idle: steps since the last one with drafts.
     """
 
@@ -70,9 +78,11 @@ def offer(
     sequences: Mapping[str, SequenceData],
     vocab_size: int,
 ) -> Mapping[str, int]:
-    """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
+    """By sequence id, how many drafts there are for the next step. They are written behind the
+    known tokens.
 
-    A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
+    A drafter on the device offers as many as it may. It makes them after `schedule`, when they have
+    slots (`send`).
 
     Args:
         draftable, k: as `wanted` returns them.
@@ -105,8 +115,8 @@ def wanted(
 ) -> tuple[list[tuple[str, int]], int]:
     """The sequences that may have drafts, with their lengths; and how many drafts each should have.
 
-    They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
-    places for drafts.
+    They are the decodes that have generated a token: from then on their tokens are in an array of
+    their own, with places for drafts.
     """
     draftable = [
         (seq.request.request_id, length)
@@ -123,15 +133,17 @@ def wanted(
 def paying(
     drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]
 ) -> int:
-    """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
+    """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024,
+    arXiv 2406.14066).
 
-    A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
-    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took (`cost`), and each draft what
-    drafts took on the device.
+    A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens
+    in expectation (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size
+    took (`cost`), and each draft what drafts took on the device.
 
     Args:
         num_decodes: sequences that may have drafts.
-        rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
+        rest: prompt tokens to compute. They come before drafts, so a step that is full of them has
+            no drafts.
         buckets: the padded tokens of steps, ascending.
     """
     a = min(drafting.acceptance, 0.999)
@@ -153,16 +165,19 @@ def paying(
 
 
 def draft_cost(seconds: Mapping[int, float], rows: int) -> float:
-    """The time of one draft of `rows` padded rows on the device. 0 if none was timed, so that it is tried."""
+    """The time of one draft of `rows` padded rows on the device. 0 if none was timed, so that it is
+    tried.
+    """
     known = cost(seconds, rows)
     return min(seconds.items())[1] if known is None and seconds else known or 0.0
 
 
 def cost(seconds: Mapping[int, float], size: int) -> float | None:
-    """The time of a step of `size` padded tokens; None if no step of that size or a smaller one was timed.
+    """The time of a step of `size` padded tokens; None if no step of that size or a smaller one was
+    timed.
 
-    A size that was never run lies on the line between its neighbours. Above the largest it costs as much as that one,
-    so it is tried.
+    A size that was never run lies on the line between its neighbours. Above the largest it costs as
+    much as that one, so it is tried.
     """
     below = max((t for t in seconds if t <= size), default=None)
     above = min((t for t in seconds if t >= size), default=None)
@@ -176,8 +191,8 @@ def cost(seconds: Mapping[int, float], size: int) -> float | None:
 def verified(
     plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray
 ) -> tuple[Sample, ...]:
-    """What each row sampled: of a row with drafts, its tokens up to and with the first that differs from its draft, or
-    that ends the sequence.
+    """What each row sampled: of a row with drafts, its tokens up to and with the first that differs
+    from its draft, or that ends the sequence.
 
     Args:
         tokens: [R] the samples of the step.
@@ -233,7 +248,9 @@ def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[in
 
 
 def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None:
-    """Show the drafter the output so far, [data.prompt_len : length], of a sequence that another engine has adopted."""
+    """Show the drafter the output so far, [data.prompt_len : length], of a sequence that another
+    engine has adopted.
+    """
     drafting.drafter.finished(drafting.memory, name, data.tokens[data.prompt_len : length])
 
 

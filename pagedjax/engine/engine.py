@@ -39,12 +39,14 @@ from pagedjax.structured.matcher import Grammar
 
 
 class Engine:
-    """One model, one cache, one scheduler. Every method replaces the state by the one that a transition returns.
+    """One model, one cache, one scheduler. Every method replaces the state by the one that a
+    transition returns.
 
     Attributes:
         runtime: what steps use and never change.
         sessions: the sessions that fold its results into text (session.py); each gets every result.
-        turns: every method that queues, steps or changes something is one turn, so any thread may call it.
+        turns: every method that queues, steps or changes something is one turn, so any thread may
+            call it.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Engine:
     ) -> None:
         """
         Args:
-            row_features: sampling options beside the built-in ones; requests set them by `extra_args`.
-            draft_model: what drafts on the device, if `config.speculative` says so (weights/draft_model.py).
+            row_features: sampling options beside the built-in ones; requests set them by
+                `extra_args`.
+            draft_model: what drafts on the device, if `config.speculative` says so
+                (weights/draft_model.py).
             owns_params: only this engine uses the arrays of the models, so `sleep` may delete them.
         """
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
@@ -83,7 +87,9 @@ class Engine:
 
     @property
     def background(self) -> BackgroundPrograms | None:
-        """The programs that are compiled behind the steps; None unless `compilation` is "background"."""
+        """The programs that are compiled behind the steps; None unless `compilation` is
+        "background".
+        """
         programs = self.runtime.programs
         return programs if isinstance(programs, BackgroundPrograms) else None
 
@@ -103,8 +109,8 @@ class Engine:
 
     @property
     def startup(self) -> Mapping[str, Any]:
-        """Seconds by stage ("compile", "warmup"), the number of programs ("compilations"), and how many of them came
-        from the cache on disk ("cached")."""
+        """Seconds by stage ("compile", "warmup"), the number of programs ("compilations"), and how
+        many of them came from the cache on disk ("cached")."""
         return self.runtime.startup
 
     @property
@@ -117,10 +123,13 @@ class Engine:
         """Whether `step` has something to do or to return."""
         return self._state.has_work
 
-    # requests -------------------------------------------------------------------------------------------------------
+    # requests
+    # -------------------------------------------------------------------------------------------------------
 
     def new_ids(self, count: int) -> tuple[str, ...]:
-        """Ids that this engine has not given before. Use them, or ids of another form, for all requests."""
+        """Ids that this engine has not given before. Use them, or ids of another form, for all
+        requests.
+        """
         return tuple(str(next(self._ids)) for _ in range(count))
 
     @interrupts.in_turn
@@ -137,21 +146,23 @@ class Engine:
         grammar: Grammar | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Queue a request. `priority` and `user` matter to the policies of those names, see host/policies.py.
+        """Queue a request. `priority` and `user` matter to the policies of those names, see
+        host/policies.py.
 
         The hidden states of a prompt with PoolingParams come in a `StepResult` under `request_id`.
 
         Args:
-            forks: ids of further branches. All share the prompt's blocks; branch i draws with the request's seed + i,
-                as a separate request with that seed would. A beam search needs beam_width - 1 of them; its result
-                comes in a `StepResult` under `request_id`.
+            forks: ids of further branches. All share the prompt's blocks; branch i draws with the
+                request's seed + i, as a separate request with that seed would. A beam search needs
+                beam_width - 1 of them; its result comes in a `StepResult` under `request_id`.
             tags: opaque names; requests with other tags share no cached blocks.
             grammar: what `params.structured_outputs` was compiled to (pagedjax/structured).
-            adapter: the name of a loaded one. The request keeps it, whatever is loaded or unloaded later.
+            adapter: the name of a loaded one. The request keeps it, whatever is loaded or unloaded
+                later.
 
         Raises:
-            ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`). The engine is
-                unchanged.
+            ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
+                The engine is unchanged.
         """
         self._check_awake()
         options: dict[str, Any] = {
@@ -180,7 +191,8 @@ class Engine:
         self._set(after)
         return events
 
-    # another engine goes on with a request (handover.py) -------------------------------------------------------------
+    # another engine goes on with a request (handover.py)
+    # -------------------------------------------------------------
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -189,7 +201,9 @@ class Engine:
 
     @interrupts.in_turn
     def handover(self, request_id: str) -> Handover:
-        """What another engine needs to go on with an unfinished sequence, and nothing changes here (`handover`)."""
+        """What another engine needs to go on with an unfinished sequence, and nothing changes here
+        (`handover`).
+        """
         return handovers.handover(self.runtime, self._state, request_id)
 
     def has_room(self, handover: Handover) -> bool:
@@ -198,20 +212,23 @@ class Engine:
 
     @interrupts.in_turn
     def pages(self, blocks: Sequence[int]) -> KVCache:
-        """Copies of the pages of n blocks, on the device, in the order of their ids; block 0 is the trash block.
+        """Copies of the pages of n blocks, on the device, in the order of their ids; block 0 is the
+        trash block.
 
         Returns:
-            A `KVCache` of n blocks: `k` and `v` have an array [n, K, S, D] for each layer, `tokens` is [n, S]. A TPU's
-            kernels have several tokens in a row (device/cache.py).
+            A `KVCache` of n blocks: `k` and `v` have an array [n, K, S, D] for each layer, `tokens`
+            is [n, S]. A TPU's kernels have several tokens in a row (device/cache.py).
 
         Raises:
-            ValueError: an id is no block, or there is no cache now: the engine sleeps, or its last step failed.
+            ValueError: an id is no block, or there is no cache now: the engine sleeps, or its last
+            step failed.
         """
         return handovers.take(self._cache(), blocks)
 
     @interrupts.in_turn
     def padded_pages(self, blocks: Sequence[int]) -> KVCache:
-        """`pages` with padding rows behind them, up to a power of two: what `adopt` fetches, with few programs.
+        """`pages` with padding rows behind them, up to a power of two: what `adopt` fetches, with
+        few programs.
 
         Raises:
             ValueError: as in `pages`.
@@ -231,7 +248,8 @@ class Engine:
     def adopt(
         self, request_id: str, handover: Handover, fetch: Fetch, *, grammar: Grammar | None = None
     ) -> bool:
-        """Go on with a sequence of another engine -> whether its content is here; else it is computed again.
+        """Go on with a sequence of another engine -> whether its content is here; else it is
+        computed again.
 
         Raises:
             ValueError: see `handover.adopt`. The engine is unchanged.
@@ -244,7 +262,9 @@ class Engine:
 
     @interrupts.in_turn
     def release(self, request_id: str) -> None:
-        """Forget a sequence that another engine has adopted. Its full blocks stay in the prefix cache."""
+        """Forget a sequence that another engine has adopted. Its full blocks stay in the prefix
+        cache.
+        """
         self._set(handovers.release(self._state, request_id))
 
     @interrupts.in_turn
@@ -252,7 +272,8 @@ class Engine:
         """Forget what cached blocks hold. Unfinished requests continue."""
         self._set(state.forget(self._state))
 
-    # adapters (docs/design/adapters.md) -------------------------------------------------------------------------------
+    # adapters (docs/design/adapters.md)
+    # -------------------------------------------------------------------------------
 
     @property
     def adapters(self) -> Mapping[str, InSlot]:
@@ -263,14 +284,16 @@ class Engine:
     def load_adapter(
         self, adapter: Adapter, *, keep: bool = True, needed: Iterable[str] = ()
     ) -> None:
-        """Load an adapter, or replace the one of its name. Unfinished requests keep theirs. Nothing is compiled.
+        """Load an adapter, or replace the one of its name. Unfinished requests keep theirs. Nothing
+        is compiled.
 
         Args:
             keep: it stays until it is unloaded. Else it gives way when another one needs its slot.
             needed: names of adapters that may not give way to it.
 
         Raises:
-            ValueError: the engine has no adapters, this one does not fit, or no slot is free. The engine is unchanged.
+            ValueError: the engine has no adapters, this one does not fit, or no slot is free. The
+            engine is unchanged.
         """
         table = self._adapter_table(adapter.name)
         in_use = adapters.adapter_slots_in_use(self._state.sequences)
@@ -293,26 +316,31 @@ class Engine:
             raise adapters.no_adapters(name)
         return self.runtime.adapters
 
-    # parameters -------------------------------------------------------------------------------------------------------
+    # parameters
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def params_version(self) -> int:
-        """How often `update_params` has replaced the parameters. Each `StepResult` has that of its own."""
+        """How often `update_params` has replaced the parameters. Each `StepResult` has that of its
+        own.
+        """
         return self._state.params_version
 
     @interrupts.deferred()
     @interrupts.in_turn
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
-        """Replace the parameters by copies of others, of the same shapes and dtypes, and forget the prefix cache.
+        """Replace the parameters by copies of others, of the same shapes and dtypes, and forget the
+        prefix cache.
 
         Args:
-            pending: what becomes of unfinished requests, between two steps. All keep their tokens so far. "restart":
-                keys and values are computed again with the new parameters. "keep": those in the cache stay, and later
-                tokens are computed from them. None: there must be no such request.
+            pending: what becomes of unfinished requests, between two steps. All keep their tokens
+                so far. "restart": keys and values are computed again with the new parameters.
+                "keep": those in the cache stay, and later tokens are computed from them. None:
+                there must be no such request.
 
         Raises:
-            ValueError: requests are unfinished and `pending` is None, it has another value, or a parameter differs (all
-                are named). The engine is unchanged.
+            ValueError: requests are unfinished and `pending` is None, it has another value, or a
+                parameter differs (all are named). The engine is unchanged.
         """
         one_of("pending", pending, (None, *get_args(Pending)))
         if pending is None:
@@ -320,18 +348,18 @@ class Engine:
             self._check_idle(f"before you update parameters, or say what becomes of them: {kinds}")
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
-        self._shared &= {
-            id(x) for x in self.runtime.leaves
-        }  # ids of arrays that are gone may come again
+        # ids of arrays that are gone may come again
+        self._shared &= {id(x) for x in self.runtime.leaves}
         self._set(state.update(self._state, pending or "restart"))
 
     @interrupts.deferred()
     @interrupts.in_turn
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the devices: the cache, and the parameters, which move to the host (1) or are dropped (2).
+        """Free the memory of the devices: the cache, and the parameters, which move to the host (1)
+        or are dropped (2).
 
-        Arrays that the engine does not own are let go of and not deleted: others may use them. The prefix cache is
-        emptied; programs stay.
+        Arrays that the engine does not own are let go of and not deleted: others may use them. The
+        prefix cache is emptied; programs stay.
 
         Raises:
             ValueError: requests are unfinished, it sleeps already, or there is no such level.
@@ -346,10 +374,12 @@ class Engine:
     @interrupts.deferred()
     @interrupts.in_turn
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`. After level 2 the model's parameters come from `update_params`, before or after this.
+        """Undo `sleep`. After level 2 the model's parameters come from `update_params`, before or
+        after this.
 
         Args:
-            tags: "weights" or "kv_cache" wakes up that part alone; None is both. An engine that is awake stays so.
+            tags: "weights" or "kv_cache" wakes up that part alone; None is both. An engine that is
+                awake stays so.
 
         Raises:
             ValueError: an unknown tag.
@@ -396,14 +426,16 @@ class Engine:
                 "sleep(level=2) dropped the model's parameters; call update_params(tree) first"
             )
 
-    # steps ----------------------------------------------------------------------------------------------------------
+    # steps
+    # ----------------------------------------------------------------------------------------------------------
 
     @interrupts.in_turn
     def step(self) -> StepResult | None:
         """Run one step. Returns None if no request is unfinished.
 
-        If it raises or is interrupted, the step is rolled back: its requests return to the queue and are computed
-        again. If the interrupt comes after the step, the next call returns the step's result.
+        If it raises or is interrupted, the step is rolled back: its requests return to the queue
+        and are computed again. If the interrupt comes after the step, the next call returns the
+        step's result.
         """
         if not self.has_work:
             return None
@@ -420,7 +452,9 @@ class Engine:
         return result
 
     def _schedule(self) -> ScheduledStep:
-        """What the next step will compute. Processes that share an engine agree on it here (processes/engines.py)."""
+        """What the next step will compute. Processes that share an engine agree on it here
+        (processes/engines.py).
+        """
         return schedule(self.runtime, self._state)
 
     @interrupts.deferred()
@@ -439,7 +473,8 @@ class Engine:
 
     @interrupts.in_turn
     def reset(self) -> None:
-        """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay.
+        """Forget every request and all cache content, and end a recording. Programs and what their
+        steps cost stay.
 
         Raises:
             ValueError: the engine sleeps.
@@ -458,21 +493,22 @@ class Engine:
     def record(
         self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False
     ) -> None:
-        """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.
+        """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py);
+        None ends it.
 
-        A replay starts from nothing, so a recording does too: the prefix cache is forgotten, and default seeds begin
-        again.
+        A replay starts from nothing, so a recording does too: the prefix cache is forgotten, and
+        default seeds begin again.
 
         What taps give is written into a folder beside it, which `pagedjax.read_taps(path)` reads.
 
         Args:
-            times: write the time of each transition, for `pagedjax view` and `trace`. Then two equal runs do not give
-                equal bytes.
+            times: write the time of each transition, for `pagedjax view` and `trace`. Then two
+                equal runs do not give equal bytes.
             prompts: write the prompts' token ids, so that `pagedjax view` can show their text.
 
         Raises:
-            ValueError: requests are unfinished, because a replay starts from an empty scheduler, or no file can be
-                written there.
+            ValueError: requests are unfinished, because a replay starts from an empty scheduler, or
+                no file can be written there.
         """
         if path is not None:
             self._check_idle("before a recording starts")

@@ -1,11 +1,13 @@
-"""Handing a sequence from one engine to another, with the keys and values that it has (docs/design/disaggregation.md).
+"""Handing a sequence from one engine to another, with the keys and values that it has
+(docs/design/disaggregation.md).
 
     handover(runtime, state, name) -> Handover                           what the other engine needs to know
     adopt(runtime, state, name, handover, fetch) -> (state, Adopted)     on the other side; fetch(blocks) -> their pages
     release(state, name) -> state                                        the sequence is gone here
 
-Blocks are known by their hashes. So the adopting engine fetches only those that it does not have, and shares the
-others. If they cannot be fetched, or there is no room, the sequence is queued with its tokens and computed again.
+Blocks are known by their hashes. So the adopting engine fetches only those that it does not have,
+and shares the others. If they cannot be fetched, or there is no room, the sequence is queued with
+its tokens and computed again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from pagedjax.structured.matcher import Grammar
 
 log = logging.getLogger("pagedjax.engine")
 
-# ids of n blocks in the cache of the other engine -> their pages: [n, ...], or as `take_padded` returns them
+# ids of n blocks in the cache of the other engine -> their pages: [n, ...], or as `take_padded`
+# returns them
 Fetch = Callable[[Sequence[int]], KVCache]
 
 
@@ -42,7 +45,8 @@ class Handover(NamedTuple):
     seed: that its samples are drawn with; a position draws the same in every engine.
     root: what its hashes grow from; None: it shares no blocks.
     adapter: the hash of its content; "" without.
-    grammar: of structured outputs. It stays in its process: another one compiles it again from `params`.
+    grammar: of structured outputs. It stays in its process: another one compiles it again from
+        `params`.
     facts: what must be equal in both engines.
     """
 
@@ -57,7 +61,9 @@ class Handover(NamedTuple):
 
 
 def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
-    """What decides on the content of blocks, and on the tokens that follow. The weights are not looked at."""
+    """What decides on the content of blocks, and on the tokens that follow. The weights are not
+    looked at.
+    """
     c, model = runtime.config, runtime.model.config
     found: dict[str, Any] = {f"model.{name}": value for name, value in vars(model).items()}
     for name in ("model.linear", "model.axes"):  # how a device computes, and not what
@@ -91,8 +97,8 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
     """What another engine needs to go on with a sequence. Nothing changes here.
 
     Raises:
-        ValueError: `scheduler.release` refuses it, it has taps, its adapter was unloaded, or its engine has several
-            processes.
+        ValueError: `scheduler.release` refuses it, it has taps, its adapter was unloaded, or its
+            engine has several processes.
     """
     check_processes()
     _, released = scheduler.release(state.scheduler, name)
@@ -143,7 +149,9 @@ def release(state: EngineState, name: str) -> EngineState:
 
 
 def has_room(runtime: Runtime, state: EngineState, handover: Handover) -> bool:
-    """Whether an engine would run a sequence in its next step. Else it queues it, to be computed again."""
+    """Whether an engine would run a sequence in its next step. Else it queues it, to be computed
+    again.
+    """
     return scheduler.has_room(state.scheduler, runtime.policy, handover.released)
 
 
@@ -156,16 +164,18 @@ def adopt(
     *,
     grammar: Grammar | None = None,
 ) -> tuple[EngineState, Adopted]:
-    """Go on with a sequence of another engine. The old state must not be used again: its cache may be donated.
+    """Go on with a sequence of another engine. The old state must not be used again: its cache may
+    be donated.
 
     Args:
         name: its id here.
-        fetch: gives the pages of blocks where the sequence was. If it raises, the sequence is computed again.
+        fetch: gives the pages of blocks where the sequence was. If it raises, the sequence is
+            computed again.
         grammar: of its structured outputs; None: that of `handover`.
 
     Raises:
-        ValueError: a fact differs between the engines, the adapter is not here, or the request can never run here. The
-            state is unchanged.
+        ValueError: a fact differs between the engines, the adapter is not here, or the request can
+            never run here. The state is unchanged.
     """
     check_processes()
     check_equal(facts(runtime, state), handover.facts)
@@ -228,7 +238,9 @@ def adopt(
 
 
 def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
-    """The slot of the adapter with this content, and that hash. Raises ValueError if it is not loaded."""
+    """The slot of the adapter with this content, and that hash. Raises ValueError if it is not
+    loaded.
+    """
     if not content_hash:
         return 0, ""
     known = runtime.adapters.names if runtime.adapters else {}
@@ -249,7 +261,8 @@ def check_processes() -> None:
         raise ValueError(f"{what}; hand sequences over between engines of one process each")
 
 
-# pages ----------------------------------------------------------------------------------------------------------------
+# pages
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:
@@ -276,7 +289,8 @@ def _checked(cache: KVCache, blocks: Sequence[int]) -> np.ndarray:
 
 
 def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
-    """Copies of n whole blocks in as many rows as the next power of two, so that few programs are compiled.
+    """Copies of n whole blocks in as many rows as the next power of two, so that few programs are
+    compiled.
 
     The rows behind the n blocks are padding. Raises ValueError as `take` does.
     """
@@ -284,8 +298,8 @@ def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
 
 
 def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
-    """Write pages, as `take` or `take_padded` returns them, into blocks. They may come from other devices; the cache is
-    donated."""
+    """Write pages, as `take` or `take_padded` returns them, into blocks. They may come from other
+    devices; the cache is donated."""
     exact = len(pages.tokens) == len(blocks)
     rows = np.asarray(blocks, np.int32) if exact else _padded(blocks)
     near = jax.device_put(pages, jax.tree.map(lambda own: own.sharding, cache))

@@ -1,4 +1,6 @@
-"""What may not come between: Ctrl-C in a short block of code, and other threads in one turn of an engine."""
+"""What may not come between: Ctrl-C in a short block of code, and other threads in one turn of an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ class Turns:
 
 @contextmanager
 def of_both(one: Turns, other: Turns) -> Iterator[None]:
-    """A turn of two engines. All threads take the two in one order, so that none waits for another for ever."""
+    """A turn of two engines. All threads take the two in one order, so that none waits for another
+    for ever.
+    """
     first, second = sorted((one, other), key=id)
     with first, second:
         yield

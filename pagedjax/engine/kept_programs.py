@@ -1,15 +1,18 @@
-"""Finished programs of steps, in memory and on disk: an engine that finds its program traces nothing.
+"""Finished programs of steps, in memory and on disk: an engine that finds its program traces
+nothing.
 
-JAX's own cache is by the lowered program, so a program must be traced before it is found. Here a program is found by
-what it is made from. The name of a file is a hash of that:
+JAX's own cache is by the lowered program, so a program must be traced before it is found. Here a
+program is found by what it is made from. The name of a file is a hash of that:
 
-- the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.config` and `pallas_kernels`, with its tuned tiles,
-  and the versions of JAX and what it needs;
-- the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of all arguments;
+- the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.config` and `pallas_kernels`,
+  with its tuned tiles, and the versions of JAX and what it needs;
+- the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of
+  all arguments;
 - XLA's options, JAX's settings, and the device.
 
-A program is only kept if all its code is in these packages, as it was imported. Code of your own and functions that
-were replaced are compiled as always, and so is all on a mesh and in several processes.
+A program is only kept if all its code is in these packages, as it was imported. Code of your own
+and functions that were replaced are compiled as always, and so is all on a mesh and in several
+processes.
 """
 
 from __future__ import annotations
@@ -61,9 +64,8 @@ PLACES = (
 )
 
 log = logging.getLogger("pagedjax.engine")
-_programs: WeakValueDictionary[str, Any] = (
-    WeakValueDictionary()
-)  # of all engines of this process, by their key
+# of all engines of this process, by their key
+_programs: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _lock = threading.Lock()  # of _programs
 _imported_lock = threading.Lock()  # of _imported
 
@@ -71,11 +73,12 @@ _imported_lock = threading.Lock()  # of _imported
 def program(
     facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]
 ) -> Any:
-    """Returns a compiled program of these arguments: that of another engine, one from disk, or a new one.
+    """Returns a compiled program of these arguments: that of another engine, one from disk, or a
+    new one.
 
     Args:
-        facts: what the program is made from, beside its arguments and what is equal in a whole process; values with
-            the same `str` in each process. None: the program is not kept.
+        facts: what the program is made from, beside its arguments and what is equal in a whole
+            process; values with the same `str` in each process. None: the program is not kept.
         arguments: arrays or their shapes.
         device: on which it runs.
         compile_: makes a new one.
@@ -103,7 +106,8 @@ def program(
     return made
 
 
-# the key ---------------------------------------------------------------------------------------------------------
+# the key
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
@@ -122,7 +126,9 @@ def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Returns a hash of the source code, the tuned sizes of kernels, and the versions of the libraries."""
+    """Returns a hash of the source code, the tuned sizes of kernels, and the versions of the
+    libraries.
+    """
     digest = blake2b(digest_size=16)
     for package in PACKAGES:
         root = Path(str(sys.modules[package].__file__)).parent
@@ -159,7 +165,9 @@ def _is_known(device: Any) -> bool:
 
 @cache
 def _cpu_features() -> str:
-    """Returns the model and the instructions of this machine's processor; empty where the system does not tell."""
+    """Returns the model and the instructions of this machine's processor; empty where the system
+    does not tell.
+    """
     words = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     with contextlib.suppress(OSError):
         lines = (
@@ -170,16 +178,18 @@ def _cpu_features() -> str:
     return ""
 
 
-# code as it was imported -----------------------------------------------------------------------------------------
+# code as it was imported
+# -----------------------------------------------------------------------------------------
 
 
-_imported: dict[
-    str, dict[str, Any]
-] = {}  # by module or class: its code, when it was first seen here
+# by module or class: its code, when it was first seen here
+_imported: dict[str, dict[str, Any]] = {}
 
 
 def _as_imported() -> bool:
-    """Whether no function or constant of a module in `TRACED` was replaced since it was first seen here."""
+    """Whether no function or constant of a module in `TRACED` was replaced since it was first seen
+    here.
+    """
     with _imported_lock:  # other threads import meanwhile, so that dictionaries are copied at once
         modules = [(name, module) for name, module in list(sys.modules.items()) if _is_traced(name)]
         whole = [
@@ -221,7 +231,8 @@ def _is_code(name: str, value: Any) -> bool:
 _as_imported()  # most modules are imported before this one
 
 
-# files -----------------------------------------------------------------------------------------------------------
+# files
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _keep(file: Path, made: Any) -> None:

@@ -1,14 +1,17 @@
-"""Looking ahead: the next step is sent to the device before the tokens of the current step are known.
+"""Looking ahead: the next step is sent to the device before the tokens of the current step are
+known.
 
-The scheduler is pure, so the engine predicts the next plan with the scheduler's own transitions: it commits tokens that
-stop no request, schedules again, and sends that plan. The plan takes the new tokens on the device, where the step
-before it samples them. When the tokens arrive on the host, the real transitions are made. A predicted step that has
-every row of the real plan, with the same blocks, has computed it; rows of sequences that ended since are ignored.
-Any other predicted step is dropped, and the real plan is sent after it. So plans, events and tokens are those of an
-engine without lookahead. Only the time at which steps run differs.
+The scheduler is pure, so the engine predicts the next plan with the scheduler's own transitions: it
+commits tokens that stop no request, schedules again, and sends that plan. The plan takes the new
+tokens on the device, where the step before it samples them. When the tokens arrive on the host, the
+real transitions are made. A predicted step that has every row of the real plan, with the same
+blocks, has computed it; rows of sequences that ended since are ignored. Any other predicted step is
+dropped, and the real plan is sent after it. So plans, events and tokens are those of an engine
+without lookahead. Only the time at which steps run differs.
 
-A wrong prediction must not do harm. Its step writes keys and values of its own sequences, which the real plan writes
-again, and writes into empty blocks. It is not sent if it would move blocks or overwrite cached content.
+A wrong prediction must not do harm. Its step writes keys and values of its own sequences, which the
+real plan writes again, and writes into empty blocks. It is not sent if it would move blocks or
+overwrite cached content.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class SentStep(NamedTuple):
         return tokens.is_ready()
 
 
-# (cache, plan, the step before it, arrivals of the sequences whose newest token is unknown) -> (cache, the sent step)
+# (cache, plan, the step before it, arrivals of the sequences whose newest token is unknown) ->
+# (cache, the sent step)
 Send = Callable[[KVCache, Plan, SentStep, Set[int]], tuple[KVCache, SentStep]]
 
 
@@ -61,9 +65,8 @@ class Lookahead(NamedTuple):
     """The predicted steps on the device, and the state that the next prediction starts from."""
 
     sent: tuple[SentStep, ...] = ()
-    last: tuple[SchedulerState, Plan] | None = (
-        None  # after the last of them; None: predict again once they are used up
-    )
+    # after the last of them; None: predict again once they are used up
+    last: tuple[SchedulerState, Plan] | None = None
 
 
 def take_predicted(
@@ -72,8 +75,8 @@ def take_predicted(
     """The predicted step that has computed a plan, if there is one.
 
     Returns:
-        (what is left ahead, the step, the rows of the step that are the plan's, in the plan's order). After a wrong
-        prediction nothing is left.
+        (what is left ahead, the step, the rows of the step that are the plan's, in the plan's
+        order). After a wrong prediction nothing is left.
     """
     if not ahead.sent:
         return Lookahead(), None, ()
@@ -81,14 +84,15 @@ def take_predicted(
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    exact = len(rows) == len(
-        step.plan.seqs
-    )  # else later predicted steps have rows of ended sequences
+    # else later predicted steps have rows of ended sequences
+    exact = len(rows) == len(step.plan.seqs)
     return Lookahead(tuple(rest), ahead.last if exact and rest else None), step, rows
 
 
 def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
-    """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or differs."""
+    """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or
+    differs.
+    """
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
     # by both: a branch that was cancelled before its fork leaves its arrival to the next one
@@ -160,7 +164,8 @@ def predict(
     plan_is_real: bool,
     last: bool,
 ) -> tuple[SchedulerState, Plan] | None:
-    """The state and plan after this one if no sequence stops; None if a prediction would do harm or be useless.
+    """The state and plan after this one if no sequence stops; None if a prediction would do harm or
+    be useless.
 
     Args:
         state: after `schedule` returned `plan`.
@@ -176,7 +181,8 @@ def predict(
     hashes = _placeholder_hashes(plan, mine, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
-        return None  # a plan sent in place of a wrong prediction would still read the blocks that are given back
+        # a plan sent in place of a wrong prediction would still read the blocks that are given back
+        return None
     predicted, following = scheduler.schedule(after, policy)
     if (
         not following.seqs
@@ -190,17 +196,21 @@ def predict(
         return None  # cached content would be lost
     mixed = state.config.mixed_steps
     if not mixed and not unknown & {seq.arrival for seq in following.seqs} <= set(sampling(plan)):
-        return None  # an unknown token must come from the step just before; this decode sampled in an earlier one
+        # an unknown token must come from the step just before; this decode sampled in an earlier
+        # one
+        return None
     return predicted, following
 
 
 def _placeholder_hashes(
     plan: Plan, mine: Sequence[SequenceData], config: SchedulerConfig, last: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens are unknown.
+    """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens
+    are unknown.
 
-    Without a hash such a block would count as empty in the prediction once its sequence has ended, or does not see it
-    any more, and be written. So the last prediction needs those of sequences that end in it alone.
+    Without a hash such a block would count as empty in the prediction once its sequence has ended,
+    or does not see it any more, and be written. So the last prediction needs those of sequences
+    that end in it alone.
     """
     found, size = {}, config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
@@ -220,7 +230,8 @@ def _may_stop(data: SequenceData) -> bool:
 
 
 def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:
-    """[t] int32: for each token of a predicted plan, the row of the step before that samples it; -1 if it is known.
+    """[t] int32: for each token of a predicted plan, the row of the step before that samples it; -1
+    if it is known.
 
     Args:
         before: the plan of the step before.

@@ -5,10 +5,11 @@
     cu_q_lens [B+1]  0      1      2      3                 8 8 ... 8       B = min(T, max_num_seqs)
     last [R]            0      1      2               7       0 0 ... 0       R = B without drafts
 
-In a step of decodes alone, row b has the token b. Where such steps have a program of their own, cu_q_lens is None, and
-so is `targets`: a step in which a decode wants a prompt's log-probability is a mixed one.
-A row with k drafts has k more tokens, which are drafts, and k more samples: one after its known tokens and one after
-each draft. Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0.
+In a step of decodes alone, row b has the token b. Where such steps have a program of their own,
+cu_q_lens is None, and so is `targets`: a step in which a decode wants a prompt's log-probability is
+a mixed one. A row with k drafts has k more tokens, which are drafts, and k more samples: one after
+its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
+rows have no tokens and length 0.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def pack(
     """Lay a plan out as the arrays of its bucket.
 
     Args:
-        sequences: by id, for every sequence of the plan. Their options were read by `chain`. Drafts of the plan are in
-            their tokens, behind the known ones.
-        blanks: `blank_sampling` by R, ideally already on the device: the arrays of options that no row of the step uses
-            are taken from there and cost nothing.
+        sequences: by id, for every sequence of the plan. Their options were read by `chain`. Drafts
+            of the plan are in their tokens, behind the known ones.
+        blanks: `blank_sampling` by R, ideally already on the device: the arrays of options that no
+            row of the step uses are taken from there and cost nothing.
         chain: the sampling options of the engine.
     """
     rows, s = len(plan.seqs), shapes.block_size
@@ -130,7 +131,9 @@ def pack_drafts(
     blanks: Mapping[int, SamplingBatch],
     chain: RowChain = DEFAULT,
 ) -> tuple[DraftShape, DraftBatch]:
-    """What a drafter on the device continues: the rows of a plan with drafts. Arguments as in `pack`."""
+    """What a drafter on the device continues: the rows of a plan with drafts. Arguments as in
+    `pack`.
+    """
     rows = [i for i, k in enumerate(plan.drafts) if k]
     shape = shapes.draft_shape(len(rows), shapes.bucket(sum(plan.counts)))
     seqs = [plan.seqs[i] for i in rows]
@@ -146,9 +149,8 @@ def pack_drafts(
     samples = np.zeros(shape.samples, np.int32)
     if shape.samples:
         row_of, relative = _samples(plan)
-        draft = (
-            np.asarray(plan.drafts)[row_of] + relative
-        )  # 0, 1, ... of each row; the last sample has none
+        # 0, 1, ... of each row; the last sample has none
+        draft = np.asarray(plan.drafts)[row_of] + relative
         drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
         samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
     (tables,) = _tables(seqs, mine, b, shapes)
@@ -168,7 +170,9 @@ def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
 def _tables(
     seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes
 ) -> np.ndarray:
-    """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
+    """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the
+    trash block.
+    """
     groups = len(shapes.layout.windows) if shapes.layout else 1
     tables = np.zeros((b, shapes.table_width * groups), np.int32)
     into, at = tables.data.cast("B"), 0
@@ -182,7 +186,9 @@ def _tables(
 
 
 def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Of each sample its row, and where the token that it follows is, relative to the row's last token (0, -1, ...)."""
+    """Of each sample its row, and where the token that it follows is, relative to the row's last
+    token (0, -1, ...).
+    """
     rows = np.arange(len(plan.seqs))
     if not plan.drafts:
         return rows, np.zeros(len(rows), np.int32)
@@ -216,7 +222,8 @@ def _sampling(
 
     Args:
         lengths: the tokens before each sample.
-        masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not count.
+        masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not
+            count.
     """
     n, b = len(mine), len(blank.temperature)
     packed = {

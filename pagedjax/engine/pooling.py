@@ -1,8 +1,10 @@
-"""Hidden states of prompts that are pooled: what each step adds, and what becomes of them at the end.
+"""Hidden states of prompts that are pooled: what each step adds, and what becomes of them at the
+end.
 
-A pooled prompt is a request that samples nothing. It goes through the same steps as every other request, in chunks,
-under the same budget. The state of a last token is an output of every step. The states of all tokens are a tap
-(device/taps.py): other programs return them, which run in steps with a row that wants them.
+A pooled prompt is a request that samples nothing. It goes through the same steps as every other
+request, in chunks, under the same budget. The state of a last token is an output of every step. The
+states of all tokens are a tap (device/taps.py): other programs return them, which run in steps with
+a row that wants them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Pooled = tuple[tuple[str, np.ndarray], ...]  # (request id, [H] or [tokens, H] f
 class Pool(NamedTuple):
     """What is known of one prompt.
 
-    parts: of "MEAN" the sum of the states so far, [1, H] float64; else the wanted states, [n, H] float32.
+    parts: of "MEAN" the sum of the states so far, [1, H] float64; else the wanted states, [n, H]
+        float32.
     """
 
     params: PoolingParams
@@ -51,8 +54,8 @@ def start(params: PoolingParams, hidden: int) -> Pool:
 
 
 def wanted(params: PoolingParams, layers: int) -> Wanted:
-    """What a prompt wants of steps beside samples: the last hidden states, if it needs more than that of its last
-    token."""
+    """What a prompt wants of steps beside samples: the last hidden states, if it needs more than
+    that of its last token."""
     return NOTHING if params.kind == "LAST" else Wanted(hidden=(layers,))
 
 
@@ -95,7 +98,9 @@ def advance(
 
 
 def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
-    """The pool with the states [n, H] of its tokens from `first` on. A prompt that is computed again begins again."""
+    """The pool with the states [n, H] of its tokens from `first` on. A prompt that is computed
+    again begins again.
+    """
     kept = pool.parts if first else ()
     match pool.params.kind:
         case "MEAN":  # in float64, so that the chunks make no difference
@@ -108,7 +113,9 @@ def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
 
 
 def vectors(pool: Pool, tokens: int) -> np.ndarray:
-    """[H], or of "token_embed" [tokens, H] float32: what a user gets of a whole prompt of so many tokens."""
+    """[H], or of "token_embed" [tokens, H] float32: what a user gets of a whole prompt of so many
+    tokens.
+    """
     params = pool.params
     found = np.concatenate(pool.parts)[:, : params.dimensions].astype(np.float64)
     if params.kind == "MEAN":

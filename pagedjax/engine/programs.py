@@ -1,6 +1,8 @@
-"""The compiled steps of an engine, a program for each bucket: all before the first request, or each when first needed.
+"""The compiled steps of an engine, a program for each bucket: all before the first request, or each
+when first needed.
 
-Tracing holds Python's lock and compiling does not, so programs are compiled in threads, one for each processor.
+Tracing holds Python's lock and compiling does not, so programs are compiled in threads, one for
+each processor.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from pagedjax.device.taps import Wanted
 from pagedjax.engine import compilations
 
 Shape = StepShape | DraftShape
-Build = Callable[
-    [Shape, Resolved], Any
-]  # (shape, config) -> its program, for config.num_blocks blocks
+# (shape, config) -> its program, for config.num_blocks blocks
+Build = Callable[[Shape, Resolved], Any]
 
-# What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one graph, which the host
-# launches once. Outside a graph the host waits for the condition of each branch and loop; sampling has some. A kernel
-# that reads a slice of an array (`joined` of `device/batch.py`) would be in no graph, as a fusion with that slice.
+# What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one
+# graph, which the host launches once. Outside a graph the host waits for the condition of each
+# branch and loop; sampling has some. A kernel that reads a slice of an array (`joined` of
+# `device/batch.py`) would be in no graph, as a fusion with that slice.
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
     "xla_gpu_enable_dynamic_slice_fusion": False,
@@ -49,8 +51,8 @@ def compile_all(
 
     Args:
         shapes: of all programs, the largest step last.
-        settle: from the program of the largest step, the configuration that fits beside it. If it has another number
-            of blocks, that one program is compiled again.
+        settle: from the program of the largest step, the configuration that fits beside it. If it
+            has another number of blocks, that one program is compiled again.
 
     Returns:
         (programs by their shape, their configuration)
@@ -71,9 +73,8 @@ def compile_all(
                 done.result()
                 bar.update()
         finally:
-            pool.shutdown(
-                cancel_futures=True
-            )  # after an error, the compilations that have not begun are cancelled
+            # after an error, the compilations that have not begun are cancelled
+            pool.shutdown(cancel_futures=True)
     return {shape: started[shape].result() for shape in others} | programs, fitted
 
 
@@ -92,7 +93,9 @@ class LazyPrograms(dict[Shape, Any]):
 
 
 class TappedPrograms(dict[Wanted, LazyPrograms]):
-    """By what steps return beside samples, their programs. Each is compiled when a step first needs it."""
+    """By what steps return beside samples, their programs. Each is compiled when a step first needs
+    it.
+    """
 
     def __init__(self, build: Callable[[Wanted], Build], config: Resolved) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""From a prompt and its parameters to a scheduler request and the data of its sequences (`prepare`).
+"""From a prompt and its parameters to a scheduler request and the data of its sequences
+(`prepare`).
 
 `apply_events` keeps those data up to date with the scheduler.
 """
@@ -32,30 +33,26 @@ from pagedjax.structured.matcher import Grammar, Matcher
 class SequenceData:
     """One sequence (a branch of a request) as the engine knows it: its tokens and how it samples.
 
-    A record is never changed; `appended` returns the record with one more token. How many of the `tokens` are known is
-    the scheduler's knowledge (`Seq.length`). A token is written past the known ones, so an older engine state, which
-    knows fewer tokens, still sees what it saw.
+    A record is never changed; `appended` returns the record with one more token. How many of the
+    `tokens` are known is the scheduler's knowledge (`Seq.length`). A token is written past the
+    known ones, so an older engine state, which knows fewer tokens, still sees what it saw.
     """
 
     params: SamplingParams
     seed: int
     prompt_len: int
-    tokens: (
-        np.ndarray
-    )  # int32; branches of a request share the prompt's array until each has a token of its own
+    # int32; branches of a request share the prompt's array until each has a token of its own
+    tokens: np.ndarray
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
-    root: str | None = (
-        None  # the hash before the first block's (block_hashes.py); None: shares no blocks
-    )
+    # the hash before the first block's (block_hashes.py); None: shares no blocks
+    root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
-    read: InitVar[RowOptions | None] = (
-        None  # what the engine's chain read from params; None: the default chain reads
-    )
+    # what the engine's chain read from params; None: the default chain reads
+    read: InitVar[RowOptions | None] = None
     options: RowOptions = field(init=False)
-    record: bytes = field(
-        init=False
-    )  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
+    # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
+    record: bytes = field(init=False)
     wants_logprobs: bool = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
@@ -72,7 +69,9 @@ class SequenceData:
         self.wants_logprobs = p.logprobs is not None or prompt_logprobs
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
-        """int32 ids of a block table row. The result is kept: the tuple is the same one until the row grows."""
+        """int32 ids of a block table row. The result is kept: the tuple is the same one until the
+        row grows.
+        """
         if blocks is not self._blocks:
             self._blocks, self._block_ids = blocks, array("i", blocks).tobytes()
         return self._block_ids
@@ -90,12 +89,11 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
     """The record with `token` after its first `length` tokens.
 
     Args:
-        spare: places to leave after the new token. A step that is sent ahead reads, and ignores, tokens that are not
-            known yet; and drafts are written there.
+        spare: places to leave after the new token. A step that is sent ahead reads, and ignores,
+            tokens that are not known yet; and drafts are written there.
     """
-    if length + 1 + spare > len(
-        data.tokens
-    ):  # always so for the first token after a prompt, which branches share
+    # always so for the first token after a prompt, which branches share
+    if length + 1 + spare > len(data.tokens):
         data = _longer(data, length, length + 1 + spare)
     data.tokens[length] = token
     return data
@@ -112,7 +110,9 @@ def extended(
 
 
 def _longer(data: SequenceData, length: int, places: int) -> SequenceData:
-    """The record with an array of its own of its first `length` tokens, and room for at least `places`."""
+    """The record with an array of its own of its first `length` tokens, and room for at least
+    `places`.
+    """
     tokens = np.zeros(places + max(64, length // 4), np.int32)
     tokens[:length] = data.tokens[:length]
     data = copy.copy(data)
@@ -138,7 +138,9 @@ CORE = [
 
 @lru_cache
 def record_of_rows(chain: RowChain) -> np.dtype:
-    """The numpy dtype of `SequenceData.record`: the fields of `CORE` and, as "options", those of a chain."""
+    """The numpy dtype of `SequenceData.record`: the fields of `CORE` and, as "options", those of a
+    chain.
+    """
     return np.dtype([*CORE, ("options", chain.record)])
 
 
@@ -179,8 +181,8 @@ def prepare(
         seed: of a single sequence that another engine began; None: that of its parameters.
 
     Raises:
-        ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, more
-            candidates than MAX_TOP, or structured outputs without a grammar.
+        ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams
+            without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
     """
     prompt = _checked(names[0], prompt_token_ids, vocab_size)
     pools = isinstance(params, PoolingParams)
@@ -208,17 +210,15 @@ def prepare(
     root, hashes = (
         block_hashes.of_prompt(prompt, row, size, tags, adapter[1]) if caching else (None, ())
     )
-    drops = (
-        bool(state.config.views) and state.config.views[0].window is not None
-    )  # token ids are in group 0
+    # token ids are in group 0
+    drops = bool(state.config.views) and state.config.views[0].window is not None
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
         max_tokens=0 if pools else row.max_tokens,
         min_tokens=row.min_tokens,
-        stop_token_ids=frozenset()
-        if searches
-        else frozenset(stops),  # beams are stopped by their search
+        # beams are stopped by their search
+        stop_token_ids=frozenset() if searches else frozenset(stops),
         priority=priority,
         user=user,
         forks=tuple(names[1:]),
@@ -257,9 +257,8 @@ def prepare(
 
 def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """[length] int64. Raises ValueError for what is no token id of the vocabulary."""
-    prompt = np.asarray(prompt_token_ids).reshape(
-        -1
-    )  # of fractions, or beyond 64 bits, it is no array of integers
+    # of fractions, or beyond 64 bits, it is no array of integers
+    prompt = np.asarray(prompt_token_ids).reshape(-1)
     if prompt.size and (
         prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size
     ):
@@ -288,14 +287,11 @@ def apply_events(
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                data, length = (
-                    changed[name],
-                    lengths[name],
-                )  # of a row with accepted drafts, not the first token
+                # of a row with accepted drafts, not the first token
+                data, length = changed[name], lengths[name]
                 lengths[name] = length + 1
-                if (
-                    len(data.tokens) > length + spare
-                ):  # as `appended` does, without a call for each sequence
+                # as `appended` does, without a call for each sequence
+                if len(data.tokens) > length + spare:
                     data.tokens[length] = token
                 else:
                     changed[name] = appended(data, length, token, spare)
@@ -321,9 +317,10 @@ def hashes_of_filled(
     """By sequence id, the hashes of the blocks that a plan fills with generated tokens.
 
     Args:
-        sampled: of a plan with drafts, what `drafting.verified` returned. Accepted drafts are in the sequences' tokens,
-            behind the known ones; no hash is made over a rejected one.
-        dense_prompts: queries of generated tokens read some of the blocks that those of a prompt read.
+        sampled: of a plan with drafts, what `drafting.verified` returned. Accepted drafts are in
+            the sequences' tokens, behind the known ones; no hash is made over a rejected one.
+        dense_prompts: queries of generated tokens read some of the blocks that those of a prompt
+            read.
     """
     hashes = {}
     counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
@@ -334,9 +331,8 @@ def hashes_of_filled(
             data = sequences[seq.request.request_id]
             if data.root is not None:
                 parent = seq.hashes[-1] if known else data.root
-                if (
-                    dense_prompts and known == data.prompt_len // size
-                ):  # the first block with generated tokens
+                # the first block with generated tokens
+                if dense_prompts and known == data.prompt_len // size:
                     parent = block_hashes.selected(parent, data.prompt_len)
                 tokens = data.tokens[known * size : full * size]
                 hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
@@ -349,7 +345,8 @@ def _beam_row(
     """How each beam of a search samples.
 
     Raises:
-        ValueError: more candidates than a step ranks or the vocabulary has, or not an id for each beam.
+        ValueError: more candidates than a step ranks or the vocabulary has, or not an id for each
+        beam.
     """
     top, most = beams.candidates(params, stops), min(MAX_TOP, vocab_size)
     if top > most:

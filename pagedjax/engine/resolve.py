@@ -39,9 +39,9 @@ def resolve(
         draft: what drafts on the device, if something does.
 
     Raises:
-        ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the model's own limit, a
-            cache that does not fit, an attention_impl that cannot serve here, or a draft model that does not fit the
-            model.
+        ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the
+            model's own limit, a cache that does not fit, an attention_impl that cannot serve here,
+            or a draft model that does not fit the model.
     """
     m, part, device = model.config, model.part, devices_of(model)[0]
     found = found or free_memory(model)
@@ -134,7 +134,9 @@ def resolve(
 
 
 def _check_invariant(m: DecoderConfig) -> None:
-    """Raises ValueError for a model whose products or widths let a token's bits depend on other tokens."""
+    """Raises ValueError for a model whose products or widths let a token's bits depend on other
+    tokens.
+    """
     if not linear.find(m.linear).invariant:
         able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
         reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
@@ -175,7 +177,8 @@ def free_memory(model: Model) -> memory.DeviceMemory:
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
-    """Raises ValueError unless the draft model is there exactly if `config.speculative` needs one, and fits the model.
+    """Raises ValueError unless the draft model is there exactly if `config.speculative` needs one,
+    and fits the model.
 
     Args:
         length: max_model_len.
@@ -313,7 +316,8 @@ def block_shape(
     layout: LayerGroups | None = None,
     selection: Selection | None = None,
 ) -> dict[str, Any]:
-    """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and values in them.
+    """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and
+    values in them.
 
     Args:
         impl: the attention that reads them; None: the plain layout, of as many bytes.
@@ -345,8 +349,8 @@ def block_shape(
 
 
 def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
-    """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them. With
-    several groups of layers, it is a block of each."""
+    """Bytes of a block in the swap space, with the heads of all devices of the process that has
+    most of them. With several groups of layers, it is a block of each."""
     layout = layers_in_groups(c, model)
     shape = block_shape(
         c.block_size, model, c.kv_cache_dtype, None, draft, layout, selection(c, model)
@@ -374,7 +378,9 @@ def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> i
 
 
 def smallest_step(platform: str, dtype: str, linear: str) -> int:
-    """2 where a product of one row would convert the whole weight in every step: XLA's in 16 bits on a CPU. Else 1."""
+    """2 where a product of one row would convert the whole weight in every step: XLA's in 16 bits
+    on a CPU. Else 1.
+    """
     return 2 if platform == "cpu" and dtype != "float32" and linear == "xla" else 1
 
 

@@ -26,13 +26,13 @@ def advance_searches(
         searches: by the group of their beams.
 
     Returns:
-        (searches, how beams continue, by the id of the first beam, results of the searches that ended)
+        (searches, how beams continue, by the id of the first beam, results of the searches that
+        ended)
     """
     after, choices, ended = dict(searches), {}, []
     for group, search in searches.items() if plan.preempted else ():
-        if not set(search.names).isdisjoint(
-            plan.preempted
-        ):  # its beams will offer again what they offered
+        # its beams will offer again what they offered
+        if not set(search.names).isdisjoint(plan.preempted):
             after[group] = search._replace(offers=())
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if searches else []
     host, first = jax.device_get(output.sampled) if rows else None, first_samples(plan)
@@ -99,7 +99,9 @@ def logprobs(
 
 
 def first_samples(plan: Plan) -> Sequence[int]:
-    """Of each row, the place of its first sample in the step's samples: a row with k drafts has k + 1 of them."""
+    """Of each row, the place of its first sample in the step's samples: a row with k drafts has k +
+    1 of them.
+    """
     return (
         np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist()
         if plan.drafts

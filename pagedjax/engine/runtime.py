@@ -1,4 +1,6 @@
-"""`Runtime`: what an engine's steps use and never change: model, configuration, policy and compiled programs."""
+"""`Runtime`: what an engine's steps use and never change: model, configuration, policy and compiled
+programs.
+"""
 
 from __future__ import annotations
 
@@ -64,31 +66,35 @@ from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.host.views import sequences_that_fit
 from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
-# Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and
-# then; a swapped sequence moves all of its blocks.
+# Programs that move blocks move a fixed number, with the trash block as padding. A branch copies
+# one block now and then; a swapped sequence moves all of its blocks.
 COPIES = 8  # blocks of one copy on the device
 SWAPPED_BYTES = 16 * memory.MIB  # of one transfer to or from the host
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that `step` needs beside the state. Another model's parameters make another runtime (`with_params`).
+    """Everything that `step` needs beside the state. Another model's parameters make another
+    runtime (`with_params`).
 
     config: nothing in it is left open.
     leaves: the model's parameters as a step takes them, and behind them the draft model's.
     chain: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
-    tapped: by what steps return beside samples, and by the shape of a step, its program. It is compiled when a step
-        first needs it.
+    tapped: by what steps return beside samples, and by the shape of a step, its program. It is
+        compiled when a step first needs it.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
-    undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
+    undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the
+        rule is "rejection".
     adapters: None without `enable_lora`. Another table makes another runtime.
-    spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and for drafts.
+    spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and
+        for drafts.
     copy: the compiled copy of COPIES blocks on the device.
     swap: the compiled transfers to and from the host; None without swapping.
-    startup: seconds by stage, the number of programs, and how many of them came from the cache on disk.
+    startup: seconds by stage, the number of programs, and how many of them came from the cache on
+        disk.
     """
 
     model: Model
@@ -141,7 +147,9 @@ class Runtime:
 
 
 def with_leaves(runtime: Runtime, model: Sequence[Any], draft: Sequence[Any]) -> Runtime:
-    """The runtime with these leaves as parameters of its model and its draft model; nothing is copied or checked."""
+    """The runtime with these leaves as parameters of its model and its draft model; nothing is
+    copied or checked.
+    """
     own = runtime.model._replace(params=jax.tree.structure(runtime.model.params).unflatten(model))
     draft_model = runtime.draft_model
     if draft_model:
@@ -162,11 +170,12 @@ def build(
 ) -> Runtime:
     """Resolve the configuration, compile the programs, and settle the number of blocks.
 
-    Compiling needs the shapes of a cache and not its memory, which `new_cache` allocates when the number of blocks is
-    known to fit.
+    Compiling needs the shapes of a cache and not its memory, which `new_cache` allocates when the
+    number of blocks is known to fit.
 
     Args:
-        row_features: sampling options beside the built-in ones and those that the configuration names.
+        row_features: sampling options beside the built-in ones and those that the configuration
+            names.
         draft_model: what drafts on the device; None if nothing does.
 
     Raises:
@@ -185,7 +194,8 @@ def build(
     )
     found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
-    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their memory
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
+    # their memory
     shapeless = model._replace(params=shapes_of(model.params))
     shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
     compiler = partial(
@@ -264,7 +274,8 @@ class BlankInputs(NamedTuple):
 
     sampling, drafted: by the number of samples, as `blanks` and `undrafted` of a runtime.
     steps, drafts: whole batches that compute nothing, by the shape of their program.
-    nbytes: of the device's memory that inputs take: all blanks, a largest batch, and the probabilities of drafts.
+    nbytes: of the device's memory that inputs take: all blanks, a largest batch, and the
+        probabilities of drafts.
     """
 
     sampling: Mapping[int, SamplingBatch]
@@ -291,9 +302,8 @@ def _blank_inputs(
     steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
-    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(
-        steps[sizes.steps[-1]]
-    )  # a step may replace the blanks
+    # a step may replace the blanks
+    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(steps[sizes.steps[-1]])
     if sizes.keeps_probs:  # the draft model's program keeps those of every draft
         nbytes += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
@@ -386,14 +396,16 @@ def _facts(
 def _is_built_in(
     attend: attention.Bound, chain: RowChain, configs: Sequence[DecoderConfig]
 ) -> bool:
-    """Whether attention, products, layers and sampling options are the package's own, and none of a user's file."""
+    """Whether attention, products, layers and sampling options are the package's own, and none of a
+    user's file.
+    """
     built_in = all(config.block is None and linear.is_built_in(config.linear) for config in configs)
     return built_in and attention.is_built_in(attend) and chain.is_built_in
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
-    """Run the smallest step once, so that the first request runs warm code, and the draft model's programs. Nothing
-    runs unless all programs are there: the first answer would come later."""
+    """Run the smallest step once, so that the first request runs warm code, and the draft model's
+    programs. Nothing runs unless all programs are there: the first answer would come later."""
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
@@ -407,9 +419,8 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
-        for draft in (
-            runtime.shapes.draft_shapes if runtime.draft_model else ()
-        ):  # else their first times are too long
+        # else their first times are too long
+        for draft in runtime.shapes.draft_shapes if runtime.draft_model else ():
             batch = _blank_drafts(runtime.shapes, draft, runtime.blanks)
             batch = batch._replace(counts=np.ones(draft.rows, np.int32))  # into the trash block
             pages, output = runtime.programs[draft](runtime.leaves, pages, batch)
@@ -419,7 +430,9 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
 
 
 def padded_pairs(pairs: Sequence[tuple[int, int]], size: int) -> np.ndarray:
-    """[2, size] int32: the blocks to copy from and to. The padding copies the trash block onto itself."""
+    """[2, size] int32: the blocks to copy from and to. The padding copies the trash block onto
+    itself.
+    """
     found = np.zeros((2, size), np.int32)
     if pairs:
         found[:, : len(pairs)] = np.array(pairs, np.int32).T
@@ -454,7 +467,9 @@ def _on_devices(tree: Any, model: Model) -> Any:
 
 
 def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
-    """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
+    """No drafts. On the device, except for a step with more samples than rows: it has drafts, so
+    only shapes matter.
+    """
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
     probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
     return (

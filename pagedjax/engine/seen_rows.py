@@ -1,14 +1,16 @@
-"""Rows of attention under a KV policy: which blocks each query of a step sees, as compact block tables.
+"""Rows of attention under a KV policy: which blocks each query of a step sees, as compact block
+tables.
 
-A chunk is cut where a block begins, because queries of different blocks see different ones. While the window reaches
-back to the sequence's beginning they see the same ones, so the first part of a chunk is not cut:
+A chunk is cut where a block begins, because queries of different blocks see different ones. While
+the window reaches back to the sequence's beginning they see the same ones, so the first part of a
+chunk is not cut:
 
     blocks of a sequence   0  1  2  3  4  5        window 2, block 0 kept, a chunk over all of them
     rows                   |0 1 2    |3   |4   |5  |
     tables                  0 1 2     0 2 3  0 3 4  0 4 5
 
-So no kernel knows a policy: what a table does not list is not read. Positions in a table are not those in the
-sequence, but causal order is the same, and keys were rotated when they were written.
+So no kernel knows a policy: what a table does not list is not read. Positions in a table are not
+those in the sequence, but causal order is the same, and keys were rotated when they were written.
 """
 
 from __future__ import annotations
@@ -37,9 +39,8 @@ def rows_of(
     """
     assert shapes.view is not None
     (window, kept), size, a = shapes.view, shapes.block_size, shapes.attention_rows(t)
-    hidden = next(
-        i for i in range(len(kept) + 1) if i not in kept
-    )  # the first block that goes out of sight
+    # the first block that goes out of sight
+    hidden = next(i for i in range(len(kept) + 1) if i not in kept)
     row, begin, count = _cut(starts, counts, hidden + window, size)
     num_rows = len(row)
     end = begin + count
@@ -47,9 +48,8 @@ def rows_of(
 
     outside = np.asarray(kept, np.int64)[None] < first[:, None]  # [A, kept]: before the window
     before = outside.sum(1)
-    index = (first - before)[:, None] + np.arange(
-        len(kept) + window
-    )  # of each entry, its block in the sequence
+    # of each entry, its block in the sequence
+    index = (first - before)[:, None] + np.arange(len(kept) + window)
     index[:, : len(kept)] = np.where(outside, kept, index[:, : len(kept)])
     found = np.take_along_axis(tables[row], np.minimum(index, tables.shape[1] - 1), axis=1)
 

@@ -1,11 +1,12 @@
-"""An engine that sleeps: its device memory is free for others, and no program has to be compiled again afterwards.
+"""An engine that sleeps: its device memory is free for others, and no program has to be compiled
+again afterwards.
 
     put_to_sleep(runtime, level, shared) -> (runtime without parameters, Asleep)
     wake_up(runtime, Asleep) -> runtime
 
-Level 1 keeps the parameters in host memory. Level 2 forgets those of the model, and `update_params` gives new ones. A
-draft model's parameters are kept in both. What stays on the devices: tables of angles, the blanks of steps, and, with
-`enable_lora`, the factors of all adapter slots.
+Level 1 keeps the parameters in host memory. Level 2 forgets those of the model, and `update_params`
+gives new ones. A draft model's parameters are kept in both. What stays on the devices: tables of
+angles, the blanks of steps, and, with `enable_lora`, the factors of all adapter slots.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ TAGS = ("weights", "kv_cache")
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """An array in host memory: the parts that the devices of this process have, by where they begin."""
+    """An array in host memory: the parts that the devices of this process have, by where they
+    begin.
+    """
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
@@ -51,7 +54,8 @@ def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtim
     """Take the parameters off the devices.
 
     Args:
-        shared: ids of arrays that others use too. The engine lets go of them and does not delete them.
+        shared: ids of arrays that others use too. The engine lets go of them and does not delete
+            them.
     """
     keys, _ = jax.tree_util.tree_flatten_with_path(runtime.model.params)
     stay = buffers(runtime.model.params)
@@ -70,7 +74,9 @@ def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtim
 
 
 def wake_up(runtime: Runtime, asleep: Asleep) -> Runtime:
-    """Put what is kept back onto the devices. Parameters that `update_params` gave in the meantime stay."""
+    """Put what is kept back onto the devices. Parameters that `update_params` gave in the meantime
+    stay.
+    """
     model = jax.tree.leaves(runtime.model.params)
     draft = runtime.draft_model.leaves if runtime.draft_model else ()
 

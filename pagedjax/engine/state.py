@@ -1,4 +1,5 @@
-"""`EngineState`: everything that an engine's steps change, as one value, and its transitions other than a step.
+"""`EngineState`: everything that an engine's steps change, as one value, and its transitions other
+than a step.
 
     init(runtime) -> state
     submit(runtime, state, names, prompt, params) -> state       or ValueError, and the state is the one before
@@ -7,8 +8,8 @@
     update(state, pending) -> state                after which the runtime has other parameters
     roll_back(state) -> state                      after a step that failed
 
-A state is used once: the next step donates its cache and writes tokens into its arrays. So an engine holds one state
-and replaces it, and a new state is assigned whole or not at all.
+A state is used once: the next step donates its cache and writes tokens into its arrays. So an
+engine holds one state and replaces it, and a new state is assigned whole or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResu
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
-# A method of `host.event_log.Lines` and its arguments, or "begin_taps" or "taps" and those of a `TapWriter`.
+# A method of `host.event_log.Lines` and its arguments, or "begin_taps" or "taps" and those of a
+# `TapWriter`.
 LogEntry = tuple[str, tuple[Any, ...]]
 
 
@@ -46,7 +48,8 @@ class EngineState(NamedTuple):
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
     host_cache: the swap space, in host memory; None without swapping.
-    result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
+    result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call
+        returns it.
     log: transitions that no recorder has written yet.
     pools: what is known of prompts that are pooled, by sequence id.
     wants: what sequences want of steps beside samples, by id; of those that want something.
@@ -107,7 +110,8 @@ def submit(
         adapter: its slot and the hash of its content.
 
     Raises:
-        ValueError: the request can never run (see `scheduler.submit`, `prepare` and `taps.wanted_by`).
+        ValueError: the request can never run (see `scheduler.submit`, `prepare` and
+        `taps.wanted_by`).
     """
     before, pools, model, config = state.scheduler, state.pools, runtime.model, runtime.config
     wanted = NOTHING
@@ -210,11 +214,12 @@ def forget(state: EngineState) -> EngineState:
 
 
 def update(state: EngineState, pending: Pending) -> EngineState:
-    """The next step has other parameters: nothing so far is found again, and predicted steps are dropped.
+    """The next step has other parameters: nothing so far is found again, and predicted steps are
+    dropped.
 
     Args:
-        pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends on old content too,
-            so its blocks have no hashes any more.
+        pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends
+            on old content too, so its blocks have no hashes any more.
     """
     before, sequences, searches, version = (
         state.scheduler,
@@ -241,12 +246,13 @@ def update(state: EngineState, pending: Pending) -> EngineState:
 def roll_back(state: EngineState) -> EngineState:
     """After a failed step: running requests return to the queue, and the cache is reset.
 
-    The state is the one before the step. The device may have written any block since then, so no content is trusted,
-    and the next step allocates a new cache. Known tokens stay known.
+    The state is the one before the step. The device may have written any block since then, so no
+    content is trusted, and the next step allocates a new cache. Known tokens stay known.
     """
     for array in jax.tree.leaves(state.cache):
         if not array.is_deleted():
-            array.delete()  # its memory is needed for the new cache, and a traceback may still refer to it
+            # its memory is needed for the new cache, and a traceback may still refer to it
+            array.delete()
     return state._replace(
         scheduler=scheduler.restart(state.scheduler),
         searches={group: search._replace(offers=()) for group, search in state.searches.items()},

@@ -56,7 +56,8 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
     """Ask for drafts, and schedule the next step.
 
     Args:
-        drafts: of each decode; None: as many as pay by the times of past steps. Nothing else depends on a clock.
+        drafts: of each decode; None: as many as pay by the times of past steps. Nothing else
+            depends on a clock.
     """
     began = time.perf_counter(), compilations.compilations()
     learned, offered = state.drafting, NO_DRAFTS
@@ -96,9 +97,8 @@ def step(
 
         here = ahead, sent, after_schedule, plan, runtime.policy, sequences
         cache, ahead = lookahead.extend(*here, config.lookahead, cache, send_predicted)
-    overlaps = any(
-        other.sent_at > sent.sent_at for other in ahead.sent
-    )  # the device computes predicted steps
+    # the device computes predicted steps
+    overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)
     was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
     tokens = np.asarray(sent.output.sampled.tokens)
     arrived = time.perf_counter()
@@ -229,8 +229,8 @@ def packed(
 
 
 def present(runtime: Runtime) -> Shapes:
-    """The shapes of the runtime, with those buckets alone that a step may have now. It is read once a step, because
-    programs that are compiled behind the steps come in at any time."""
+    """The shapes of the runtime, with those buckets alone that a step may have now. It is read once
+    a step, because programs that are compiled behind the steps come in at any time."""
     programs = runtime.programs
     if not isinstance(programs, BackgroundPrograms):
         return runtime.shapes
@@ -239,14 +239,15 @@ def present(runtime: Runtime) -> Shapes:
 
 
 def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:
-    """Move whole blocks before the step writes any: to the host, back from the host, then copies on the device."""
+    """Move whole blocks before the step writes any: to the host, back from the host, then copies on
+    the device.
+    """
     if runtime.swap and state.host_cache is not None:
         if plan.swap_out:
             runtime.swap.out(cache, state.host_cache, plan.swap_out)
         if plan.swap_in:
             cache = runtime.swap.back(cache, state.host_cache, plan.swap_in)
-    for i in range(
-        0, len(plan.copies), COPIES
-    ):  # to free blocks, so none of them reads what another one writes
+    # to free blocks, so none of them reads what another one writes
+    for i in range(0, len(plan.copies), COPIES):
         cache = runtime.copy(cache, *padded_pairs(plan.copies[i : i + COPIES], COPIES))
     return cache

@@ -1,9 +1,11 @@
-"""Taps beside a recording: a folder with one .npz for each sequence that has ended. `read_taps` reads it.
+"""Taps beside a recording: a folder with one .npz for each sequence that has ended. `read_taps`
+reads it.
 
     run.jsonl              the recording
     run.jsonl.taps/0.npz   what the taps of sequence "0" gave; other characters than letters and digits are %-escaped
 
-A file is complete when it has its name, so what is there can be read while the engine runs, and after it was killed.
+A file is complete when it has its name, so what is there can be read while the engine runs, and
+after it was killed.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ def folder_of(recording: str | os.PathLike[str]) -> Path:
 
 
 class TapWriter:
-    """Writes what taps give while an engine records. The folder is made when the first sequence with taps ends.
+    """Writes what taps give while an engine records. The folder is made when the first sequence
+    with taps ends.
 
-    Files of an earlier recording of the same name are deleted. A disk that is full stops the writing, and no step.
+    Files of an earlier recording of the same name are deleted. A disk that is full stops the
+    writing, and no step.
     """
 
     def __init__(self, recording: str | os.PathLike[str]) -> None:
@@ -81,7 +85,9 @@ class TapWriter:
 
 
 def _named(found: TapArrays) -> dict[str, np.ndarray]:
-    """The arrays by their names in a file. All arrays of a layer's attention lie in one, row behind row."""
+    """The arrays by their names in a file. All arrays of a layer's attention lie in one, row behind
+    row.
+    """
     named = {f"hidden_states.{layer}": states for layer, states in found.hidden_states.items()}
     for layer, (ids, weights) in found.experts.items():
         named |= {f"experts.{layer}": ids, f"expert_weights.{layer}": weights}
@@ -143,7 +149,8 @@ def read_taps(path: str | os.PathLike[str]) -> TapFiles:
         path: the recording that `engine.record` wrote, or the folder of taps beside it.
 
     Raises:
-        ValueError: there is no such folder: no sequence with taps had ended while the engine recorded.
+        ValueError: there is no such folder: no sequence with taps had ended while the engine
+        recorded.
     """
     given = Path(path)
     folder = given if given.is_dir() else folder_of(path)

@@ -1,8 +1,9 @@
 """Taps of requests: what a step must return beside samples, and what each request gets of it.
 
-A step gives parts (`parts`), by positions; whoever keeps them (a session, a recording) puts them together (`collect`).
-So a part that is computed again, after a preemption or a failed step, overwrites the same positions. Rejected drafts
-and rows of predicted steps that were not needed are in no part.
+A step gives parts (`parts`), by positions; whoever keeps them (a session, a recording) puts them
+together (`collect`). So a part that is computed again, after a preemption or a failed step,
+overwrites the same positions. Rejected drafts and rows of predicted steps that were not needed are
+in no part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUMBER = 4  # bytes: arrays are float32 and int32
 Wants = Mapping[str, Wanted]  # by the id of a sequence, of those that want something
 
 
-# --- a request --------------------------------------------------------------------------------------------------------
+# --- a request ------------------------------------------------------------------------------------
 
 
 def wanted_by(
@@ -42,8 +43,9 @@ def wanted_by(
         tokens: of a branch at its longest, with the prompt.
 
     Raises:
-        ValueError: layers or heads that the model does not have, experts of a dense layer, attention whose
-            probabilities the engine does not have, or arrays of more than `max_tap_bytes`.
+        ValueError: layers or heads that the model does not have, experts of a dense layer,
+            attention whose probabilities the engine does not have, or arrays of more than
+            `max_tap_bytes`.
     """
     model, config = runtime.model, runtime.config
     c, impl, most = model.config, config.attention_impl, config.max_tap_bytes
@@ -105,14 +107,13 @@ def nbytes(
         assert c.experts is not None
         position += 2 * NUMBER * c.experts.chosen * len(wanted.experts)
     outputs, heads = tokens - prompt_len, sum(len(some) for _, some in wanted.attention)
-    contexts = (
-        outputs * prompt_len + outputs * (outputs - 1) // 2
-    )  # prompt_len, prompt_len + 1, ...
+    # prompt_len, prompt_len + 1, ...
+    contexts = outputs * prompt_len + outputs * (outputs - 1) // 2
     own = position * (outputs - 1) + NUMBER * heads * contexts
     return position * prompt_len + branches * own
 
 
-# --- a step -----------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 class TapPart(NamedTuple):
@@ -154,9 +155,8 @@ def parts(
         sampled: as for `scheduler.commit`.
     """
     names = [(i, seq.request_id) for i, seq in enumerate(plan.seqs)]
-    mine = [
-        (i, name) for i, name in names if name in wants and sequences[name].params.taps
-    ]  # the others are pooled
+    # the others are pooled
+    mine = [(i, name) for i, name in names if name in wants and sequences[name].params.taps]
     if not mine:
         return ()
     assert sent.output.taps is not None, "`of_plan` chose the program"
@@ -204,7 +204,7 @@ def _on_host(taps: Tapped, asked: Wanted) -> Any:
     return jax.device_get(some)
 
 
-# --- together ---------------------------------------------------------------------------------------------------------
+# --- together -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,12 +212,13 @@ class TapArrays:
     """What the taps of one branch gave.
 
     Attributes:
-        hidden_states: by number, [tokens, H] float32: of every token that was computed, the prompt's and the output's
-            but for the last one, which nothing follows.
-        attention: by layer, for each output token an array [heads, context] float32: what the token before it weighs
-            the values of all tokens up to itself with. The heads are in ascending order.
-        experts: by layer, ids [tokens, chosen] int32, the one with the largest weight first, and weights [tokens,
-            chosen] float32.
+        hidden_states: by number, [tokens, H] float32: of every token that was computed, the
+            prompt's and the output's but for the last one, which nothing follows.
+        attention: by layer, for each output token an array [heads, context] float32: what the token
+            before it weighs the values of all tokens up to itself with. The heads are in ascending
+            order.
+        experts: by layer, ids [tokens, chosen] int32, the one with the largest weight first, and
+            weights [tokens, chosen] float32.
     """
 
     hidden_states: dict[int, np.ndarray]

@@ -1,4 +1,6 @@
-"""Structured outputs in the engine: masks of a step's samples, drafts that a grammar forces, and matchers that fail."""
+"""Structured outputs in the engine: masks of a step's samples, drafts that a grammar forces, and
+matchers that fail.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
 
 def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
-    """By the index of the sample, the mask of each sample of a row that has a grammar and samples in this step.
+    """By the index of the sample, the mask of each sample of a row that has a grammar and samples
+    in this step.
 
     Args:
         mine: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
@@ -44,10 +47,11 @@ def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
 
 
 def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
-    """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts that it allows.
+    """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts
+    that it allows.
 
-    A forced token is a draft like any other: it is accepted because nothing else can be sampled. So a text that must
-    come takes one step (jump-forward decoding).
+    A forced token is a draft like any other: it is accepted because nothing else can be sampled. So
+    a text that must come takes one step (jump-forward decoding).
     """
     tokens = data.tokens[:length]
     if data.matcher is None:
@@ -68,7 +72,8 @@ def failed(
     sequences: Mapping[str, SequenceData],
     after: SchedulerState,
 ) -> dict[str, FinishReason]:
-    """The unfinished sequences of a plan whose matcher has failed, with the reason that they end for.
+    """The unfinished sequences of a plan whose matcher has failed, with the reason that they end
+    for.
 
     The matchers take the new tokens here. The log says why one has failed.
 

@@ -16,14 +16,12 @@ class Admission(NamedTuple):
     """The sequences admitted so far, and what is left for others."""
 
     pool: BlockPool
-    filling_now: dict[
-        str, int
-    ]  # hashes -> the blocks that rows of this step fill; owned by this value alone
+    # hashes -> the blocks that rows of this step fill; owned by this value alone
+    filling_now: dict[str, int]
     budget: int  # tokens
     free_rows: int
-    swapped_in: dict[
-        int, int
-    ]  # host block -> device block, of full blocks; owned by this value alone
+    # host block -> device block, of full blocks; owned by this value alone
+    swapped_in: dict[int, int]
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
     promised: int = 0  # blocks that sequences need beside those that they have (views.py)
@@ -36,7 +34,9 @@ def admit(
     active: Running,
     config: SchedulerConfig,
 ) -> Admission:
-    """Admit as many sequences as fit. The first that does not fit ends it, so that none is overtaken for ever."""
+    """Admit as many sequences as fit. The first that does not fit ends it, so that none is
+    overtaken for ever.
+    """
     pool = admission.pool
     line = policy.order(
         waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config)
@@ -45,9 +45,8 @@ def admit(
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
             break
         trial = admission
-        if (
-            len(group) > 1
-        ):  # all or none: the changes of the first ones are dropped if the last does not fit
+        # all or none: the changes of the first ones are dropped if the last does not fit
+        if len(group) > 1:
             trial = admission._replace(
                 filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in)
             )
@@ -79,10 +78,11 @@ def _groups(line: Iterable[Seq]) -> Iterator[list[Seq]]:
 def _admit_one(
     admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig
 ) -> Admission | None:
-    """Give a sequence its blocks. None if blocks do not suffice, or tokens for a prompt that must not be cut.
+    """Give a sequence its blocks. None if blocks do not suffice, or tokens for a prompt that must
+    not be cut.
 
-    Content in host blocks is moved back: full blocks that branches share once; a block that is not full once for each
-    branch, because each of them writes to it in this step.
+    Content in host blocks is moved back: full blocks that branches share once; a block that is not
+    full once for each branch, because each of them writes to it in this step.
     """
     pool, swapped_in, size, promised = (
         admission.pool,
@@ -99,17 +99,15 @@ def _admit_one(
     need = (blocks.needed(seq.length, size) if paged else reservation.piece(config, seq)) - len(
         found
     )
-    free = pool.num_free - sum(
-        block in pool.stamps for block in found
-    )  # an idle block that is found is not free
+    # an idle block that is found is not free
+    free = pool.num_free - sum(block in pool.stamps for block in found)
     if config.views:
         mine = views.wanted(config, seq)
         need, free = mine - views.held(found), free - (promised - mine)
     if need > free or not policy.admit(seq, need, free):
         return None
-    if (
-        config.views
-    ):  # blocks for what this step computes; the others follow, when some of these are given back
+    # blocks for what this step computes; the others follow, when some of these are given back
+    if config.views:
         need, mine = views.entering(config, seq, found, free, admission.budget)
         promised += mine - views.wanted(config, seq)
     if paged:

@@ -1,17 +1,19 @@
-"""Beam search as a pure fold: it chooses the continuations that run, those that are finished, and the end.
+"""Beam search as a pure fold: it chooses the continuations that run, those that are finished, and
+the end.
 
-It uses tokens and log-probabilities only. Sharing and copying blocks is the scheduler's task (branches.py): the
-scheduler receives the choice of a step as one (parent, token) for each beam.
+It uses tokens and log-probabilities only. Sharing and copying blocks is the scheduler's task
+(branches.py): the scheduler receives the choice of a step as one (parent, token) for each beam.
 
-The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, so that scores agree sequence by
-sequence. Of the continuations of all beams, ranked by the sum of their log-probabilities,
+The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, so that scores agree
+sequence by sequence. Of the continuations of all beams, ranked by the sum of their
+log-probabilities,
 
     finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m tokens has the score
                 sum / m ** length_penalty, and the W best finished sequences are kept.
     running     the best W of those that do not end.
 
-W + (number of stop tokens) continuations of each beam are enough for both: of one beam's continuations, at most one for
-each stop token ends, so its W best others are among them.
+W + (number of stop tokens) continuations of each beam are enough for both: of one beam's
+continuations, at most one for each stop token ends, so its W best others are among them.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def offer(
 
 
 def advance(search: Search) -> tuple[Search, Choice | None]:
-    """Decides the next position when every beam has made its offer -> (search, choice for the beams).
+    """Decides the next position when every beam has made its offer -> (search, choice for the
+    beams).
 
     The choice is None if the search ends; `search.finished` is its result.
     """

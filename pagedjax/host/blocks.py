@@ -1,17 +1,19 @@
-"""The block pool: the owners and the content of cache blocks. Every transition returns a new pool and does not change
-the old one.
+"""The block pool: the owners and the content of cache blocks. Every transition returns a new pool
+and does not change the old one.
 
-Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. In a block table it is a hole (views.py),
-which `share` and `release` skip. A block is in one of three states:
+Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. In a block table it is a
+hole (views.py), which `share` and `release` skip. A block is in one of three states:
 
-    empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its content was
+    empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its
+    content was
       ^                   ^                                                   published, idle
       |                   +---------------------- share ----------------------- |
       +------------------------- evicted by `allocate`, oldest first -----------+
 
-`publish` records the content of an owned block: a hash of its tokens and of all tokens before them (block_hashes.py).
-`find` returns the blocks of a chain of hashes. An idle block keeps its content until no block is empty. The cost of an
-operation depends on the blocks that it touches, never on the size of the pool.
+`publish` records the content of an owned block: a hash of its tokens and of all tokens before them
+(block_hashes.py). `find` returns the blocks of a chain of hashes. An idle block keeps its content
+until no block is empty. The cost of an operation depends on the blocks that it touches, never on
+the size of the pool.
 """
 
 from __future__ import annotations
@@ -28,19 +30,20 @@ class BlockPool(NamedTuple):
     num_blocks: int
     num_free: int  # blocks without an owner: empty or idle
     fresh: int  # ids from here to num_blocks were never allocated
-    returned: Any  # empty ids below `fresh`, as a linked list: None | (id, rest); the last released is first
+    # empty ids below `fresh`, as a linked list: None | (id, rest); the last released is first
+    returned: Any
     owners: Map[int, int]  # id -> number of owners, for owned blocks only
     contents: Map[str, int] = Map()  # hash -> the block that holds it
     hashes: Map[int, str] = Map()  # the inverse of `contents`
-    idle: Map[int, int] = (
-        Map()
-    )  # stamp -> published block without an owner; the lowest stamp was released first
+    # stamp -> published block without an owner; the lowest stamp was released first
+    idle: Map[int, int] = Map()
     stamps: Map[int, int] = Map()  # the inverse of `idle`
     oldest: int = 0  # no stamp in `idle` is lower
     newest: int = 0  # the next stamp
 
-    # The linked list nests as deep as it is long: comparing, printing or pickling it as a tuple exhausts the stack.
-    # (A Map would not, but it costs 6 % of a step with arrivals, and garbage collections.)
+    # The linked list nests as deep as it is long: comparing, printing or pickling it as a tuple
+    # exhausts the stack. (A Map would not, but it costs 6 % of a step with arrivals, and garbage
+    # collections.)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockPool) and _flat(self) == _flat(other)
@@ -96,7 +99,8 @@ def needed(tokens: int, block_size: int) -> int:
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
     """Takes n free blocks, one owner each -> (pool, ids); None if fewer are free.
 
-    Empty blocks are taken first, then idle ones, least recently used first. The content of these is lost.
+    Empty blocks are taken first, then idle ones, least recently used first. The content of these is
+    lost.
     """
     if n > pool.num_free:
         return None
@@ -120,13 +124,16 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
 
 
 def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
-    """Takes n contiguous free blocks, n a power of two, aligned to n -> (pool, ids); None if no such run is free.
+    """Takes n contiguous free blocks, n a power of two, aligned to n -> (pool, ids); None if no
+    such run is free.
 
-    As a buddy allocator does (Knowlton 1965): the smallest sufficient free piece is split, and two free halves of a
-    piece merge. The cost depends on the size of the pool: this is a baseline (reservation.py).
+    As a buddy allocator does (Knowlton 1965): the smallest sufficient free piece is split, and two
+    free halves of a piece merge. The cost depends on the size of the pool: this is a baseline
+    (reservation.py).
 
     Raises:
-        ValueError: n is no power of two, or the pool has published blocks, which this function does not evict.
+        ValueError: n is no power of two, or the pool has published blocks, which this function does
+        not evict.
     """
     if n < 1 or n & (n - 1):
         raise ValueError(f"n is {n}; a run is a power of two of blocks")
@@ -152,7 +159,9 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
 
 
 def _smallest_piece(used: Sequence[int], n: int) -> int | None:
-    """Start of the smallest free piece of at least n blocks. used[i] is the number of owned blocks before block i."""
+    """Start of the smallest free piece of at least n blocks. used[i] is the number of owned blocks
+    before block i.
+    """
     blocks, size = len(used) - 1, n
     while size <= blocks:
         for start in range(0, blocks - size + 1, size):
@@ -206,10 +215,11 @@ def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
 
 
 def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
-    """Removes an owner from each block. A block without owners is free: idle if published, else empty.
+    """Removes an owner from each block. A block without owners is free: idle if published, else
+    empty.
 
-    Of the blocks that become idle, those earlier in `ids` are evicted earlier. Give a table's last block first: a
-    prefix without its end can still be used, an end without its beginning cannot.
+    Of the blocks that become idle, those earlier in `ids` are evicted earlier. Give a table's last
+    block first: a prefix without its end can still be used, an end without its beginning cannot.
 
     Raises:
         ValueError: a block has no owner.
@@ -243,7 +253,8 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
 
 
 def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
-    """Records the content of owned blocks, so that `find` returns them. A hash that is known keeps its first block.
+    """Records the content of owned blocks, so that `find` returns them. A hash that is known keeps
+    its first block.
 
     Raises:
         ValueError: a block has no owner, or has other content.
@@ -259,7 +270,9 @@ def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
 
 
 def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
-    """Returns the blocks of the longest known beginning of a chain of hashes. They are owned or idle: `share` them."""
+    """Returns the blocks of the longest known beginning of a chain of hashes. They are owned or
+    idle: `share` them.
+    """
     ids = []
     for key in keys:
         block = pool.contents.get(key)
@@ -306,8 +319,8 @@ def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
     """Checks the invariants of the pool against the block tables in use.
 
     Raises:
-        AssertionError: a block is both free and owned, or leaked; a count differs from the occurrences of its block; or
-            two blocks have the same content.
+        AssertionError: a block is both free and owned, or leaked; a count differs from the
+            occurrences of its block; or two blocks have the same content.
     """
     free = free_ids(pool)
     assert len(free) == len(set(free)) == pool.num_free, (

@@ -1,7 +1,8 @@
-"""Branches of one request: how they fork, how beams continue each other, and which blocks need a copy before a write.
+"""Branches of one request: how they fork, how beams continue each other, and which blocks need a
+copy before a write.
 
-A branch that forks, or a beam that continues a sibling, becomes one more owner of existing blocks. A block is copied
-only before a write to a block that others own or can find (`shared`).
+A branch that forks, or a beam that continues a sibling, becomes one more owner of existing blocks.
+A block is copied only before a write to a block that others own or can find (`shared`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def advance(
         choices: by the id of a request's first beam.
 
     Raises:
-        ValueError: not a beam, a beam with tokens left to compute, another number of beams, or a beam at its limit.
+        ValueError: not a beam, a beam with tokens left to compute, another number of beams, or a
+        beam at its limit.
     """
     events: list[Event] = []
     for name, choice in choices.items():
@@ -115,7 +117,9 @@ def advance(
 def arrivals(
     active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]
 ) -> frozenset[int]:
-    """Arrivals of the sequences that write after shared blocks in the next step: branches after a fork, and beams."""
+    """Arrivals of the sequences that write after shared blocks in the next step: branches after a
+    fork, and beams.
+    """
     groups = {seq.group for seq in forks} | {
         seq.group for seq in active.seqs if seq.request_id in choices
     }
@@ -125,10 +129,11 @@ def arrivals(
 def shared(
     pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig
 ) -> list[tuple[int, int]]:
-    """(index of a branch, entry of its block table) whose next write is to a block that others own or can find. The
-    last owner keeps it.
+    """(index of a branch, entry of its block table) whose next write is to a block that others own
+    or can find. The last owner keeps it.
 
-    Only the first token after a fork can be written to such a block; after that the branch has its own.
+    Only the first token after a fork can be written to such a block; after that the branch has its
+    own.
     """
     copying: list[tuple[int, int]] = []
     left: dict[int, int] = {}

@@ -1,8 +1,10 @@
-"""Several steps at once, for a simulator: steps in which all running sequences decode, and nothing else happens.
+"""Several steps at once, for a simulator: steps in which all running sequences decode, and nothing
+else happens.
 
-Between the arrival of a request and the end of another one, the steps of a scheduler are often alike: each running
-sequence gets one token, and from time to time a block. `steps_ahead` says how many such steps come next, and
-`after_decodes` gives the state after some of them: the one that as many calls of `schedule` and `commit` give.
+Between the arrival of a request and the end of another one, the steps of a scheduler are often
+alike: each running sequence gets one token, and from time to time a block. `steps_ahead` says how
+many such steps come next, and `after_decodes` gives the state after some of them: the one that as
+many calls of `schedule` and `commit` give.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from pagedjax.host.types import NO_HASHES, Running, Seq
 
 
 def steps_ahead(state: SchedulerState) -> int:
-    """How many of the next steps certainly compute one token of each running sequence, and nothing else.
+    """How many of the next steps certainly compute one token of each running sequence, and nothing
+    else.
 
-    In none of them does a sequence enter, fork, end or lose its blocks. 0: the next step may be another one. That is
-    also said where this function would have to know more: if a request waits and there is room for another row, if
-    there are stop tokens, beams, branches that may have to copy a block, or queries that do not see all blocks.
+    In none of them does a sequence enter, fork, end or lose its blocks. 0: the next step may be
+    another one. That is also said where this function would have to know more: if a request waits
+    and there is room for another row, if there are stop tokens, beams, branches that may have to
+    copy a block, or queries that do not see all blocks.
     """
     c, (seqs, lengths, computed) = state.config, state.running
     if not seqs or state.stops or state.forked or c.views or (state.waiting and _admits(state)):
@@ -64,17 +68,18 @@ def after_decodes(
 
     Args:
         steps: at most `steps_ahead(state)`.
-        hashes: by sequence id, of the blocks that these steps fill and whose hashes the sequence does not have yet, in
-            the order of the blocks. Without them, these blocks are not shared.
+        hashes: by sequence id, of the blocks that these steps fill and whose hashes the sequence
+            does not have yet, in the order of the blocks. Without them, these blocks are not
+            shared.
 
     Raises:
-        ValueError: the free blocks do not suffice, so that there are more steps than `steps_ahead(state)`.
+        ValueError: the free blocks do not suffice, so that there are more steps than
+        `steps_ahead(state)`.
     """
     size, (seqs, lengths, computed) = state.config.block_size, state.running
     allocated, filled = [0] * steps, []
-    events: list[
-        tuple[int, bool, int]
-    ] = []  # (step, whether a block is filled, row), in the order of the steps
+    # (step, whether a block is filled, row), in the order of the steps
+    events: list[tuple[int, bool, int]] = []
     for i, (seq, done) in enumerate(zip(seqs, computed, strict=True)):
         for step in range(len(seq.blocks) * size - done, steps, size):
             events.append((step, False, i))
@@ -109,10 +114,11 @@ def _with_events(
     events: Sequence[tuple[int, bool, int]],
     hashes: Mapping[str, tuple[str, ...]],
 ) -> tuple[BlockPool, dict[int, list[int]]]:
-    """The pool after blocks were allocated and filled -> (pool, the block tables of the rows with an event).
+    """The pool after blocks were allocated and filled -> (pool, the block tables of the rows with
+    an event).
 
-    All allocations come before all publications if no allocation evicts a block, because then their order does not
-    matter. Else the steps are taken one by one.
+    All allocations come before all publications if no allocation evicts a block, because then their
+    order does not matter. Else the steps are taken one by one.
     """
     pool, size, (seqs, _, computed) = state.pool, state.config.block_size, state.running
     tables = {i: list(seqs[i].blocks) for _, _, i in events}

@@ -1,15 +1,16 @@
 """Speculative decoding in the scheduler: which decodes get drafts, and which tokens are kept.
 
-A draft is a guess of a sequence's next tokens (Leviathan et al. 2023, Chen et al. 2023). The scheduler knows how many
-tokens a draft has, never which ones. A decode with k drafts computes 1 + k tokens in one step. The device then samples
-k + 1 tokens, and the first 1 to k + 1 of them are kept: those before the first draft that was wrong, and one more.
+A draft is a guess of a sequence's next tokens (Leviathan et al. 2023, Chen et al. 2023). The
+scheduler knows how many tokens a draft has, never which ones. A decode with k drafts computes 1 + k
+tokens in one step. The device then samples k + 1 tokens, and the first 1 to k + 1 of them are kept:
+those before the first draft that was wrong, and one more.
 
     length           a known token: its value is decided
     drafts           behind the known tokens, at positions length ... length + k - 1
     commit           keeps n of k + 1 sampled tokens: length += n, computed += n, so computed == length - 1 again
 
-Nothing is rolled back. The slots of rejected drafts are written again by later steps, and blocks that only rejected
-drafts needed are free again after the commit.
+Nothing is rolled back. The slots of rejected drafts are written again by later steps, and blocks
+that only rejected drafts needed are free again after the commit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Plan, Running, SchedulerConfig, Seq
 
-Sample = (
-    int | tuple[int, ...]
-)  # what a row sampled: a token; a row with drafts: the accepted ones and one more token
+# what a row sampled: a token; a row with drafts: the accepted ones and one more token
+Sample = int | tuple[int, ...]
 
 
 class Granted(NamedTuple):
@@ -44,10 +44,12 @@ def grant(
     budget: int,
     config: SchedulerConfig,
 ) -> Granted:
-    """Give decodes as many of the offered drafts as tokens, blocks and their limits allow, in the order of the rows.
+    """Give decodes as many of the offered drafts as tokens, blocks and their limits allow, in the
+    order of the rows.
 
-    Drafts come last: every other row has its tokens, and no sequence is preempted for a draft. A sequence with k drafts
-    may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and branches before their fork, get none.
+    Drafts come last: every other row has its tokens, and no sequence is preempted for a draft. A
+    sequence with k drafts may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and
+    branches before their fork, get none.
 
     Args:
         num_decodes: of the first rows, which compute one token each.
@@ -86,7 +88,8 @@ def grant(
 
 
 def cut_at_the_end(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples of a plan with drafts that are kept: a row ends at its first stop token and at its limit.
+    """The samples of a plan with drafts that are kept: a row ends at its first stop token and at
+    its limit.
 
     Raises:
         ValueError: a row with no token, or with more tokens than its drafts and one.
@@ -109,7 +112,9 @@ def _until_the_end(seq: Seq, length: int, tokens: tuple[int, ...]) -> tuple[int,
 
 
 class Accepted(NamedTuple):
-    """The columns of a plan after its accepted drafts became known tokens: each row is one that samples one token."""
+    """The columns of a plan after its accepted drafts became known tokens: each row is one that
+    samples one token.
+    """
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]

@@ -1,40 +1,45 @@
-"""The event log: the scheduler's inputs and outcomes, one line of JSON for each transition. `Recorder` writes it.
+"""The event log: the scheduler's inputs and outcomes, one line of JSON for each transition.
+`Recorder` writes it.
 
     {"pagedjax_replay":2,"pagedjax":"0.1.0","policy":"fcfs","config":{"block_size":4,...}}
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
     {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},"admitted":["a"],...}}
     {"cancel":{"request_id":"b","reason":"abort","events":[]}}
     {"commit":{"sampled":[17],"hashes":{},"choices":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
-    {"forget":{}}
-    {"restart":{}}
-    {"update":{"version":3,"pending":"keep"}}
+    {"forget":{}} {"restart":{}} {"update":{"version":3,"pending":"keep"}}
     {"release":{"request_id":"c","length":6,"computed":5,"blocks":[1,2],"hashes":["..."]}}
     {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],"hashes":["..."],"blocks":[4,3],...}}
 
-The scheduler is pure (replay.py). The header, every submit, cancel, forget, restart, update, release and adopt, the
-drafts offered, the sampled tokens, the hashes of filled blocks and the choices determine every other byte. A reader
-needs no scheduler:
+The scheduler is pure (replay.py). The header, every submit, cancel, forget, restart, update,
+release and adopt, the drafts offered, the sampled tokens, the hashes of filled blocks and the
+choices determine every other byte. A reader needs no scheduler:
 
-- `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
-  finished.
-- In a header with `views` (kv_policies.py), a table has an entry for each block of tokens and each view, in this order.
-  0 is a block that the sequence does not have. `dropped` are the blocks that it gave back since its last row.
+- `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it
+  was preempted or finished.
+- In a header with `views` (kv_policies.py), a table has an entry for each block of tokens and each
+  view, in this order. 0 is a block that the sequence does not have. `dropped` are the blocks that
+  it gave back since its last row.
 - `copies` are (from, to), `swap_out` (device, host) and `swap_in` (host, device).
-- `tables` are whole block tables: of branches that write to a copy from now on, and of beams that continue another.
-- `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the line of a step that
-  was offered drafts. Then `sampled` has a list for each row with drafts: the accepted ones and one more token. The
-  event `Verified` says how many blocks are left of those that a sequence had; the others were given back.
-- After an `update` the steps use new weights, of this version; `pending` says what becomes of the content of unfinished
-  sequences (`scheduler.update`). Tokens of later commits are of this version.
-- A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none here any more. An
-  `adopt` takes one: `from` are its blocks where it was, `blocks` are those here, none if it has to be computed again,
-  and `copies` are (from, to). The `blocks` of later steps are those that it gets after these.
-- `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that was cancelled.
+- `tables` are whole block tables: of branches that write to a copy from now on, and of beams that
+  continue another.
+- `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the
+  line of a step that was offered drafts. Then `sampled` has a list for each row with drafts: the
+  accepted ones and one more token. The event `Verified` says how many blocks are left of those that
+  a sequence had; the others were given back.
+- After an `update` the steps use new weights, of this version; `pending` says what becomes of the
+  content of unfinished sequences (`scheduler.update`). Tokens of later commits are of this version.
+- A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none
+  here any more. An `adopt` takes one: `from` are its blocks where it was, `blocks` are those here,
+  none if it has to be computed again, and `copies` are (from, to). The `blocks` of later steps are
+  those that it gets after these.
+- `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that
+  was cancelled.
 
-A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
-commit, when the step began and ended), and for a submit `"prompt":[15496,11]`, its token ids. They are for readers
-(viewer/). The scheduler never sees them, and a replay writes them again unchanged. Without notes the same run gives the
-same bytes on any machine, so a recorder writes them only when asked.
+A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a
+schedule and its commit, when the step began and ended), and for a submit `"prompt":[15496,11]`, its
+token ids. They are for readers (viewer/). The scheduler never sees them, and a replay writes them
+again unchanged. Without notes the same run gives the same bytes on any machine, so a recorder
+writes them only when asked.
 """
 
 from __future__ import annotations
@@ -88,7 +93,9 @@ Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier li
 
 
 class Lines:
-    """The lines of one engine's transitions. The engine calls it after each one, with the arguments and the outcome."""
+    """The lines of one engine's transitions. The engine calls it after each one, with the arguments
+    and the outcome.
+    """
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -110,7 +117,9 @@ class Lines:
     def schedule(
         self, plan: Plan, at: float | None = None, offered: Mapping[str, int] = NO_DRAFTS
     ) -> None:
-        """`at`: the clock when the step began, if it began before this call. `offered`: as `scheduler.schedule` got."""
+        """`at`: the clock when the step began, if it began before this call. `offered`: as
+        `scheduler.schedule` got.
+        """
         self._plan = plan
         self._write(schedule_line(plan, self._written, offered), at)
 
@@ -347,7 +356,6 @@ def dump(record: dict[str, Any]) -> str:
     return json.dumps(record, separators=(",", ":"), default=int)
 
 
-if (
-    __name__ == "__main__"
-):  # `python -m pagedjax.host.event_log run.jsonl`, the older name of the replay command
+# `python -m pagedjax.host.event_log run.jsonl`, the older name of the replay command
+if __name__ == "__main__":
     runpy.run_module("pagedjax.host.replay", run_name="__main__")

@@ -1,4 +1,5 @@
-"""Which admissions of a stream of events are first ones: what prefix caching found, and not what came back.
+"""Which admissions of a stream of events are first ones: what prefix caching found, and not what
+came back.
 
 A sequence that was preempted, or that lost its blocks by a restart or a failed step, is admitted
 again and finds its own blocks. That is no hit of a prefix.

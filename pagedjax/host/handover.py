@@ -1,9 +1,10 @@
-"""Handing a sequence over: one scheduler releases it, and another one adopts it with what it has computed.
+"""Handing a sequence over: one scheduler releases it, and another one adopts it with what it has
+computed.
 
-A released sequence leaves as it would end: its published blocks stay in the prefix cache. The block ids that it takes
-along are names in the cache that it leaves. The adopting scheduler says which of them it wants copied, and where to:
-blocks whose content it has already are shared. If it has no room, nothing is copied, and the sequence waits like one
-that was preempted, to be computed again.
+A released sequence leaves as it would end: its published blocks stay in the prefix cache. The block
+ids that it takes along are names in the cache that it leaves. The adopting scheduler says which of
+them it wants copied, and where to: blocks whose content it has already are shared. If it has no
+room, nothing is copied, and the sequence waits like one that was preempted, to be computed again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
 
 
 def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Released]:
-    """Let a sequence go, wherever it is. Its blocks are free, and their content stays until a step writes them.
+    """Let a sequence go, wherever it is. Its blocks are free, and their content stays until a step
+    writes them.
 
     Content in host blocks is not taken along.
 
     Raises:
-        ValueError: no such sequence, or one that cannot leave alone: a beam, or branches whose prompt is not computed.
+        ValueError: no such sequence, or one that cannot leave alone: a beam, or branches whose
+        prompt is not computed.
     """
     active = running(state)
     seq = next((seq for seq in (*active, *state.waiting) if seq.request_id == request_id), None)
@@ -59,13 +62,15 @@ def _taken_along(seq: Seq, size: int, groups: int) -> Released:
 def adopt(
     state: SchedulerState, policy: Policy, released: Released
 ) -> tuple[SchedulerState, Adopted]:
-    """Take a sequence over. It runs at once if there is room (`has_room`); else it joins the queue, with nothing
-    computed.
+    """Take a sequence over. It runs at once if there is room (`has_room`); else it joins the queue,
+    with nothing computed.
 
-    Full blocks are published under their hashes, so their copies must be there before the next step.
+    Full blocks are published under their hashes, so their copies must be there before the next
+    step.
 
     Raises:
-        Rejected: the request can never run here (`request_limits.check`), or it is as long as it may be.
+        Rejected: the request can never run here (`request_limits.check`), or it is as long as it
+        may be.
         ValueError: the record contradicts itself.
     """
     c, request = state.config, released.request
@@ -80,9 +85,8 @@ def adopt(
     if not released.computed or not has_room(state, policy, released):
         return state._replace(waiting=(*state.waiting, seq)), Adopted(0, (), ())
     pool = blocks.share(state.pool, [block for block in shared if block])
-    tokens = (
-        released.computed if c.views else released.length
-    )  # with views, a step adds the blocks that it needs
+    # with views, a step adds the blocks that it needs
+    tokens = released.computed if c.views else released.length
     new = sum(
         block != HOLE and mine == HOLE for block, mine in zip(released.blocks, shared, strict=True)
     )
@@ -104,7 +108,9 @@ def adopt(
 
 
 def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
-    """Whether a sequence would run at once: nothing waits, and a row and blocks for all its known tokens are free."""
+    """Whether a sequence would run at once: nothing waits, and a row and blocks for all its known
+    tokens are free.
+    """
     c, active = state.config, state.running
     if (
         state.waiting
@@ -130,7 +136,9 @@ def _keys(state: SchedulerState, released: Released) -> list[str]:
 
 
 def _shared(state: SchedulerState, released: Released) -> list[int]:
-    """For each entry of the released table, the block here that has its content; HOLE if there is none."""
+    """For each entry of the released table, the block here that has its content; HOLE if there is
+    none.
+    """
     contents = state.pool.contents
     known = [contents.get(key, HOLE) for key in _keys(state, released)]
     known += [HOLE] * (len(released.blocks) - len(known))

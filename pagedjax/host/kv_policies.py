@@ -1,14 +1,18 @@
-"""KV policies as values: which tokens of a sequence a query still sees, and so which blocks are given back.
+"""KV policies as values: which tokens of a sequence a query still sees, and so which blocks are
+given back.
 
-A `KVPolicy` speaks of tokens; `view` turns it, once, into a `View`, which speaks of blocks and is plain data. So a
-recording's header has all that a replay needs, and the scheduler never calls a user's function.
+A `KVPolicy` speaks of tokens; `view` turns it, once, into a `View`, which speaks of blocks and is
+plain data. So a recording's header has all that a replay needs, and the scheduler never calls a
+user's function.
 
-A query in block b of its sequence sees the last `window` blocks up to b, and those of the others that are kept for
-ever. This depends on the position of the query alone, never on chunks, on other sequences or on the budget. So the
-tokens of a request are the same in any batch, and a block that is out of sight stays so: it can be given back.
+A query in block b of its sequence sees the last `window` blocks up to b, and those of the others
+that are kept for ever. This depends on the position of the query alone, never on chunks, on other
+sequences or on the budget. So the tokens of a request are the same in any batch, and a block that
+is out of sight stays so: it can be given back.
 
-`quest` and other policies that select blocks by their content (docs/design/quest.md) read fewer of the blocks that a
-view lists, and give none back. So a selection is a field of `KVPolicy`, and `View` knows nothing of it.
+`quest` and other policies that select blocks by their content (docs/design/quest.md) read fewer of
+the blocks that a view lists, and give none back. So a selection is a field of `KVPolicy`, and
+`View` knows nothing of it.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ def never(start: int) -> bool:
 
 
 class TopBlocks(NamedTuple):
-    """A query reads the blocks with the best scores among those that it sees (Quest; device/selection.py).
+    """A query reads the blocks with the best scores among those that it sees (Quest;
+    device/selection.py).
 
     tokens: that it reads at most, its own block included.
     dense_layers: the first layers, in which it reads all.
@@ -93,16 +98,19 @@ def streaming(sinks: int, window: int) -> KVPolicy:
 
 
 def quest(tokens: int, dense_layers: int = 2, dense_prompts: bool = True) -> KVPolicy:
-    """The blocks with the best scores for a query (Quest, Tang et al. 2024, arXiv 2406.10774); see `TopBlocks`."""
+    """The blocks with the best scores for a query (Quest, Tang et al. 2024, arXiv 2406.10774); see
+    `TopBlocks`.
+    """
     return KVPolicy("quest", selects=TopBlocks(tokens, dense_layers, dense_prompts))
 
 
 def find(options: KVPolicyOptions) -> KVPolicy:
-    """The policy of a configuration. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy` of the user.
+    """The policy of a configuration. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy` of the
+    user.
 
     Raises:
-        ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1; a selection of less
-            than a token.
+        ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1; a
+            selection of less than a token.
     """
     if options.name == "full":
         return FULL
@@ -145,8 +153,8 @@ def window_blocks(tokens: int, block_size: int) -> int:
 
 
 def view(policy: KVPolicy, block_size: int, most: int) -> View:
-    """The policy in blocks, for sequences of at most `most` blocks. It is `ALL` if none of their blocks is ever out of
-    sight."""
+    """The policy in blocks, for sequences of at most `most` blocks. It is `ALL` if none of their
+    blocks is ever out of sight."""
     if policy.window is None:
         return ALL
     window = window_blocks(policy.window, block_size)
@@ -155,7 +163,9 @@ def view(policy: KVPolicy, block_size: int, most: int) -> View:
 
 
 def views(config: EngineConfig, most: int) -> tuple[View, ...]:
-    """What queries see under a configuration's policy; () if they see everything. `most`: blocks of a sequence."""
+    """What queries see under a configuration's policy; () if they see everything. `most`: blocks of
+    a sequence.
+    """
     if not isinstance(config.kv_policy, KVPolicyOptions):
         return ()
     found = view(find(config.kv_policy), config.block_size, most)

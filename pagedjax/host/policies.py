@@ -21,19 +21,21 @@ Cached = Callable[[Seq], int]  # tokens of a waiting sequence that are found in 
 class Policy(NamedTuple):
     """The decisions of a policy. The mechanism (budget, blocks, queues) stays in scheduler.py.
 
-    order: (waiting, running, cached) -> the waiting sequences in the order in which they are offered admission. The
-        first one that cannot be admitted ends admission for the step, so that no sequence is overtaken for ever.
-        `cached(seq)` is the number of a waiting sequence's tokens whose keys and values are found in the cache now.
-    admit: (sequence, blocks it needs now, free blocks) -> whether to admit it. It is only called if the free blocks
-        suffice. A policy that refuses while nothing runs stops the engine.
+    order: (waiting, running, cached) -> the waiting sequences in the order in which they are
+        offered admission. The first one that cannot be admitted ends admission for the step, so
+        that no sequence is overtaken for ever. `cached(seq)` is the number of a waiting sequence's
+        tokens whose keys and values are found in the cache now.
+    admit: (sequence, blocks it needs now, free blocks) -> whether to admit it. It is only called if
+        the free blocks suffice. A policy that refuses while nothing runs stops the engine.
     preempt: running (never empty) -> the one of them that releases its blocks.
-    swap: the preempted sequences (a group together) -> whether their content moves to the swap space, if it has room,
-        or is computed again.
+    swap: the preempted sequences (a group together) -> whether their content moves to the swap
+        space, if it has room, or is computed again.
 
-    A finite workload ends under every `order` and `preempt`, because generated tokens survive a preemption. In an
-    endless stream, each request ends if the policy ensures two rules. One unfinished request is the first that `order`
-    offers and the last that `preempt` takes, until it ends: nothing is admitted before it, so it enters when the
-    running ones have ended or were preempted, and nothing preempts it. And every request becomes that one.
+    A finite workload ends under every `order` and `preempt`, because generated tokens survive a
+    preemption. In an endless stream, each request ends if the policy ensures two rules. One
+    unfinished request is the first that `order` offers and the last that `preempt` takes, until it
+    ends: nothing is admitted before it, so it enters when the running ones have ended or were
+    preempted, and nothing preempts it. And every request becomes that one.
     """
 
     name: str
@@ -55,17 +57,17 @@ def _latest(running: Sequence[Seq]) -> Seq:
 
 
 def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
-    """The sequence with the least key is offered first and preempted last; ties go to the earlier arrival.
+    """The sequence with the least key is offered first and preempted last; ties go to the earlier
+    arrival.
 
-    Every request ends if its key never changes and only finitely many others can ever have a smaller key: once those
-    have ended, it is the first to be admitted and the last to be preempted. A preempted sequence keeps its key, so it
-    returns to its old place.
+    Every request ends if its key never changes and only finitely many others can ever have a
+    smaller key: once those have ended, it is the first to be admitted and the last to be preempted.
+    A preempted sequence keeps its key, so it returns to its old place.
     """
 
     def line(seqs: Sequence[Seq]) -> list[Seq]:
-        return sorted(
-            sorted(seqs, key=_arrival), key=key
-        )  # two stable sorts of numbers beat one of pairs
+        # two stable sorts of numbers beat one of pairs
+        return sorted(sorted(seqs, key=_arrival), key=key)
 
     return Policy(
         name,
@@ -76,9 +78,11 @@ def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
 
 
 def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None) -> list[Seq]:
-    """By the tokens that a user has running or earlier in this order; ties go to the earlier arrival.
+    """By the tokens that a user has running or earlier in this order; ties go to the earlier
+    arrival.
 
-    The sum only grows along a user's requests. So sorting by it gives each place to the user with the fewest tokens.
+    The sum only grows along a user's requests. So sorting by it gives each place to the user with
+    the fewest tokens.
     """
     tokens: dict[str, int] = defaultdict(int)
     for seq, length in zip(running.seqs, running.lengths, strict=True):
@@ -91,25 +95,28 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
     return [line[i] for i in sorted(range(len(line)), key=ahead.__getitem__)]
 
 
-# First come, first served. The queue is kept in order of arrival, preempted sequences at its front; the latest
-# arrival is preempted, so the oldest running sequence always advances and every request ends.
+# First come, first served. The queue is kept in order of arrival, preempted sequences at its front;
+# the latest arrival is preempted, so the oldest running sequence always advances and every request
+# ends.
 FCFS = Policy(
     "fcfs", order=lambda waiting, running, cached: waiting, admit=_always, preempt=_latest
 )
 
-# The lower number first, up to a limit of age. At most WINDOW * (its number - the lowest in use) later requests come
-# before a request, so every request ends if the numbers have a lowest. Age is counted in arrivals and not in seconds:
-# a policy has no clock, and a run replays.
+# The lower number first, up to a limit of age. At most WINDOW * (its number - the lowest in use)
+# later requests come before a request, so every request ends if the numbers have a lowest. Age is
+# counted in arrivals and not in seconds: a policy has no clock, and a run replays.
 PRIORITY = by_key("priority", lambda seq: seq.arrival + WINDOW * seq.request.priority)
 
-# The shorter prompt first, up to a limit of age. At most prompt_len / RATE later requests come before a request, so
-# every request ends. The key uses the prompt and not `length`, because a key must not grow with the sequence.
+# The shorter prompt first, up to a limit of age. At most prompt_len / RATE later requests come
+# before a request, so every request ends. The key uses the prompt and not `length`, because a key
+# must not grow with the sequence.
 SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.prompt_len)
 
-# The user with the fewest tokens first. A user's running requests are older than its waiting ones (`order` and
-# `preempt` both ensure it), so a sequence's key is the sum of the lengths of its user's older unfinished requests.
-# The oldest request of all has key 0: it is offered first and preempted last, as under FCFS, so every request ends.
-# Later ones come before a request only while an older request of its user is unfinished.
+# The user with the fewest tokens first. A user's running requests are older than its waiting ones
+# (`order` and `preempt` both ensure it), so a sequence's key is the sum of the lengths of its
+# user's older unfinished requests. The oldest request of all has key 0: it is offered first and
+# preempted last, as under FCFS, so every request ends. Later ones come before a request only while
+# an older request of its user is unfinished.
 FAIR = Policy(
     "fair", order=_fair, admit=_always, preempt=lambda running: _fair(running, Running())[-1]
 )
@@ -119,13 +126,15 @@ def _longest_prefix(waiting: Sequence[Seq], running: Running, cached: Cached) ->
     return sorted(waiting, key=lambda seq: (RATE * seq.arrival - cached(seq), seq.arrival))
 
 
-# The longest cached prefix first (SGLang's longest-prefix-match), up to a limit of age: a request with c cached tokens
-# comes before at most c / RATE earlier ones. So at most L / RATE later requests (L: the longest sequence) ever come
-# before a request, whatever the cache holds. Once those have ended it is the first, and the oldest is preempted last.
+# The longest cached prefix first (SGLang's longest-prefix-match), up to a limit of age: a request
+# with c cached tokens comes before at most c / RATE earlier ones. So at most L / RATE later
+# requests (L: the longest sequence) ever come before a request, whatever the cache holds. Once
+# those have ended it is the first, and the oldest is preempted last.
 LONGEST_PREFIX = Policy("longest_prefix", order=_longest_prefix, admit=_always, preempt=_latest)
 
-# A batch enters together, and the next one enters when its last member has ended: the engines before Orca's
-# iteration-level batching, as a baseline. Every request ends, because every batch does.
+# A batch enters together, and the next one enters when its last member has ended: the engines
+# before Orca's iteration-level batching, as a baseline. Every request ends, because every batch
+# does.
 STATIC = Policy(
     "static",
     order=lambda waiting, running, cached: () if running.seqs else waiting,
@@ -139,11 +148,12 @@ POLICIES = {
 
 
 def find(name: str) -> Policy:
-    """The policy of that name. "module:NAME" or "folder/file.py:NAME" is a policy of the user, in that module or file.
+    """The policy of that name. "module:NAME" or "folder/file.py:NAME" is a policy of the user, in
+    that module or file.
 
     Raises:
-        ValueError: no such policy, module, file or value; a value that is no policy; or an `order` that does not take
-            three arguments.
+        ValueError: no such policy, module, file or value; a value that is no policy; or an `order`
+            that does not take three arguments.
     """
     if name in POLICIES:
         return POLICIES[name]

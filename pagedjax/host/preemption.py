@@ -24,7 +24,9 @@ class Preemptions(NamedTuple):
 
 
 def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Preemptions]:
-    """Give a block to each decode whose last block is full or must be copied; preempt until the blocks suffice."""
+    """Give a block to each decode whose last block is full or must be copied; preempt until the
+    blocks suffice.
+    """
     size, preempted, swapped, moved = state.config.block_size, [], [], []
     groups = state.config.groups
     full, shared = _full(state.running, size, groups), _shared(state)
@@ -77,7 +79,8 @@ def _with_blocks(active: Running, i: int, table: tuple[int, ...]) -> Seq:
 
 
 def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
-    """The victim and its group, in order of arrival; the victim alone if only its group runs, so that one advances.
+    """The victim and its group, in order of arrival; the victim alone if only its group runs, so
+    that one advances.
 
     Beams are never split: `submit` ensures that the beams of one request fit when they run alone.
     """
@@ -92,7 +95,9 @@ def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
 def _preempt(
     state: SchedulerState, policy: Policy, candidates: Sequence[Seq], victims: Sequence[Seq]
 ) -> tuple[SchedulerState, Pairs]:
-    """Stop the victims -> (state, blocks to move to the host; none if the victims are computed again)."""
+    """Stop the victims -> (state, blocks to move to the host; none if the victims are computed
+    again).
+    """
     pool = state.pool
     for victim in victims:
         pool = blocks.release(pool, victim.blocks[::-1])

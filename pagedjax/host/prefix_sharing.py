@@ -1,4 +1,6 @@
-"""Prefix caching: finding the blocks of a sequence's beginning, and publishing the blocks that a step filled."""
+"""Prefix caching: finding the blocks of a sequence's beginning, and publishing the blocks that a
+step filled.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ def named(key: str, group: int) -> str:
 def filling(
     active: Running, first: int, counts: Sequence[int], config: SchedulerConfig
 ) -> dict[str, int]:
-    """Hashes of the blocks that the prompt chunks of this step, rows `first` and on, fill -> the blocks.
+    """Hashes of the blocks that the prompt chunks of this step, rows `first` and on, fill -> the
+    blocks.
 
-    A row may read what another row of the same step writes: in each layer all keys and values are written before any
-    is read. So of many requests with one prefix that arrive together, one computes it and the others do not wait.
+    A row may read what another row of the same step writes: in each layer all keys and values are
+    written before any is read. So of many requests with one prefix that arrive together, one
+    computes it and the others do not wait.
     """
     found: dict[str, int] = {}
     for i in range(first, len(counts)):
@@ -40,7 +44,8 @@ def fills(found: dict[str, int], seq: Seq, start: int, stop: int, config: Schedu
 def find(
     pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: SchedulerConfig
 ) -> tuple[int, ...]:
-    """Blocks of the longest beginning of a sequence that was computed before; one token is left to compute.
+    """Blocks of the longest beginning of a sequence that was computed before; one token is left to
+    compute.
 
     Args:
         filling_now: blocks that rows of this step fill, see `filling`.
@@ -64,7 +69,9 @@ def _find_seen(
     keys: Sequence[str],
     config: SchedulerConfig,
 ) -> tuple[int, ...]:
-    """The same where queries do not see all blocks: those that the next query does not see are holes."""
+    """The same where queries do not see all blocks: those that the next query does not see are
+    holes.
+    """
     groups, contents, found = config.groups, pool.contents, []
     for key in keys:
         for group in range(groups):

@@ -1,4 +1,5 @@
-"""Replay: run the scheduler again from an event log, and verify that it decides the same, byte for byte.
+"""Replay: run the scheduler again from an event log, and verify that it decides the same, byte for
+byte.
 
 pagedjax replay run.jsonl                    exit code 1 if the run does not replay
 python -m pagedjax.host.replay run.jsonl     the same
@@ -96,10 +97,12 @@ def replay(
 ) -> Iterator[Transition]:
     """Run the scheduler again from a log -> every transition, the initial state first.
 
-    What the log says of outcomes is not looked at (see `verify`). A last line that is cut off is left out.
+    What the log says of outcomes is not looked at (see `verify`). A last line that is cut off is
+    left out.
 
     Raises:
-        ReplayError: an unknown format or policy, a malformed line, or a transition that the scheduler refuses.
+        ReplayError: an unknown format or policy, a malformed line, or a transition that the
+        scheduler refuses.
     """
     return (transition for *_, transition in _rerun(path, policies))
 
@@ -211,7 +214,9 @@ def _checked(
 def _advance(
     state: SchedulerState, plan: Plan | None, policy: Policy, written: Written, kind: str, body: Any
 ) -> tuple[str, Transition | None]:
-    """Take the inputs of a line, ignore its outcomes -> the line that it should be and the transition."""
+    """Take the inputs of a line, ignore its outcomes -> the line that it should be and the
+    transition.
+    """
     if kind == "submit":
         request = _request(body)
         return submit_line(request), Transition(kind, scheduler.submit(state, request), None, ())

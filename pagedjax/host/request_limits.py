@@ -17,7 +17,9 @@ def final_length(request: Request, config: SchedulerConfig) -> int:
 
 
 def check(state: SchedulerState, request: Request) -> None:
-    """Raises Rejected for an empty prompt, an id in use, or a request beyond a limit of the scheduler."""
+    """Raises Rejected for an empty prompt, an id in use, or a request beyond a limit of the
+    scheduler.
+    """
     c, r = state.config, request
     if r.prompt_len < 1:
         raise Rejected(f"request {r.request_id!r} has an empty prompt; give it at least one token")
@@ -34,9 +36,8 @@ def check(state: SchedulerState, request: Request) -> None:
             f"{output}; shorten the prompt to {room} tokens or raise max_model_len"
         )
     limit, names = final_length(r, c), (r.request_id, *r.forks)
-    beams = (
-        len(names) if r.beams else 1
-    )  # the beams of a request must fit together even if they share no block
+    # the beams of a request must fit together even if they share no block
+    beams = len(names) if r.beams else 1
     if not c.chunked_prefill or c.reservation != "none":
         _check_baselines(
             c, Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes), beams

@@ -1,15 +1,18 @@
-"""Baselines: a sequence reserves one contiguous piece of the cache for its life, instead of blocks as it grows.
+"""Baselines: a sequence reserves one contiguous piece of the cache for its life, instead of blocks
+as it grows.
 
-The pieces are those of the PagedAttention paper (Kwon et al. 2023, section 6.1), after Orca (Yu et al. 2022),
-which keeps the keys and values of a request contiguous and so must reserve them in advance:
+The pieces are those of the PagedAttention paper (Kwon et al. 2023, section 6.1), after Orca (Yu et
+al. 2022), which keeps the keys and values of a request contiguous and so must reserve them in
+advance:
 
     none     blocks for the known tokens, and another one whenever the last is full: paging, the default
     oracle   the final length of the request, as if it were known
     pow2     its prompt, and the output rounded up to a power of two
     max      max_model_len tokens
 
-A piece is a power of two of blocks, aligned to its size, as in a buddy allocator (`blocks.allocate_run`). It has one
-owner: its blocks are not shared, and no sequence is preempted, because none grows.
+A piece is a power of two of blocks, aligned to its size, as in a buddy allocator
+(`blocks.allocate_run`). It has one owner: its blocks are not shared, and no sequence is preempted,
+because none grows.
 """
 
 from __future__ import annotations

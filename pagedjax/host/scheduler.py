@@ -1,34 +1,41 @@
-"""The scheduler: pure transitions of an immutable state. It uses no device and no clock, and stores no text or token.
+"""The scheduler: pure transitions of an immutable state. It uses no device and no clock, and stores
+no text or token.
 
     submit -> waiting -> (schedule admits) -> running -> (commit: stop, length) -> finished
                  ^                              |
                  +---- schedule preempts -------+            cancel: from anywhere, at any time
 
-There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step gives a sequence
-one or more tokens. The rules:
+There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step
+gives a sequence one or more tokens. The rules:
 
-1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no more sequences run
-   than the budget has tokens.
+1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no
+   more sequences run than the budget has tokens.
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
-3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
-   blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
-   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
-5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
-   they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
-   rejects what could not.
-6. The beams of a request advance together: a beam with no token left to compute waits for the others. Then `commit` is
-   given the beam that each continues, and its token. Beams are admitted and preempted together.
-7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
-   nothing computed (recomputation). It is admitted again like any other sequence.
+3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that
+   preempted. Full blocks are shared if their content is in the cache or is computed by an earlier
+   row of the same step.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the
+   blocks of all its tokens but the last, and compute that token again. A block that others own or
+   can find is copied before a write.
+5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of
+   its group, until they suffice. If only one group runs, it loses one branch at a time. One
+   sequence alone always fits, because `submit` rejects what could not.
+6. The beams of a request advance together: a beam with no token left to compute waits for the
+   others. Then `commit` is given the beam that each continues, and its token. Beams are admitted
+   and preempted together.
+7. A victim returns to the front of the queue: with its content in host blocks if they suffice
+   (swapping), else with nothing computed (recomputation). It is admitted again like any other
+   sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
-9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
-10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the blocks that a sequence
-    has at most at one time. A chunk is then cut where no block is free for its next token.
+9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden
+   states).
+10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the
+    blocks that a sequence has at most at one time. A chunk is then cut where no block is free for
+    its next token.
 
-The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding blocks), branches.py
-(4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py (`release` and `adopt`, between two
-schedulers), state.py (the state and its invariants).
+The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding
+blocks), branches.py (4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py
+(`release` and `adopt`, between two schedulers), state.py (the state and its invariants).
 step_kinds.py and reservation.py are baselines that replace rules 1 to 3.
 """
 
@@ -119,7 +126,8 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     """Append a request to the queue.
 
     Raises:
-        Rejected: the request can never run (request_limits.py). The message names the value, the limit and the remedy.
+        Rejected: the request can never run (request_limits.py). The message names the value, the
+        limit and the remedy.
     """
     request_limits.check(state, request)
     names = (request.request_id, *request.forks)
@@ -141,7 +149,8 @@ def schedule(
     """Decide what the next step computes. The plan has no rows when nothing runs and nothing can.
 
     Args:
-        offered: by sequence id, how many draft tokens there are for it. Decodes get some of them (drafts.py).
+        offered: by sequence id, how many draft tokens there are for it. Decodes get some of them
+            (drafts.py).
     """
     c = state.config
     state, preempted = make_room(state, policy)
@@ -209,7 +218,9 @@ def schedule(
 def _token_counts(
     state: SchedulerState, policy: Policy, active: Running, num_decodes: int, admits: bool
 ) -> tuple[Running, list[int], Admission]:
-    """The tokens that each running sequence gets, decodes first, then each sequence that is admitted."""
+    """The tokens that each running sequence gets, decodes first, then each sequence that is
+    admitted.
+    """
     c, pool = state.config, state.pool
     counts, budget = [1] * num_decodes, c.max_num_batched_tokens - num_decodes
     if c.views:
@@ -251,15 +262,17 @@ def commit(
     """Add the outcome of a step to the state.
 
     Args:
-        sampled: one token id for each row of the plan; those of rows that do not reach the end of their known
-            tokens are ignored, and those of beams. For a row with drafts, the accepted drafts and one more token,
-            which are cut where the sequence ends.
-        hashes: by request id, of the blocks that this step filled and whose hashes the sequence does not have yet:
-            those of generated tokens, which only the engine knows. Without them, these blocks are not shared.
-        choices: by the id of the first beam, how the beams of a request continue that have no token left to compute.
+        sampled: one token id for each row of the plan; those of rows that do not reach the end of
+            their known tokens are ignored, and those of beams. For a row with drafts, the accepted
+            drafts and one more token, which are cut where the sequence ends.
+        hashes: by request id, of the blocks that this step filled and whose hashes the sequence
+            does not have yet: those of generated tokens, which only the engine knows. Without them,
+            these blocks are not shared.
+        choices: by the id of the first beam, how the beams of a request continue that have no token
+            left to compute.
 
-    A sequence that was cancelled after `schedule` gets no token: its blocks are already free. Events of the plan name
-    it all the same (Admitted, Preempted, Resumed).
+    A sequence that was cancelled after `schedule` gets no token: its blocks are already free.
+    Events of the plan name it all the same (Admitted, Preempted, Resumed).
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(
@@ -274,9 +287,8 @@ def commit(
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival: seq for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
-        seqs = tuple(
-            [alive[seqs[i].arrival] for i in keep]
-        )  # a branch of them may have been cancelled, too
+        # a branch of them may have been cancelled, too
+        seqs = tuple([alive[seqs[i].arrival] for i in keep])
         lengths, starts, counts, tokens = (
             pick(column, keep) for column in (lengths, starts, counts, tokens)
         )
@@ -292,9 +304,8 @@ def commit(
     grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
     grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
     for i in grouped:
-        samples[i] = (
-            samples[i] and not seqs[i].request.beams
-        )  # a beam gets its token from `choices`
+        # a beam gets its token from `choices`
+        samples[i] = samples[i] and not seqs[i].request.beams
     lengths = tuple(map(add, lengths, samples))
     maybe = [
         i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit
@@ -375,8 +386,9 @@ def cancel(
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
     """End a request wherever it is and free its blocks. An unknown or finished id changes nothing.
 
-    Branches are cancelled one by one, but before the fork the first one's id ends all of them. Beams end together, by
-    the id of any of them. The engine uses `reason="stop"` for a stop string in the text and for a finished beam search.
+    Branches are cancelled one by one, but before the fork the first one's id ends all of them.
+    Beams end together, by the id of any of them. The engine uses `reason="stop"` for a stop string
+    in the text and for a finished beam search.
     """
     if request_id not in state.ids:
         return state, ()
@@ -413,7 +425,9 @@ def _names(seq: Seq) -> tuple[str, ...]:
 
 
 def _indices(line: tuple[Seq, ...], named: Seq) -> list[int]:
-    """Its indices in a line; of a beam, those of its siblings too. Requests mostly end in order, near the front."""
+    """Its indices in a line; of a beam, those of its siblings too. Requests mostly end in order,
+    near the front.
+    """
     if named.request.beams:
         return [i for i, seq in enumerate(line) if seq.group == named.group]
     return [line.index(named)] if named in line else []
@@ -427,15 +441,18 @@ def _except(line: tuple[Item, ...], at: Sequence[int]) -> tuple[Item, ...]:
 
 
 def forget(state: SchedulerState) -> SchedulerState:
-    """Forget what cached blocks hold: no block so far is found again. Running sequences keep their blocks."""
+    """Forget what cached blocks hold: no block so far is found again. Running sequences keep their
+    blocks.
+    """
     return state._replace(pool=blocks.forget(state.pool))
 
 
 def restart(state: SchedulerState) -> SchedulerState:
-    """Running sequences return to the front of the queue with nothing computed, and cached content is forgotten.
+    """Running sequences return to the front of the queue with nothing computed, and cached content
+    is forgotten.
 
-    The engine uses it after a failed step: the device may have written any block that a plan after this state could
-    use. Known tokens stay known, and content in host blocks stays there.
+    The engine uses it after a failed step: the device may have written any block that a plan after
+    this state could use. Known tokens stay known, and content in host blocks stays there.
     """
     active = sorted(running(state), key=lambda seq: seq.arrival)
     pool = blocks.release(state.pool, [block for seq in active for block in reversed(seq.blocks)])
@@ -448,8 +465,9 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
     """The weights are others from now on, so no block so far is found again.
 
     Args:
-        pending: "restart": everything that unfinished sequences have computed is computed again, also what is in host
-            blocks. "keep": they keep it. What they compute from it is of no single version, so it is never published.
+        pending: "restart": everything that unfinished sequences have computed is computed again,
+            also what is in host blocks. "keep": they keep it. What they compute from it is of no
+            single version, so it is never published.
     """
     if pending == "restart":
         state = restart(state)
@@ -470,7 +488,8 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
     """Reorder, stably, so that sequences with one token to compute come first.
 
     Returns:
-        (sequences with tokens to compute, the number of decodes among them, beams that wait for their siblings)
+        (sequences with tokens to compute, the number of decodes among them, beams that wait for
+        their siblings)
     """
     left = list(map(sub, active.lengths, active.computed))
     num_decodes, waiting_beams = left.count(1), Running()

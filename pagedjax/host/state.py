@@ -20,8 +20,9 @@ def limits(
     """The scheduler's part of an engine's configuration, in which nothing is left open.
 
     Args:
-        of_groups: what queries see, by group of layers; () if all of them see everything. A configured block has the
-            keys and values of all layers; here it is a block for each group. The trash block needs one alone.
+        of_groups: what queries see, by group of layers; () if all of them see everything. A
+            configured block has the keys and values of all layers; here it is a block for each
+            group. The trash block needs one alone.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     assert c.num_blocks is not None, "resolve the configuration first"
@@ -46,18 +47,14 @@ class SchedulerState(NamedTuple):
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
     arrivals: int
-    host_pool: (
-        BlockPool | None
-    )  # the swap space; the blocks of a waiting sequence are its blocks there
-    forked: frozenset[
-        int
-    ]  # arrivals of the sequences that may have to copy a shared block before the next write
-    ids: Map[
-        str, None
-    ]  # of all unfinished sequences; a search through a long queue would make submits quadratic
-    stops: frozenset[int] = (
-        frozenset()
-    )  # stop tokens of all unfinished requests, and perhaps of finished ones
+    # the swap space; the blocks of a waiting sequence are its blocks there
+    host_pool: BlockPool | None
+    # arrivals of the sequences that may have to copy a shared block before the next write
+    forked: frozenset[int]
+    # of all unfinished sequences; a search through a long queue would make submits quadratic
+    ids: Map[str, None]
+    # stop tokens of all unfinished requests, and perhaps of finished ones
+    stops: frozenset[int] = frozenset()
 
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:

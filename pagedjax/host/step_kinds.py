@@ -8,7 +8,8 @@ Two switches choose the kinds of steps:
     no           no               whole prompts first, and decodes wait for them (vLLM before chunked prefill)
     no           yes              chunks and decodes in turn
 
-Where prompts are whole, each is computed by the step that admits it, so the budget must hold the longest sequence.
+Where prompts are whole, each is computed by the step that admits it, so the budget must hold the
+longest sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
 
 
 def split(active: Running, num_decodes: int, kind: Kind) -> tuple[Running, int, Running]:
-    """Running sequences, decodes first -> (those of this kind of step, the number of decodes, those that wait)."""
+    """Running sequences, decodes first -> (those of this kind of step, the number of decodes, those
+    that wait).
+    """
     if kind == "both":
         return active, num_decodes, Running()
     first, rest = active.pick(range(num_decodes)), active.pick(range(num_decodes, len(active.seqs)))

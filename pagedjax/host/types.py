@@ -12,18 +12,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pagedjax.config import Reservation
 from pagedjax.host.kv_policies import View
 
-HOLE = 0  # in a block table: a block that the sequence does not have (views.py); the id of the trash block
+# in a block table: a block that the sequence does not have (views.py); the id of the trash block
+HOLE = 0
 FinishReason = Literal["stop", "length", "abort"]
-Pending = Literal[
-    "restart", "keep"
-]  # what new weights mean to what unfinished sequences have computed
+# what new weights mean to what unfinished sequences have computed
+Pending = Literal["restart", "keep"]
 Item = TypeVar("Item")
 NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class SchedulerConfig(NamedTuple):
-    """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash block.
+    """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash
+    block.
 
     The three fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
     """
@@ -37,9 +38,8 @@ class SchedulerConfig(NamedTuple):
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
-    views: tuple[
-        View, ...
-    ] = ()  # of each group of layers, whose blocks are its own (views.py); (): one that sees all
+    # of each group of layers, whose blocks are its own (views.py); (): one that sees all
+    views: tuple[View, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -62,23 +62,21 @@ class Request(NamedTuple):
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     user: str = ""  # whose share the policy "fair" counts it to
-    forks: tuple[
-        str, ...
-    ] = ()  # ids of further branches, which begin when this one has computed the prompt
-    hashes: tuple[
-        str, ...
-    ] = ()  # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
-    beams: bool = False  # its branches advance together, by the choices given to `commit`; others advance alone
-    tags: tuple[
-        str, ...
-    ] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
-    keeps_blocks: bool = (
-        False  # its sampling reads its tokens through its blocks, so none is given back (views.py)
-    )
+    # ids of further branches, which begin when this one has computed the prompt
+    forks: tuple[str, ...] = ()
+    # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
+    hashes: tuple[str, ...] = ()
+    # its branches advance together, by the choices given to `commit`; others advance alone
+    beams: bool = False
+    # opaque; they salt the hashes, so requests with other tags share no blocks
+    tags: tuple[str, ...] = ()
+    # its sampling reads its tokens through its blocks, so none is given back (views.py)
+    keeps_blocks: bool = False
 
 
 class Seq(NamedTuple):
-    """A request in the scheduler. `computed` grows until it equals `length`; `blocks` covers at least `computed`.
+    """A request in the scheduler. `computed` grows until it equals `length`; `blocks` covers at
+    least `computed`.
 
     Only a beam may have `computed == length`: it waits until its siblings have it too.
     """
@@ -88,15 +86,12 @@ class Seq(NamedTuple):
     limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
-    blocks: tuple[
-        int, ...
-    ] = ()  # while it waits: host blocks, in the swap space; HOLE: one that it does not have
-    hashes: tuple[
-        str, ...
-    ] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
-    group: int | None = (
-        None  # arrival of the first of the branches that forked from one prompt; None: no others
-    )
+    # while it waits: host blocks, in the swap space; HOLE: one that it does not have
+    blocks: tuple[int, ...] = ()
+    # of its first full blocks, as far as they are known; it keeps them when preempted
+    hashes: tuple[str, ...] = ()
+    # arrival of the first of the branches that forked from one prompt; None: no others
+    group: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -112,7 +107,9 @@ class Seq(NamedTuple):
         return 1 + len(self.request.forks)
 
     def finish_reason(self, length: int, token: int) -> FinishReason | None:
-        """Why the sequence ends when `token` has made it `length` tokens long; None if it does not end."""
+        """Why the sequence ends when `token` has made it `length` tokens long; None if it does not
+        end.
+        """
         request = self.request
         if token in request.stop_token_ids and length - request.prompt_len >= request.min_tokens:
             return "stop"
@@ -127,9 +124,9 @@ class Seq(NamedTuple):
 class Running(NamedTuple):
     """The running sequences. The values that every step changes are two columns beside the records.
 
-    A record is rebuilt only when its blocks change; its own `length` and `computed` are from that step. Rebuilding 256
-    records a step cost 230 us, two columns of integers cost a third of it. `scheduler.running(state)` returns current
-    records.
+    A record is rebuilt only when its blocks change; its own `length` and `computed` are from that
+    step. Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it.
+    `scheduler.running(state)` returns current records.
     """
 
     seqs: tuple[Seq, ...] = ()
@@ -150,7 +147,9 @@ def pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:
 
 
 class Row(NamedTuple):
-    """One sequence of a plan: compute `count` tokens from `seq.computed` on. Blocks for them are in `seq.blocks`."""
+    """One sequence of a plan: compute `count` tokens from `seq.computed` on. Blocks for them are in
+    `seq.blocks`.
+    """
 
     seq: Seq
     count: int
@@ -162,36 +161,33 @@ class Row(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The work of one step, in columns because a step has hundreds of rows. It is a result, never carried state."""
+    """The work of one step, in columns because a step has hundreds of rows. It is a result, never
+    carried state.
+    """
 
     step: int
-    seqs: tuple[
-        Seq, ...
-    ]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; `rows` gives records
+    # decodes (count 1 at the end of a sequence) first, then prompt chunks; `rows` gives records
+    seqs: tuple[Seq, ...]
     lengths: tuple[int, ...]  # known tokens of each before the step
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
-    known: tuple[
-        int, ...
-    ]  # tokens of each of those: the prompt, and what was generated before a preemption
+    # tokens of each of those: the prompt, and what was generated before a preemption
+    known: tuple[int, ...]
     cached: tuple[int, ...]  # those of them whose keys and values were found in the cache
     copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
     preempted: tuple[str, ...]  # request ids that stopped running, in that order
-    swapped: tuple[
-        str, ...
-    ]  # those of them whose content went to host memory; the others compute it again
+    # those of them whose content went to host memory; the others compute it again
+    swapped: tuple[str, ...]
     resumed: tuple[str, ...]  # request ids whose content came back from there
-    swap_out: tuple[
-        tuple[int, int], ...
-    ]  # (device block, host block): moved before anything else happens
+    # (device block, host block): moved before anything else happens
+    swap_out: tuple[tuple[int, int], ...]
     swap_in: tuple[tuple[int, int], ...]  # (host block, device block): moved then, before `copies`
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
-    drafts: tuple[
-        int, ...
-    ] = ()  # of each row, how many of its tokens are drafts, the last ones; (): no row has one
+    # of each row, how many of its tokens are drafts, the last ones; (): no row has one
+    drafts: tuple[int, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -218,14 +214,15 @@ def current(
 
 
 class Released(NamedTuple):
-    """An unfinished sequence that one scheduler has let go of, for another one to adopt (handover.py)."""
+    """An unfinished sequence that one scheduler has let go of, for another one to adopt
+    (handover.py).
+    """
 
     request: Request
     length: int  # prompt + generated tokens
     computed: int  # tokens of it that `blocks` hold
-    blocks: tuple[
-        int, ...
-    ]  # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
+    # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
+    blocks: tuple[int, ...]
     hashes: tuple[str, ...]  # of its first full blocks, as far as they are known
 
 
@@ -247,9 +244,8 @@ class Admitted(NamedTuple):
 class Preempted(NamedTuple):
     step: int
     request_id: str
-    swapped: (
-        bool  # its content is in host memory; else it goes back to the queue and is computed again
-    )
+    # its content is in host memory; else it goes back to the queue and is computed again
+    swapped: bool
 
 
 class Resumed(NamedTuple):
@@ -267,7 +263,9 @@ class Forked(NamedTuple):
 
 
 class Beamed(NamedTuple):
-    """The beams of a request after a step: each continues from a parent, itself or a sibling, with a new token."""
+    """The beams of a request after a step: each continues from a parent, itself or a sibling, with
+    a new token.
+    """
 
     step: int
     request_ids: tuple[str, ...]
@@ -276,7 +274,9 @@ class Beamed(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The new tokens of a step, in row order: one for each row that sampled, several for a row with accepted drafts."""
+    """The new tokens of a step, in row order: one for each row that sampled, several for a row with
+    accepted drafts.
+    """
 
     step: int
     request_ids: tuple[str, ...]
@@ -284,7 +284,9 @@ class Sampled(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The rows of a step that had drafts: how many, how many were accepted, and the blocks each sequence has left."""
+    """The rows of a step that had drafts: how many, how many were accepted, and the blocks each
+    sequence has left.
+    """
 
     step: int
     request_ids: tuple[str, ...]
@@ -304,7 +306,9 @@ Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Verified | 
 
 
 class Choice(NamedTuple):
-    """The continuations of a request's beams, in the order of their names: the parent and the token of each."""
+    """The continuations of a request's beams, in the order of their names: the parent and the token
+    of each.
+    """
 
     parents: tuple[str, ...]
     token_ids: tuple[int, ...]
@@ -327,7 +331,9 @@ class BeamResult(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position, under the model's own distribution (before penalties and temperature)."""
+    """Log-probabilities at one position, under the model's own distribution (before penalties and
+    temperature).
+    """
 
     request_id: str
     prompt: bool  # of a prompt token, or of a generated one
@@ -351,9 +357,8 @@ class StepResult(NamedTuple):
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
-    pooled: tuple[
-        tuple[str, Any], ...
-    ] = ()  # (request id, its float32 array) of prompts that were pooled
+    # (request id, its float32 array) of prompts that were pooled
+    pooled: tuple[tuple[str, Any], ...] = ()
     taps: tuple[Any, ...] = ()  # `engine.taps.TapPart`s of the sequences that asked
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket

@@ -1,16 +1,19 @@
-"""Block tables with holes: which blocks a sequence has, where queries do not see all of it (kv_policies.py).
+"""Block tables with holes: which blocks a sequence has, where queries do not see all of it
+(kv_policies.py).
 
-`SchedulerConfig.views` has a `View` for each group of layers; () is one group that sees everything, and then nothing of
-this file is used. With G groups, `Seq.blocks` has G entries for each block of tokens, in the order of the groups. The
-entry of a block that was given back, or that was never needed, is HOLE.
+`SchedulerConfig.views` has a `View` for each group of layers; () is one group that sees everything,
+and then nothing of this file is used. With G groups, `Seq.blocks` has G entries for each block of
+tokens, in the order of the groups. The entry of a block that was given back, or that was never
+needed, is HOLE.
 
-Between two transitions a running sequence has exactly the blocks that the query of its next token sees, and those
-behind them that it was given (`check`). `commit` gives back what went out of sight (`drop`).
+Between two transitions a running sequence has exactly the blocks that the query of its next token
+sees, and those behind them that it was given (`check`). `commit` gives back what went out of sight
+(`drop`).
 
-A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once: of a long prompt
-most blocks are given back before the last one is needed. So admission compares with the blocks that it has at most at
-one time until its known tokens are computed (`most_held`), and counts what running sequences still need of theirs as
-taken (`promised`).
+A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once:
+of a long prompt most blocks are given back before the last one is needed. So admission compares
+with the blocks that it has at most at one time until its known tokens are computed (`most_held`),
+and counts what running sequences still need of theirs as taken (`promised`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ Views = tuple[View, ...]
 
 
 def check_config(config: SchedulerConfig) -> None:
-    """Raises ValueError for an entry that is no `View`, or views beside a baseline, which keeps every block."""
+    """Raises ValueError for an entry that is no `View`, or views beside a baseline, which keeps
+    every block.
+    """
     for view in config.views:
         sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
         if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(
@@ -44,7 +49,9 @@ def check_config(config: SchedulerConfig) -> None:
 
 
 def views_of(config: SchedulerConfig, request: Request) -> Views:
-    """What the queries of a request need, by group. A request whose sampling reads its tokens needs all blocks."""
+    """What the queries of a request need, by group. A request whose sampling reads its tokens needs
+    all blocks.
+    """
     return (ALL,) * config.groups if request.keeps_blocks else config.views or (ALL,)
 
 
@@ -70,7 +77,8 @@ def seen(views: Views, found: Sequence[int]) -> tuple[int, ...]:
 
 
 def usable(views: Views, present: Sequence[Sequence[bool]]) -> int:
-    """The most blocks of a beginning that can be shared: all that the query behind them sees is there.
+    """The most blocks of a beginning that can be shared: all that the query behind them sees is
+    there.
 
     Args:
         present: of each group and block, whether it is found.
@@ -105,20 +113,21 @@ def most_held(config: SchedulerConfig, request: Request, tokens: int, chunk: int
 
 
 def wanted(config: SchedulerConfig, seq: Seq) -> int:
-    """Blocks that must be free for a sequence to enter: `most_held` of its known tokens, at most the whole pool.
+    """Blocks that must be free for a sequence to enter: `most_held` of its known tokens, at most
+    the whole pool.
 
     `submit` ensures that a pool of fewer blocks suffices for shorter chunks (`fewest`).
     """
-    chunk = (
-        1 if seq.is_beam else config.max_num_batched_tokens
-    )  # `submit` ensures that all beams fit so
+    # `submit` ensures that all beams fit so
+    chunk = 1 if seq.is_beam else config.max_num_batched_tokens
     return min(most_held(config, seq.request, seq.length, chunk), config.num_blocks)
 
 
 def fewest(config: SchedulerConfig, request: Request, limit: int) -> int:
     """Blocks of the smallest pool in which a sequence of `limit` tokens ends, one token a step.
 
-    A branch computes the last token of its prompt again, and the block of that token may have to be copied.
+    A branch computes the last token of its prompt again, and the block of that token may have to be
+    copied.
     """
     need = most_held(config, request, limit, 1)
     whole = config.groups * blocks.needed(limit, config.block_size)
@@ -140,10 +149,12 @@ def sequences_that_fit(config: SchedulerConfig) -> int:
 def entering(
     config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int
 ) -> tuple[int, int]:
-    """Of a sequence that enters: (new blocks that it gets now, blocks that it still needs after that).
+    """Of a sequence that enters: (new blocks that it gets now, blocks that it still needs after
+    that).
 
     Args:
-        found: its blocks that need no new one: shared ones and holes; of a swapped one, shared ones alone.
+        found: its blocks that need no new one: shared ones and holes; of a swapped one, shared ones
+            alone.
         free: blocks that it may have.
         budget: tokens that it may compute.
     """
@@ -187,7 +198,8 @@ def grow(
 ) -> tuple[BlockPool, Running, list[int]]:
     """Give the sequences from `first` on their tokens of this step, and blocks for them, in order.
 
-    A chunk is cut where no block is left for it. It has one token at least, because `make_room` came before.
+    A chunk is cut where no block is left for it. It has one token at least, because `make_room`
+    came before.
 
     Returns:
         (pool, running sequences, tokens of each until the budget is used)
@@ -232,12 +244,16 @@ def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[Blo
 
 
 def position(length: int, computed: int) -> int:
-    """The position of a sequence's next query. A beam that waits for its siblings may compute its last token again."""
+    """The position of a sequence's next query. A beam that waits for its siblings may compute its
+    last token again.
+    """
     return min(computed, length - 1)
 
 
 def check(config: SchedulerConfig, seq: Seq) -> None:
-    """A running sequence has the blocks that its next query sees, and no others before them. Raises AssertionError."""
+    """A running sequence has the blocks that its next query sees, and no others before them. Raises
+    AssertionError.
+    """
     at = position(seq.length, seq.computed) // config.block_size
     for group, view in enumerate(views_of(config, seq.request)):
         first, kept = view.first(at), view.outside(at)

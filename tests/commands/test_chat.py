@@ -49,7 +49,8 @@ def talk(llm, *lines: str, params=GREEDY, **options):
     return end, "".join(shown), notes
 
 
-# commands, without an engine -----------------------------------------------------------------------------------------
+# commands, without an engine
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_text_line_asks_for_an_answer_and_changes_nothing():
@@ -165,14 +166,16 @@ def test_a_conversation_that_is_too_long_names_the_limit_and_the_remedies():
     assert "/undo" not in (too_long(512, 512, 0) or "")
 
 
-# through an engine ---------------------------------------------------------------------------------------------------
+# through an engine
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm):
     llm.reset_prefix_cache()
     lines = ["the cat", "the other cat", "hears the rain"]
-    # no merge joins these letters, so their text has the generated tokens again, and the cache finds them
+    # no merge joins these letters, so their text has the generated tokens again, and the cache
+    # finds them
     letters = tuple(token for letter in "qxz" for token in llm.tokenizer.encode(letter)[-1:])
     params = replace(GREEDY, allowed_token_ids=letters)
     messages, wanted, cached = [], [], []
@@ -197,9 +200,8 @@ def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm)
         0,
         *(len(llm.tokenizer.apply_chat_template(messages[: 2 * i], False)) for i in (1, 2)),
     ]
-    computed = [
-        max(0, tokens - 3) for tokens in before
-    ]  # without the answer's last token and the two marks after it
+    # without the answer's last token and the two marks after it
+    computed = [max(0, tokens - 3) for tokens in before]
     assert cached == [tokens // 16 * 16 for tokens in computed]
 
 
@@ -311,7 +313,8 @@ def test_a_conversation_is_saved_as_messages(llm, tmp_path):
     assert notes[2].startswith("not saved: ")
 
 
-# as a command --------------------------------------------------------------------------------------------------------
+# as a command
+# --------------------------------------------------------------------------------------------------------
 
 SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
 

@@ -147,7 +147,9 @@ def test_a_closed_pipe_is_not_an_error(monkeypatch):
     ],
 )
 def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypatch, model, name):
-    """The name of a link counts, because links of Hugging Face's cache point to files named by hashes."""
+    """The name of a link counts, because links of Hugging Face's cache point to files named by
+    hashes.
+    """
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "here")

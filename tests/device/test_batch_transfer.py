@@ -62,7 +62,9 @@ def test_a_program_gets_the_bits_of_the_batch(shapes, fed):
 
 
 def test_one_array_comes_from_the_host():
-    """Beside those of sampling options that a row uses: here `top_k`, whether it is on and its value."""
+    """Beside those of sampling options that a row uses: here `top_k`, whether it is on and its
+    value.
+    """
     leaves = jax.tree.leaves(joined(batch_of(SHAPES, (1, 3))))
     assert [leaf.dtype.name for leaf in leaves if isinstance(leaf, np.ndarray)] == [
         "int32",

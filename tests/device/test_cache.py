@@ -1,4 +1,6 @@
-"""The cache on the device: tokens are written to their slots, blocks move whole, and a step updates it in place."""
+"""The cache on the device: tokens are written to their slots, blocks move whole, and a step updates
+it in place.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,8 @@ def test_a_token_is_written_to_its_slot_and_to_no_other(s):
     )
     k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
     ids = rng.integers(1, 99, 12).astype(np.int32)
-    slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(
-        np.int32
-    )  # two padding tokens
+    # two padding tokens
+    slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)
     k_pages, v_pages = jax.jit(kv_write.IMPLS["xla"])(old.k[0], old.v[0], k, v, slots)
     tokens = jax.jit(cache.write_tokens)(old.tokens, ids, slots)
     chex.assert_trees_all_equal_shapes_and_dtypes(
@@ -136,7 +137,9 @@ class WholeBlocks(chex.TestCase):
 
 
 def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
-    """The engine's step for the one bucket t, over a cache of `blocks` blocks. Returns it and the cache's shapes."""
+    """The engine's step for the one bucket t, over a cache of `blocks` blocks. Returns it and the
+    cache's shapes.
+    """
     m, s = model.config, 16
     kv = jax.eval_shape(
         lambda: cache.init(
@@ -174,9 +177,8 @@ def test_a_step_updates_the_cache_in_place(tiny, t, dtype):
         "a temporary is as large as a part of the cache"
     )
 
-    whole = re.compile(
-        rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\("
-    )  # instructions whose result has all pages
+    # instructions whose result has all pages
+    whole = re.compile(rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\(")
     kinds = {match[1] for match in whole.finditer(text)}
     assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
     assert not kinds & {

@@ -1,4 +1,6 @@
-"""A cache in another dtype than the model's: smaller blocks, the same transitions, and numbers that are near."""
+"""A cache in another dtype than the model's: smaller blocks, the same transitions, and numbers that
+are near.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,15 @@ def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, ki
         return
     sizes = {"block_size": 16, "num_blocks": 256, "attention_impl": impl}  # those of `tiny_llm`
     exact = prompt_logprobs(make(tiny, kv_cache_dtype="float32", **sizes))
-    rounded = prompt_logprobs(
-        make(tiny, kv_cache_dtype=kind, attention_impl=impl)
-    )  # sizes of other tests here
+    # sizes of other tests here
+    rounded = prompt_logprobs(make(tiny, kv_cache_dtype=kind, attention_impl=impl))
     assert 0 < np.abs(exact - rounded).max() < error
 
 
 def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
-    """XLA converts a whole array of float8, and in JAX 0.10 of bfloat16, to write a few numbers of it."""
+    """XLA converts a whole array of float8, and in JAX 0.10 of bfloat16, to write a few numbers of
+    it.
+    """
     for kind, stored in (
         ("float32", "float32"),
         ("bfloat16", "uint16"),
@@ -76,7 +79,9 @@ def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
 @pytest.mark.default_cases("drawn")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
-    """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads the same."""
+    """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads
+    the same.
+    """
     few = {"num_blocks": 10, "kv_cache_dtype": "float8_e4m3fn"}
     roomy = test_swapping.run(make(tiny, kv_cache_dtype="float8_e4m3fn"), params)[0]
     assert test_swapping.run(make(tiny, **few), params)[0] == roomy
@@ -94,9 +99,8 @@ def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
             sum(a.nbytes for a in leaves)
             == (llm.engine.config.num_blocks + 1) * llm.engine.memory.block_bytes
         )
-        assert (
-            llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size + 8 * 4
-        )  # k and v, L, S, K, D; tokens
+        # k and v, L, S, K, D; tokens
+        assert llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size + 8 * 4
         assert llm.engine.config.kv_cache_dtype == kind
         assert llm.engine.config.dtype == "float32"
 

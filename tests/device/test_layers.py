@@ -159,7 +159,8 @@ def sparse(dtype: str) -> SparseMLP:
 
 
 def test_the_router_is_exact_on_every_device():
-    """By default a TPU rounds the factors of a product to bfloat16, and a GPU to TF32: another expert would be chosen.
+    """By default a TPU rounds the factors of a product to bfloat16, and a GPU to TF32: another
+    expert would be chosen.
 
     A CPU is exact in any case, so the test reads the program and not its result.
     """

@@ -1,4 +1,6 @@
-"""Implementations of products in an engine: the default, layouts of parameters, limits, and one's own in a file."""
+"""Implementations of products in an engine: the default, layouts of parameters, limits, and one's
+own in a file.
+"""
 
 from __future__ import annotations
 

@@ -103,9 +103,8 @@ def test_a_default_cache_stays_below_the_devices_limit():
     found = device(2**49, memory.CPU_LIMIT)
     blocks = memory.CPU_LIMIT // 2**20 - 1
     assert memory.blocks_that_fit(2**20, 0.5, found) == blocks
-    assert (
-        memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks
-    )  # a step's share is beside it
+    # a step's share is beside it
+    assert memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks
 
 
 def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
@@ -146,9 +145,8 @@ def test_a_report_adds_up():
     assert (r.other, r.cache, r.left) == (4 * GIB, 1 * GIB, 8.5 * GIB)
     assert (r.device_blocks, r.host_blocks, r.tokens) == (1023, 512, 1023 * 16)
     assert r.sequences == 1023 // 7  # 100 tokens take 7 blocks of 16
-    assert (
-        report_of(device(free=15 * GIB, total=16 * GIB)).other == 0
-    )  # weights that are a mapped file
+    # weights that are a mapped file
+    assert report_of(device(free=15 * GIB, total=16 * GIB)).other == 0
 
 
 def test_a_report_prints_as_a_table():
@@ -256,10 +254,8 @@ def test_an_engine_reports_its_arrays_and_its_largest_step(tiny):
 
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64}
-MEASURED = {
-    **SMALL,
-    "compilation": "eager",
-}  # the largest step is compiled before the cache is made
+# the largest step is compiled before the cache is made
+MEASURED = {**SMALL, "compilation": "eager"}
 
 
 def limited(monkeypatch, free: int) -> None:
@@ -270,18 +266,16 @@ def limited(monkeypatch, free: int) -> None:
 def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tiny, monkeypatch):
     from pagedjax import LLM
 
-    LLM(
-        tiny, progress=False, **MEASURED
-    )  # compiles the copy of blocks too, which all engines share
+    # compiles the copy of blocks too, which all engines share
+    LLM(tiny, progress=False, **MEASURED)
     engine = LLM(tiny, progress=False, **MEASURED).engine
     compiled, peak, block = (
         engine.startup["compilations"],
         engine.memory.activations,
         engine.memory.block_bytes,
     )
-    assert (
-        engine.config.num_blocks == 8
-    )  # all that two sequences of 64 tokens can use: the step had room anyway
+    # all that two sequences of 64 tokens can use: the step had room anyway
+    assert engine.config.num_blocks == 8
     (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
     batch = _blank_batch(
         engine.runtime.shapes, shape, blanks, False, engine.runtime.chain, {}, None
@@ -290,9 +284,8 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **MEASURED).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4
-    assert (
-        engine.memory.activations == peak
-    )  # the number of blocks does not change what a step needs
+    # the number of blocks does not change what a step needs
+    assert engine.memory.activations == peak
     assert engine.memory.left == 0
     assert nbytes(engine._state.cache) == 5 * block
     assert engine.startup["compilations"] > compiled, "the measured program was for a larger cache"
@@ -331,9 +324,8 @@ def test_resolve_leaves_nothing_open(tiny):
     resolved = resolve(
         EngineConfig(max_num_batched_tokens=100, max_num_seqs=4, block_size=16), tiny.model
     )
-    assert (
-        resolved.num_blocks == 4 * 32
-    )  # four sequences of the model's 512 tokens; memory would hold more
+    # four sequences of the model's 512 tokens; memory would hold more
+    assert resolved.num_blocks == 4 * 32
     assert resolved.max_model_len == 512
     assert resolved.token_buckets == (1, 2, 4, 8, 16, 32, 64, 100)
     assert (resolved.dtype, resolved.attention_impl) == ("float32", "cpu")

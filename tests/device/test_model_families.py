@@ -1,4 +1,6 @@
-"""Every architecture against transformers (torch on a CPU, float32): small, with random weights, of the real shape."""
+"""Every architecture against transformers (torch on a CPU, float32): small, with random weights, of
+the real shape.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ def test_ragged_chunks_give_the_logits_of_transformers(saved):
 
 @pytest.mark.oracle
 def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
-    """Four devices: of some models two of them have the same key head, and widths and vocabularies do not divide."""
+    """Four devices: of some models two of them have the same key head, and widths and vocabularies
+    do not divide.
+    """
     import torch
 
     folder, theirs = saved
@@ -223,7 +227,7 @@ def test_greedy_tokens_are_those_of_transformers(saved):
         assert list(output.outputs[0].token_ids) == wanted[0, len(prompt) :].tolist()
 
 
-# --- real models, without their weights -------------------------------------------------------------------------------
+# --- real models, without their weights -----------------------------------------------------------
 
 
 def shape(
@@ -252,7 +256,8 @@ def gpt2_shape(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 
 
 MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-# name: (model_type, its config.json, parameters as published, bytes of keys and values a token in 16 bit)
+# name: (model_type, its config.json, parameters as published, bytes of keys and values a token in
+# 16 bit)
 REAL = {
     "gpt2": ("gpt2", gpt2_shape(12, 768, 12), 124_439_808, 36_864),
     "gpt2-xl": ("gpt2", gpt2_shape(48, 1600, 25), 1_557_611_200, 307_200),
@@ -284,7 +289,9 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_have_their_published_size_and_cache(name):
-    """Among them the lectures' numbers: 307 kB of cache a position of gpt2-xl, 22 KiB a token of TinyLlama."""
+    """Among them the lectures' numbers: 307 kB of cache a position of gpt2-xl, 22 KiB a token of
+    TinyLlama.
+    """
     model_type, settings, parameters, cached = REAL[name]
     config = normalised({"model_type": model_type, **settings}, name)
     family = FAMILIES[model_type]
@@ -308,17 +315,13 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in (
-        "llama",
-        "qwen2",
-        "qwen3",
-    ):  # these three have as many key heads as queries, or 32
+    elif model_type not in ("llama", "qwen2", "qwen3"):
+        # these three have as many key heads as queries, or 32
         del sizes["num_key_value_heads"]
     full = AutoConfig.for_model(model_type, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
-        full.pop(
-            "head_dim"
-        )  # of Llama's and Mistral's classes: computed from their own default sizes
+        # of Llama's and Mistral's classes: computed from their own default sizes
+        full.pop("head_dim")
     ours, theirs = (normalised({**c, "model_type": model_type}, "x") for c in (sizes, full))
     from_hf = FAMILIES[model_type].from_hf
     assert from_hf(ours) == from_hf(theirs)

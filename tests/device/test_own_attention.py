@@ -1,4 +1,6 @@
-"""The attention variants of docs/design/own-attention.md in an engine, against dense attention in numpy."""
+"""The attention variants of docs/design/own-attention.md in an engine, against dense attention in
+numpy.
+"""
 
 from __future__ import annotations
 

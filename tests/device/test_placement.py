@@ -38,7 +38,9 @@ def engine(tiny, **config):
 
 
 def exchanges(text: str) -> Counter[str]:
-    """How often each collective is in an optimised program, by its name and the shape of what it returns."""
+    """How often each collective is in an optimised program, by its name and the shape of what it
+    returns.
+    """
     kinds = (
         "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
     )
@@ -63,7 +65,8 @@ def test_a_step_exchanges_what_it_must_and_no_more(tiny, on_mesh):
         found[kind] += count
         if kind == "all-reduce":
             sums[shape] += count
-    # attention and MLP of each layer, and the embedding; the last layer's again, for sampled tokens alone
+    # attention and MLP of each layer, and the embedding; the last layer's again, for sampled tokens
+    # alone
     assert sums == {f"f32[64,{hidden}]": 2 * layers + 1, f"f32[{R},{hidden}]": 2}
     # logits of samples, and of prompt tokens; what was sampled
     assert found["all-to-all"] == 2
@@ -96,9 +99,8 @@ def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
         assert len(x.sharding.device_set) == devices, name
         split = [i for i, size in enumerate(x.shape) if x.sharding.shard_shape(x.shape)[i] < size]
         assert bool(split) != ("norm" in name), name
-    assert (
-        on_mesh.memory.weights < 1.6 / devices * whole.memory.weights
-    )  # norms and rotations are on each device
+    # norms and rotations are on each device
+    assert on_mesh.memory.weights < 1.6 / devices * whole.memory.weights
     tokens = 4 * CONFIG["block_size"]
     # two key heads on two or four devices: each device has one of them
     assert on_mesh.memory.block_bytes - tokens == (whole.memory.block_bytes - tokens) // 2

@@ -1,7 +1,8 @@
-"""Rejection sampling keeps the model's distribution, whatever the drafter's is: chi-square tests of many draws.
+"""Rejection sampling keeps the model's distribution, whatever the drafter's is: chi-square tests of
+many draws.
 
-Expected distributions come from `distribution` of test_sampling.py, which sorts in numpy and float64. The same test
-must refuse three faults of other engines.
+Expected distributions come from `distribution` of test_sampling.py, which sorts in numpy and
+float64. The same test must refuse three faults of other engines.
 """
 
 from __future__ import annotations
@@ -119,10 +120,12 @@ def verified(
     calls: int = 1,
     verify: Callable[..., jax.Array] = verify,
 ) -> Drawn:
-    """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of them.
+    """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of
+    them.
 
     Args:
-        verify: another one where a test has changed the module `rejection`: a compiled function does not see it.
+        verify: another one where a test has changed the module `rejection`: a compiled function
+            does not see it.
     """
     found, shape = [], (POSITIONS, len(rows[0].seed))
     for first in range(0, calls * POSITIONS, POSITIONS):
@@ -159,7 +162,7 @@ def assert_share(hits: np.ndarray, share: float) -> None:
     assert abs(float(hits.mean()) - share) <= 4 * error
 
 
-# --- the distribution is kept -----------------------------------------------------------------------------------------
+# --- the distribution is kept ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,9 @@ def test_weights_that_are_all_zero_keep_the_distribution():
 
 
 def test_the_scale_of_weights_does_not_matter():
-    """They are unnormalised. The factors are powers of two, so that nothing is rounded in another way."""
+    """They are unnormalised. The factors are powers of two, so that nothing is rounded in another
+    way.
+    """
     rows = same(RULES["all of truncation"], ROWS)
     found = verified(MODEL, DRAFTER, rows)
     for factor in (2.0**-20, 2.0**20):
@@ -256,12 +261,14 @@ def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
     chex.assert_trees_all_equal(found.tokens, found.drafts)
 
 
-# --- faults that the test must find -----------------------------------------------------------------------------------
+# --- faults that the test must find ---------------------------------------------------------------
 # Those inside the program are slow: each needs a program of its own.
 
 
 def test_unprocessed_probabilities_of_the_drafter_are_found():
-    """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted with q before them."""
+    """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted
+    with q before them.
+    """
     row, raw = RULES["all of truncation"], np.exp(DRAFTER) / np.exp(DRAFTER).sum()
     faulty = lambda drafts, probs: Drafted(drafts, np.broadcast_to(raw, probs.shape))  # noqa: E731
     found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
@@ -300,7 +307,7 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
 
-# --- rows side by side ------------------------------------------------------------------------------------------------
+# --- rows side by side ----------------------------------------------------------------------------
 
 
 def test_rows_without_a_draft_draw_the_token_of_a_plain_step():

@@ -45,8 +45,8 @@ def assert_rows_are_independent(function: Callable[..., Any], *arrays: np.ndarra
 
 
 def normed(x: jax.Array) -> jax.Array:
-    """As a norm and a residual. Of widths that are no multiple of a vector, the compiler rounds the last numbers of
-    `x * y + x` once or twice as it likes."""
+    """As a norm and a residual. Of widths that are no multiple of a vector, the compiler rounds the
+    last numbers of `x * y + x` once or twice as it likes."""
     return x * row_means(x * x) + x
 
 

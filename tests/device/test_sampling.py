@@ -41,7 +41,9 @@ TILE = 5  # no divisor of B
 TRACES: Counter[tuple[int, ...]] = Counter()  # of `sampled`, by the shape of the logits
 Row = dict[
     str, Any
-]  # options of a row by their names in SamplingParams; "history", "prompt_len", "position", "suppressed"
+    # options of a row by their names in SamplingParams; "history", "prompt_len", "position",
+    # "suppressed"
+]
 PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 pytestmark = pytest.mark.few_optimisations
@@ -57,7 +59,9 @@ at_once = jax.jit(sample)
 
 
 def history_of(rows: list[Row], size: int = 4) -> History:
-    """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other tokens."""
+    """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other
+    tokens.
+    """
     rng, b, width = np.random.default_rng(len(rows)), len(rows), ROOM // size
     tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
     tokens, lens = (
@@ -74,7 +78,9 @@ def history_of(rows: list[Row], size: int = 4) -> History:
 def batch(
     rows: list[Row], vocab: int = V, options: RowChain = DEFAULT
 ) -> tuple[SamplingBatch, History]:
-    """The arrays of rows whose options are read and packed by a chain; what a row leaves out is off."""
+    """The arrays of rows whose options are read and packed by a chain; what a row leaves out is
+    off.
+    """
     b = len(rows)
     asked = [read(row, options) for row in rows]
     records = np.frombuffer(b"".join([one.record for one in asked]), options.record)
@@ -103,9 +109,11 @@ def read(row: Row, options: RowChain) -> RowOptions:
 
 
 def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
-    """The tokens of any number of rows. A program takes two seconds, so there is one for all small shapes.
+    """The tokens of any number of rows. A program takes two seconds, so there is one for all small
+    shapes.
 
-    Some rows are drawn at a time, before rows without options; tokens past those of `logits` are impossible.
+    Some rows are drawn at a time, before rows without options; tokens past those of `logits` are
+    impossible.
     """
     size, vocab = logits.shape
     shape = -(-size // B) * B, V if vocab <= V else LARGE_V
@@ -140,19 +148,19 @@ def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
     factor = row.get("repetition_penalty", 1.0)
     for token in set(history.tolist()):  # Keskar et al. 2019, prompt and output
         x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
-    for token in history[
-        row.get("prompt_len", 0) :
-    ]:  # OpenAI: once for each time a token was generated ...
+    # OpenAI: once for each time a token was generated ...
+    for token in history[row.get("prompt_len", 0) :]:
         x[token] -= row.get("frequency_penalty", 0.0)
-    for token in set(
-        history[row.get("prompt_len", 0) :].tolist()
-    ):  # ... and once for having been generated
+    # ... and once for having been generated
+    for token in set(history[row.get("prompt_len", 0) :].tolist()):
         x[token] -= row.get("presence_penalty", 0.0)
     return x
 
 
 def distribution(logits: np.ndarray, row: Row) -> np.ndarray:
-    """The probabilities one row samples from: temperature, then min_p, then top_k, then top_p, by sorting."""
+    """The probabilities one row samples from: temperature, then min_p, then top_k, then top_p, by
+    sorting.
+    """
     x = adjusted(logits, row) / row["temperature"]
     p = np.exp(x - x.max())
     p /= p.sum()
@@ -183,7 +191,9 @@ def uniforms(rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
 
 
 def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> None:
-    """Every row at several positions takes the token at which its cumulative distribution passes its uniform number."""
+    """Every row at several positions takes the token at which its cumulative distribution passes
+    its uniform number.
+    """
     checked = 0
     expected = [distribution(x, row) for x, row in zip(logits, rows, strict=True)]
     for position in range(positions):
@@ -192,9 +202,8 @@ def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> No
         for p, row, token, u in zip(expected, rows, tokens, uniforms(rows), strict=True):
             ends = np.cumsum(p)
             assert p[token] > 0, f"token {token} cannot be drawn with {row}"
-            if (
-                np.abs(ends - u).min() > 1e-5
-            ):  # float32 sums may fall on the other side of a border so near
+            # float32 sums may fall on the other side of a border so near
+            if np.abs(ends - u).min() > 1e-5:
                 assert token == np.searchsorted(ends, u), row
                 checked += 1
     assert checked > 0.9 * positions * len(rows)
@@ -213,7 +222,7 @@ def random_history(rng: np.random.Generator) -> Row:
     }
 
 
-# --- one rule at a time -----------------------------------------------------------------------------------------------
+# --- one rule at a time ---------------------------------------------------------------------------
 
 
 def test_temperature_zero_is_the_best_token_and_the_first_of_equals():
@@ -301,7 +310,7 @@ def test_presence_and_frequency_count_the_output_alone_and_repetition_the_prompt
     assert draw(logits, rows).tolist() == [0, 1, 1, 1]
 
 
-# --- rules together ---------------------------------------------------------------------------------------------------
+# --- rules together -------------------------------------------------------------------------------
 
 
 def test_all_rules_together_draw_from_the_published_order():
@@ -339,9 +348,11 @@ def test_all_rules_together_draw_from_the_published_order():
             [1, -1.5, -3, -9],
             {1, 0},
         ),
-        # temperature before min_p: at temperature 2 the second token has 0.37 of the best one's probability, not 0.14
+        # temperature before min_p: at temperature 2 the second token has 0.37 of the best one's
+        # probability, not 0.14
         ({"temperature": 2.0, "min_p": 0.3}, [2, 0, -9, -9], {0, 1}),
-        # top_k before top_p: among the two that stay, the first holds 0.62, enough for 0.6; of all three it is 0.45
+        # top_k before top_p: among the two that stay, the first holds 0.62, enough for 0.6; of all
+        # three it is 0.45
         ({"top_k": 2, "top_p": 0.6}, [1.0, 0.5, 0.3, -9], {0}),
         # a bias cannot bring back a stop token that min_tokens forbids
         ({"logit_bias": {0: 100.0}, "suppressed": (0,), "top_k": 1}, [5, 1, 0, -1], {1}),
@@ -357,12 +368,14 @@ def test_the_order_of_the_rules_shows(row, logits, possible):
     } == possible
 
 
-# --- distributions ----------------------------------------------------------------------------------------------------
+# --- distributions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vary", ["position", "seed"])
 def test_drawn_tokens_follow_the_distribution(vary):
-    """Chi-square over 8,192 draws of one row at many positions, and of one position with many seeds."""
+    """Chi-square over 8,192 draws of one row at many positions, and of one position with many
+    seeds.
+    """
     rule = {"temperature": 0.8, "top_p": 0.95, "top_k": 30}
     logits = random_logits(5, b=1, v=50)
     rows = repeated(rule, vary, 8192)
@@ -392,8 +405,9 @@ def products(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("tile", [None, TILE])
 def test_no_sum_of_sampling_is_a_product(tile):
-    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32: 0.9982 becomes 1,
-    a piece looks larger than the running sum of its tokens, and its last token is drawn too often."""
+    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to
+    TF32: 0.9982 becomes 1, a piece looks larger than the running sum of its tokens, and its last
+    token is drawn too often."""
     arguments = jnp.zeros((B, V)), *batch([{}] * B), np.uint32(0)
     assert not list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
 
@@ -408,7 +422,7 @@ def test_neighbouring_positions_and_seeds_are_independent():
         assert stats.chisquare(pairs).pvalue > 1e-3
 
 
-# --- what a token depends on ------------------------------------------------------------------------------------------
+# --- what a token depends on ----------------------------------------------------------------------
 
 
 def test_the_random_number_is_a_function_of_engine_seed_request_seed_and_position():
@@ -441,11 +455,8 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
     assert draw(logits, [mine, *[{}] * 15])[0] == alone  # among padding rows
     assert draw(logits, [mine, *[busy] * 15])[0] == alone
     assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, mine, *[{}] * 11])[4] == alone
-    plain = {
-        "temperature": 0.9,
-        "seed": 3,
-        "position": 5,
-    }  # when no other row switches a feature on either
+    # when no other row switches a feature on either
+    plain = {"temperature": 0.9, "seed": 3, "position": 5}
     assert (
         draw(logits, [plain, *[busy] * 15])[0]
         == draw(logits, [plain, *[{}] * 15])[0]
@@ -453,7 +464,7 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
     )
 
 
-# --- extremes ---------------------------------------------------------------------------------------------------------
+# --- extremes -------------------------------------------------------------------------------------
 
 EXTREMES = {
     "one far ahead": np.r_[0.0, np.full(V - 1, -1e30)],
@@ -487,7 +498,9 @@ def test_a_temperature_that_float32_hardly_holds_is_greedy(temperature):
 
 
 def test_rounding_of_running_sums_leads_to_no_weightless_token():
-    """Running sums of pieces and of tokens are rounded apart, so a target may lie before or behind its piece."""
+    """Running sums of pieces and of tokens are rounded apart, so a target may lie before or behind
+    its piece.
+    """
     weights = np.array([[0.0, 0.0, 0.5, 0.0, 0.25, 0.0]] * 6, np.float32)
     target = np.array([-1e-6, 0.0, 0.49, 0.5, 0.7499, 0.7500001], np.float32)
     ends = np.cumsum(weights, axis=-1)
@@ -550,13 +563,12 @@ def test_exactly_top_p_is_enough():
 
 def test_top_p_measures_what_top_k_left():
     weights = np.array([[1.0, 0.9, 0.8, 0.7, 0.6]], np.float32)
-    assert (
-        cuts(weights, k=3, p=0.70) > 0
-    ).sum() == 2  # the best two hold 1.9 of 2.7, which is 0.704
+    # the best two hold 1.9 of 2.7, which is 0.704
+    assert (cuts(weights, k=3, p=0.70) > 0).sum() == 2
     assert (cuts(weights, k=3, p=0.71) > 0).sum() == 3
 
 
-# --- log-probabilities ------------------------------------------------------------------------------------------------
+# --- log-probabilities ----------------------------------------------------------------------------
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -611,9 +623,8 @@ def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
     assert (tokens >= 0).all()
 
 
-@pytest.mark.default_cases(
-    "16"
-)  # the shapes of other tests, and a last tile that begins before its own samples
+# the shapes of other tests, and a last tile that begins before its own samples
+@pytest.mark.default_cases("16")
 @pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
@@ -631,8 +642,10 @@ def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
 
 @pytest.mark.parametrize("tile", [pytest.param(None, marks=pytest.mark.slow), 8])
 def test_a_few_rows_at_a_time_take_a_few_rows_of_memory(tile):
-    """And no copy of the logits on the way: what one hands on as it came, XLA copies. Nor do penalties of 131,072
-    tokens a row take memory: the ids of 8 rows alone are 4 MiB, and the step reads 512 a row at a time."""
+    """And no copy of the logits on the way: what one hands on as it came, XLA copies. Nor do
+    penalties of 131,072
+    tokens a row take memory: the ids of 8 rows alone are 4 MiB, and the step reads 512 a row at a
+    time."""
     b, v, size, width = 64, 4096, 16, 131_072 // 16
     s = batch([{}] * b, v)[0]
     int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
@@ -676,7 +689,7 @@ def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
     chex.assert_trees_all_equal(out, jax.tree.map(np.zeros_like, out))
 
 
-# --- against the reference implementations ----------------------------------------------------------------------------
+# --- against the reference implementations --------------------------------------------------------
 
 
 @pytest.mark.oracle
@@ -721,7 +734,7 @@ def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
     )
 
 
-# --- features of a user -----------------------------------------------------------------------------------------------
+# --- features of a user ---------------------------------------------------------------------------
 
 NEAR = RowFeature(  # an option of one file: favour the tokens beside the newest one
     name="near",
@@ -798,7 +811,7 @@ def test_arrays_that_do_not_fit_are_refused_when_traced():
         jax.jit(sample)(jnp.zeros((3, V)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
 
 
-# --- shapes, types and traces -----------------------------------------------------------------------------------------
+# --- shapes, types and traces ---------------------------------------------------------------------
 
 DIMS = chex.Dimensions(B=B, V=V, O=MAX_TOP)
 
@@ -882,7 +895,9 @@ def test_options_of_the_rows_are_arguments_of_one_program():
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 40), (4, 1000)])
 def test_maxima_are_those_of_a_sort(shape):
-    """On a GPU, log-probabilities are found by maxima; equal numbers come in the order of their ids."""
+    """On a GPU, log-probabilities are found by maxima; equal numbers come in the order of their
+    ids.
+    """
     x = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32) / 4
     k = min(20, shape[-1])
     found, expected = jax.jit(partial(by_maxima, k=k))(x), tuple(jax.lax.top_k(x, k))

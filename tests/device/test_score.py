@@ -32,15 +32,15 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.optimised  # bits are compared
 
 ENGINE: dict[str, Any] = {**COMMON, **ENGINES["large steps"]}
-# Of the models of the default run: the time of a compilation grows with the layers. Those of Gemma 2 are of two kinds.
+# Of the models of the default run: the time of a compilation grows with the layers. Those of Gemma
+# 2 are of two kinds.
 LAYERS = {"Qwen3": 1, "Gemma 2, caps that bind": 2}
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 5, 23, 88, 40, 71)]
 DRAWN = SamplingParams(
     temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0
 )
-Rollout = tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]  # tokens [B, L], lengths [B], log-probabilities [B, L]
+# tokens [B, L], lengths [B], log-probabilities [B, L]
+Rollout = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> Rollout:
@@ -101,7 +101,9 @@ every_family = pytest.mark.parametrize(
 
 
 def weighted(module: Decoder, tokens: np.ndarray, lengths: np.ndarray, exact: bool) -> Any:
-    """((a sum of the scores with weights, the scores), its gradient) of parameters, as a jitted function of them."""
+    """((a sum of the scores with weights, the scores), its gradient) of parameters, as a jitted
+    function of them.
+    """
     graphdef, _, rest = parts(module)
 
     def total(params: Any) -> Any:
@@ -172,9 +174,8 @@ def test_gradients_are_those_of_finite_differences(module, exact):
     with quick_compiler.all_quickly():
         compute = jax.jit(jax.value_and_grad(mean))
         before, after = (compute(moved(params, way, size))[0] for size in (-step, step))
-        _, gradient = compute(
-            moved(params, way, 0)
-        )  # of numpy too: arrays of a device need a program of their own
+        # of numpy too: arrays of a device need a program of their own
+        _, gradient = compute(moved(params, way, 0))
     slope = (after - before) / (2 * step)
     found = sum(
         jax.tree.leaves(jax.tree.map(lambda g, d: (np.asarray(g) * d).sum(), gradient, way))
@@ -222,7 +223,7 @@ def test_an_engines_own_module_is_scored_without_gradients(module):
     assert whole(model)
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 ALPHA = {"lora_alpha": 5}
 
@@ -335,7 +336,7 @@ def test_factors_of_another_model_are_refused(module, adapter, message):
         score(module, np.ones((1, 4), int), adapter=adapter)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

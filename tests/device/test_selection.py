@@ -141,7 +141,9 @@ WRITE = jax.jit(write, static_argnums=0)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
-    """Slots are written again, as after a rejected draft, and the blocks of one step fill in any order."""
+    """Slots are written again, as after a rejected draft, and the blocks of one step fill in any
+    order.
+    """
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     blocks, t = 5, 8
     pages = np.zeros((blocks + 1, K, S, D), np.float32)

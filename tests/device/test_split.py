@@ -1,4 +1,6 @@
-"""Which part of a decoder each device of a mesh has: nothing is lost, nothing is twice, and parts fit together."""
+"""Which part of a decoder each device of a mesh has: nothing is lost, nothing is twice, and parts
+fit together.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_tokens_are_those_of_plain_xla(tmp_path, on_a_tpu):
-    """A small random model: chunks of prompts beside decodes, and so few blocks that some sequences are preempted."""
+    """A small random model: chunks of prompts beside decodes, and so few blocks that some sequences
+    are preempted.
+    """
     from pagedjax import load_model
     from tests.weights.tiny import tiny_llama
 

@@ -1,8 +1,8 @@
 """A link between two transfer servers that is cut in the middle of the pages.
 
-The servers first tell each other, over the connection that `connect` opens, where they take bytes of pages. This link
-is a proxy of that connection. It replaces these addresses by those of proxies of its own, so that all bytes go
-through it.
+The servers first tell each other, over the connection that `connect` opens, where they take bytes
+of pages. This link is a proxy of that connection. It replaces these addresses by those of proxies
+of its own, so that all bytes go through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ ADDRESS = re.compile(rb"127\.0\.0\.1:\d{5}")
 
 
 class Link:
-    """Passes bytes between this process and `target` until `limit` bytes of pages have passed; then it is dead.
+    """Passes bytes between this process and `target` until `limit` bytes of pages have passed; then
+    it is dead.
 
     address: to connect to in place of the target's.
     passed: bytes of pages that have passed.
@@ -70,7 +71,9 @@ class Link:
             pass
 
     def _replaced(self, found: re.Match[bytes]) -> bytes:
-        """Another address of the same length: messages begin with their lengths, and ports here have five digits."""
+        """Another address of the same length: messages begin with their lengths, and ports here
+        have five digits.
+        """
         own = self._listen(found[0].decode(), pages=True).encode()
         assert len(own) == len(found[0]), "a port with fewer than five digits"
         return own

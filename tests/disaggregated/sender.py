@@ -1,7 +1,7 @@
 """The process that computes prompts, for tests: python -m tests.disaggregated.sender JOB
 
-A job is JSON: the model's folder, the engine's options, prompts, max_tokens, and the file for the offers. It writes
-them, with the tokens that each sequence has, and lives until its input ends.
+A job is JSON: the model's folder, the engine's options, prompts, max_tokens, and the file for the
+offers. It writes them, with the tokens that each sequence has, and lives until its input ends.
 """
 
 from __future__ import annotations

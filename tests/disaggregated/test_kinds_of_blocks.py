@@ -1,4 +1,6 @@
-"""Handovers of blocks that are more than keys and values of all tokens: windows, policies, adapters, meshes."""
+"""Handovers of blocks that are more than keys and values of all tokens: windows, policies,
+adapters, meshes.
+"""
 
 from __future__ import annotations
 

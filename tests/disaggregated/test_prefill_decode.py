@@ -1,4 +1,6 @@
-"""Prefill by one engine and decode by another: the tokens of one engine, whatever happens on the way."""
+"""Prefill by one engine and decode by another: the tokens of one engine, whatever happens on the
+way.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def test_an_address_without_a_host_is_refused():
 def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
     tiny_folder, tiny_llm, tmp_path, killed, cut
 ):
-    """`killed`: after so many sequences were adopted. `cut`: the network, after so many bytes of pages."""
+    """`killed`: after so many sequences were adopted. `cut`: the network, after so many bytes of
+    pages.
+    """
     job = {
         "model": str(tiny_folder),
         "engine": ENGINE,

@@ -1,4 +1,6 @@
-"""The site's generators lie beside docs/conf.py, which imports them from its own folder; so do these tests."""
+"""The site's generators lie beside docs/conf.py, which imports them from its own folder; so do
+these tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 @pytest.fixture(scope="session")
 def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Builds the site as its users do, with every warning an error, but runs no tutorial -> the folder of its pages."""
+    """Builds the site as its users do, with every warning an error, but runs no tutorial -> the
+    folder of its pages.
+    """
 
     def build() -> Path:
         pytest.importorskip("sphinx", reason="the `docs` extra is not installed")

@@ -4,10 +4,11 @@ In the order of the page, in the current folder:
 
 - A block of any language that begins with `# NAME.py`, `# NAME.yaml` ... is written to that file.
 - Other blocks of Python run in one namespace.
-- A block of shell commands runs if the line before it is RUNS. Its commands are those of the repository.
+- A block of shell commands runs if the line before it is RUNS. Its commands are those of the
+  repository.
 
-Then each row of the guide's table of mistakes whose first cell is code is tried: it must fail, with the text of the
-second cell, in which `...` stands for anything.
+Then each row of the guide's table of mistakes whose first cell is code is tried: it must fail, with
+the text of the second cell, in which `...` stands for anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ COMMANDS = ("pagedjax ", "python -m ")
 
 
 class Block(NamedTuple):
-    """line: of its first line in the page, from 1. file: the name of the file that it is, or "". runs: below RUNS."""
+    """line: of its first line in the page, from 1. file: the name of the file that it is, or "".
+    runs: below RUNS.
+    """
 
     line: int
     language: str
@@ -37,7 +40,9 @@ class Block(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """A row of the table: what is done (code without backticks), the text of the error, what to do instead."""
+    """A row of the table: what is done (code without backticks), the text of the error, what to do
+    instead.
+    """
 
     done: str
     says: str
@@ -68,7 +73,9 @@ def mistakes(text: str) -> Iterator[Mistake]:
 
 
 def commands(source: str) -> list[str]:
-    """The commands of a block of shell, one a line, without comments and with continued lines joined."""
+    """The commands of a block of shell, one a line, without comments and with continued lines
+    joined.
+    """
     lines = re.sub(r"\s*\\\n\s*", " ", source).splitlines()
     return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
 
@@ -86,7 +93,9 @@ def write(block: Block, folder: Path) -> None:
 
 
 def shell(source: str) -> subprocess.CompletedProcess[str]:
-    """Runs commands where `python` and `pagedjax` are those of this interpreter and this repository."""
+    """Runs commands where `python` and `pagedjax` are those of this interpreter and this
+    repository.
+    """
     python = f'"{sys.executable}"'
     words = re.sub(
         r"^((?:\w+=\S+ )*)pagedjax(?= )", rf"\1{python} -m pagedjax", source, flags=re.MULTILINE
@@ -112,7 +121,8 @@ def run(path: Path) -> None:
     """Runs a page in the current folder.
 
     Raises:
-        AssertionError: a command fails, or a mistake does not fail as the page says. Errors of its Python are raised.
+        AssertionError: a command fails, or a mistake does not fail as the page says. Errors of its
+        Python are raised.
     """
     text = path.read_text("utf-8")
     module = ModuleType("__main__")

@@ -1,7 +1,7 @@
 """Runs the code cells of a tutorial as a notebook does: python tests/docs/run_cells.py PAGE.md
 
-All cells have one namespace. The value of a cell's last expression is shown, by its picture or by its text. Lines in a
-traceback are those of the page.
+All cells have one namespace. The value of a cell's last expression is shown, by its picture or by
+its text. Lines in a traceback are those of the page.
 """
 
 from __future__ import annotations

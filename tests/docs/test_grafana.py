@@ -1,4 +1,6 @@
-"""docs/guides/grafana.json: a dashboard that Grafana can import, and whose every metric is one of the server's."""
+"""docs/guides/grafana.json: a dashboard that Grafana can import, and whose every metric is one of
+the server's.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,8 @@ SUFFIXES = {
     "gauge": ("",),
     "info": ("_info",),
 }
-FROM_PROMETHEUS = {
-    "instance",
-    "replica",
-    "le",
-}  # labels of a scrape, of a cluster's page, of buckets
+# labels of a scrape, of a cluster's page, of buckets
+FROM_PROMETHEUS = {"instance", "replica", "le"}
 WORDS = {"sum", "max", "by", "rate", "histogram_quantile", "scalar", "label_values"}
 UNITS = {"short", "s", "percentunit"}
 

@@ -1,4 +1,6 @@
-"""Guides: their form, their commands by the real parsers, their configs by the real reader, and everything they run."""
+"""Guides: their form, their commands by the real parsers, their configs by the real reader, and
+everything they run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def parsers() -> dict[str, object]:
 
 
 def wrong_words(command: str) -> str:
-    """Why the parser of a command refuses its words; "" if it takes them, or the command is a foreign one."""
+    """Why the parser of a command refuses its words; "" if it takes them, or the command is a
+    foreign one.
+    """
     command = re.sub(r"^(?:\w+=\S+ )+", "", command)  # variables of its environment
     words = shlex.split(re.sub(r" (?:&|>|\|).*", "", command))
     if words[0] in FOREIGN or re.fullmatch(r"python \w+\.py", command):
@@ -171,7 +175,9 @@ def test_blocks_and_mistakes_are_found():
 
 
 def test_wrong_pages_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each check can fail: an option that does not exist, an error of Python or the shell, another error text."""
+    """Each check can fail: an option that does not exist, an error of Python or the shell, another
+    error text.
+    """
     assert "refuses" in wrong_words("pagedjax serve --no-such-option")
     assert "no command" in wrong_words("pagedjaxx serve")
     assert wrong_words("pagedjax serve smollm2-135m --max-num-seqs 4 &") == ""

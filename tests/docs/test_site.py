@@ -1,4 +1,6 @@
-"""The documentation site: every public name is documented and in the reference, and a built site has no broken link."""
+"""The documentation site: every public name is documented and in the reference, and a built site
+has no broken link.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,12 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def without_shape(function: Any) -> list[str]:
-    """Array arguments whose text has no shape such as [T, D], and "return" for an array that is returned without one.
+    """Array arguments whose text has no shape such as [T, D], and "return" for an array that is
+    returned without one.
 
-    An argument counts as an array if its annotation names one. Its text is that of its entry under Args. Without such
-    an entry, the docstring's first part must have a shape. A result may name arguments whose shapes are given.
+    An argument counts as an array if its annotation names one. Its text is that of its entry under
+    Args. Without such an entry, the docstring's first part must have a shape. A result may name
+    arguments whose shapes are given.
     """
     text = inspect.getdoc(function) or ""
     parts = re.split(r"^(Args|Returns|Raises):$", text, flags=re.MULTILINE)

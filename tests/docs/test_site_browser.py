@@ -1,6 +1,7 @@
 """Every page of the site in Chromium, in a laptop's and in a telephone's width.
 
-pip install -e '.[browser,docs]', a Chromium from the system's packages, and: pytest -m browser tests/docs
+pip install -e '.[browser,docs]', a Chromium from the system's packages, and: pytest -m browser
+tests/docs
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Docstrings as reStructuredText. docutils is the oracle: it finds no markup that the docstring does not mean."""
+"""Docstrings as reStructuredText. docutils is the oracle: it finds no markup that the docstring
+does not mean.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every code cell of every tutorial runs, in the order of its page, in a process and a folder of its own."""
+"""Every code cell of every tutorial runs, in the order of its page, in a process and a folder of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ kernelspec:
 
 
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a page's cells in `folder` as the current one. Nothing of this process is in the new one."""
+    """Runs a page's cells in `folder` as the current one. Nothing of this process is in the new
+    one.
+    """
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(ROOT / "tests" / "docs" / "run_cells.py"), str(path)]
     return subprocess.run(
@@ -107,7 +111,9 @@ def test_cells_are_found_with_the_lines_of_the_page():
 
 
 def test_a_wrong_cell_fails_with_its_line(tmp_path: Path):
-    """The check can fail: by an assertion, by an error of a shown value, and by a name of another page."""
+    """The check can fail: by an assertion, by an error of a shown value, and by a name of another
+    page.
+    """
     page = tmp_path / "page.md"
     for wrong, message in (
         ("assert b == 3", "AssertionError"),

@@ -1,6 +1,8 @@
-"""A test mode of the engine: after every step, each block that has no content holds NaN in all its slots.
+"""A test mode of the engine: after every step, each block that has no content holds NaN in all its
+slots.
 
-A block that is read before its new owner has written it, or past the end of what was written, would show."""
+A block that is read before its new owner has written it, or past the end of what was written, would
+show."""
 
 from __future__ import annotations
 

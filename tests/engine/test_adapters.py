@@ -1,4 +1,6 @@
-"""Adapters in an engine: rows of many in one step, against models that have them merged; and their slots."""
+"""Adapters in an engine: rows of many in one step, against models that have them merged; and their
+slots.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,7 @@ def test_other_dtypes(dtype, model, folders, alone):
     chex.assert_trees_all_close(*firsts, rtol=0, atol=0.15)
 
 
-# --- slots ------------------------------------------------------------------------------------------------------------
+# --- slots ----------------------------------------------------------------------------------------
 
 
 def held(llm: LLM) -> dict[str, int]:
@@ -353,7 +355,7 @@ def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_
     )
 
 
-# --- bits -------------------------------------------------------------------------------------------------------------
+# --- bits -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -381,7 +383,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(mod
     chex.assert_trees_all_equal(answers(found[0:3:2]), answers(plain[0:3:2]))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

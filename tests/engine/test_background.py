@@ -1,4 +1,6 @@
-"""Programs that are compiled behind the steps: the same tokens from larger programs, and every step is consistent."""
+"""Programs that are compiled behind the steps: the same tokens from larger programs, and every step
+is consistent.
+"""
 
 from __future__ import annotations
 
@@ -135,9 +137,8 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(
     tokens, logprobs = outputs(llm)
     assert tokens == expected[0]
     chex.assert_trees_all_close(logprobs, expected[1], atol=1e-5)
-    if (
-        "attention_impl" not in config
-    ):  # the compiled kernels compute a token alike, whatever the program's size
+    # the compiled kernels compute a token alike, whatever the program's size
+    if "attention_impl" not in config:
         chex.assert_trees_all_equal(logprobs, expected[1])
     assert {result.padded_tokens for result in steps(llm)} == {16}
     gate.open()

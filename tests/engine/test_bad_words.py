@@ -50,9 +50,8 @@ apply = jax.jit(BAD_WORDS.apply)
 def test_the_last_token_of_a_word_is_forbidden_where_the_others_were_sampled(rows, seed):
     random, b = np.random.default_rng(seed), len(rows)
     tables = random.permutation(np.arange(1, 1 + b * WIDTH)).reshape(b, WIDTH).astype(np.int32)
-    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(
-        np.int32
-    )  # unwritten slots are never read
+    # unwritten slots are never read
+    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(np.int32)
     for i, (prompt, output, _) in enumerate(rows):
         for position, one in enumerate(prompt + output):
             tokens[tables[i, position // BLOCK], position % BLOCK] = one
@@ -87,7 +86,9 @@ def contains(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
 def step_by_step(
     llm: LLM, prompt: list[int], words: list[tuple[int, ...]], count: int
 ) -> tuple[int, ...]:
-    """Greedy tokens, one request a token: the best one that no word forbids, by the engine's own log-probabilities."""
+    """Greedy tokens, one request a token: the best one that no word forbids, by the engine's own
+    log-probabilities.
+    """
     out: list[int] = []
     for _ in range(count):
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20)

@@ -1,6 +1,8 @@
-"""Batch-invariant engines: a request's tokens and log-probabilities have the same bits in any company, in any engine.
+"""Batch-invariant engines: a request's tokens and log-probabilities have the same bits in any
+company, in any engine.
 
-As vLLM tests its own: some requests ("needles") are computed alone, and again among random other requests ("mates").
+As vLLM tests its own: some requests ("needles") are computed alone, and again among random other
+requests ("mates").
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ NEEDLES = [
     for more in OPTIONS
 ]
 COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
-# One bucket each, so that few programs are compiled. "preemption" has the shapes of "small chunks and blocks", and so
+# One bucket each, so that few programs are compiled. "preemption" has the shapes of "small chunks
+# and blocks", and so
 # its program: the blocks are those of few tokens.
 ENGINES: dict[str, dict[str, Any]] = {
     "large steps": {
@@ -76,9 +79,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
 }
 
-WITHOUT_DRAFTS = [
-    name for name in ENGINES if name != "speculation"
-]  # drafts have two more programs
+# drafts have two more programs
+WITHOUT_DRAFTS = [name for name in ENGINES if name != "speculation"]
 
 
 def answer(out: Any) -> tuple[Any, Any]:
@@ -131,9 +133,8 @@ def model_of(name: str, dtype: str = "float32", layers: int | None = None, **opt
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
-    model = model_of(
-        "Qwen3", layers=1
-    )  # prompts' log-probabilities are of all rows; slow cases have more layers
+    # prompts' log-probabilities are of all rows; slow cases have more layers
+    model = model_of("Qwen3", layers=1)
     return {name: LLM(model, **COMMON, **ENGINES[name]) for name in WITHOUT_DRAFTS}
 
 

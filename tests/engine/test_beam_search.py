@@ -1,4 +1,6 @@
-"""Beam search: the choice of beams against one that looks at everything, and against transformers; blocks as forks."""
+"""Beam search: the choice of beams against one that looks at everything, and against transformers;
+blocks as forks.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,13 @@ def search(llm, prompts, params) -> list[list[Hypothesis]]:
     ]
 
 
-# --- the fold ---------------------------------------------------------------------------------------------------------
+# --- the fold -------------------------------------------------------------------------------------
 
 
 def table(seed: int, vocab: int, length: int):
-    """A made-up language model: the log-probabilities after every sequence of fewer than `length` tokens."""
+    """A made-up language model: the log-probabilities after every sequence of fewer than `length`
+    tokens.
+    """
     rng = np.random.default_rng(seed)
     rows = {}
     for m in range(length):
@@ -107,7 +111,9 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, lengt
 
 
 def test_early_stopping_decides_when_the_search_ends():
-    """Token 0 stops. Two beams; the second finished sequence is poor, and a running beam would beat it later."""
+    """Token 0 stops. Two beams; the second finished sequence is poor, and a running beam would beat
+    it later.
+    """
     logs = lambda *p: [math.log(x) for x in p]  # noqa: E731
     rows = {(): logs(0.5, 0.4, 0.1)}
     for m in range(1, 5):
@@ -125,7 +131,7 @@ def test_early_stopping_decides_when_the_search_ends():
     assert max(lengths(False)) >= 2
 
 
-# --- against transformers ---------------------------------------------------------------------------------------------
+# --- against transformers -------------------------------------------------------------------------
 
 
 @pytest.mark.oracle
@@ -146,9 +152,8 @@ def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
         penalty, length = float(rng.choice([0.0, 1.0, 2.0, -0.5])), int(rng.integers(1, 24))
         params = BeamSearchParams(width, length, penalty, early, stop_token_ids=stops)
         cases.append((prompt, params))
-    mine = search(
-        llm, [prompt for prompt, _ in cases], [params for _, params in cases]
-    )  # all in the same steps
+    # all in the same steps
+    mine = search(llm, [prompt for prompt, _ in cases], [params for _, params in cases])
     reasons = set()
     for (prompt, p), found in zip(cases, mine, strict=True):
         eos = list(dict.fromkeys((*llm.model.eos_token_ids, *p.stop_token_ids)))
@@ -217,7 +222,7 @@ def test_smollm2_beams_equal_transformers(smollm2):
         )
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -257,11 +262,8 @@ def test_one_beam_is_greedy_decoding(llm):
         {"num_blocks": 28},  # beams are preempted and computed again
         {"num_blocks": 28, "enable_prefix_caching": False},
         {"num_blocks": 28, "preemption": "swap", "swap_space_gib": 0.01},
-        {
-            "num_blocks": 28,
-            "max_num_batched_tokens": 24,
-            "token_buckets": (24,),
-        },  # they catch up at different times
+        # they catch up at different times
+        {"num_blocks": 28, "max_num_batched_tokens": 24, "token_buckets": (24,)},
     ],
     ids=lambda config: " ".join(f"{name}={value}" for name, value in config.items()),
 )
@@ -338,9 +340,8 @@ def test_n_returns_the_best_beams_with_their_text(llm, golden):
 
 def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
     stops = {one.token_ids[i] for one in golden[21] for i in (2, 3, 4)}
-    params = BeamSearchParams(
-        4, 16, length_penalty=0.0, stop_token_ids=tuple(stops)
-    )  # short ones are better
+    # short ones are better
+    params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))
     (out,) = llm.generate([PROMPTS[21]], params, use_tqdm=False)
     ended = [one for one in out.outputs if one.finish_reason == "stop"]
     assert ended
@@ -378,7 +379,7 @@ def test_any_beam_id_cancels_the_search(tiny):
         assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_an_impossible_search_is_refused_with_its_limits(tiny, llm):

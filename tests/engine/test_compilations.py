@@ -1,4 +1,6 @@
-"""The bounded cache of compiled programs on disk: for our own compilations only, and JAX keeps its options."""
+"""The bounded cache of compiled programs on disk: for our own compilations only, and JAX keeps its
+options.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps of decodes alone have programs of their own, where the attention implementation is faster for them."""
+"""Steps of decodes alone have programs of their own, where the attention implementation is faster
+for them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ OWN = f"{__name__}:SEPARATE"
 
 @pytest.fixture(scope="module", autouse=True)
 def _shared_programs():
-    """Engines share programs with the attention of this file in them, and leave none on disk for its next version."""
+    """Engines share programs with the attention of this file in them, and leave none on disk for
+    its next version.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "_is_built_in", lambda *parts: True)
         patch.setattr(compilations, "folder", lambda: None)

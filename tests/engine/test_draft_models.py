@@ -1,8 +1,9 @@
 """Drafters on the device: a model or a head, whose pages lie in the blocks of the model's cache.
 
-The model itself is the best drafter: each of its drafts must be accepted, in whatever blocks, budgets and preemptions.
-One that is not means that the drafter saw other keys, values or features than those of the sequence's tokens. For a
-head, the oracle is the training's forward pass, which knows no cache.
+The model itself is the best drafter: each of its drafts must be accepted, in whatever blocks,
+budgets and preemptions. One that is not means that the drafter saw other keys, values or features
+than those of the sequence's tokens. For a head, the oracle is the training's forward pass, which
+knows no cache.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def finished(engine) -> tuple[list[int], int, int]:
     return output, drafts, accepted
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 # Each case compiles an engine: slow runs have each drafter, and each case once.
@@ -123,9 +124,8 @@ SLOW = (
 
 @pytest.mark.default_cases("head-k 7")
 @pytest.mark.slow_cases(*SLOW)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case != LAZY]
-)  # `run` allows no compilation
+# `run` allows no compilation
+@pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
     (k, config), (outcomes, wanted) = CASES[case], plain
@@ -170,7 +170,9 @@ def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
 def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_was_computed(
     tiny, folders
 ):
-    """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what was shared."""
+    """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what
+    was shared.
+    """
     engine, prompt = speculating(tiny, folders, "itself", 4), tokens(30, 3)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.add("first", prompt, params)
@@ -186,21 +188,22 @@ def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_wa
     assert drafts == accepted > 0
 
 
-# --- a head against the forward pass of its training ------------------------------------------------------------------
+# --- a head against the forward pass of its training ----------------------------------------------
 
 
 def dense_drafts(
     tiny, folder: str, known: list[int], drafts: list[int]
 ) -> tuple[list[int], list[float]]:
-    """The drafts after known tokens by the training's forward pass, and by how much each is the best one."""
+    """The drafts after known tokens by the training's forward pass, and by how much each is the
+    best one.
+    """
     found = read_eagle(folder, tiny.model.config, "float32")
     head, model = (
         nnx.merge(found.graphdef, found.params),
         nnx.merge(tiny.model.graphdef, tiny.model.params),
     )
-    text = np.zeros(
-        (1, 64), np.int32
-    )  # of one shape, for one compilation; what follows changes nothing before it
+    # of one shape, for one compilation; what follows changes nothing before it
+    text = np.zeros((1, 64), np.int32)
     text[0, : len(known) + len(drafts)] = [*known, *drafts]
     windows = draft_data.read(tiny.model, found.taps, text, 1, "float32")
     embedded = model.embedded(draft_loss.packed(jnp.asarray(text)))
@@ -221,9 +224,8 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
 ):
     folder = shutil.copytree(folders.head, tmp_path / "head")
     stored = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(stored | {"window": 16})
-    )  # so that it ends within these texts
+    # so that it ends within these texts
+    (folder / "config.json").write_text(json.dumps(stored | {"window": 16}))
     folders = folders._replace(head=str(folder))
     seen: list[tuple[list[int], list[int]]] = []
     original = engine_step.drafted
@@ -253,7 +255,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
         assert all(same), (best, drafts, lead)
 
 
-# --- rejection sampling -----------------------------------------------------------------------------------------------
+# --- rejection sampling ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -324,7 +326,7 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
     assert stats.chi2_contingency(table).pvalue > 1e-3
 
 
-# --- sizes, times, errors ---------------------------------------------------------------------------------------------
+# --- sizes, times, errors -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -497,7 +499,9 @@ def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
     ],
 )
 def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
-    """In 16 bits a step of several tokens rounds in another way than a draft, so a few drafts are not accepted."""
+    """In 16 bits a step of several tokens rounds in another way than a draft, so a few drafts are
+    not accepted.
+    """
     config = {**CONFIG, "token_buckets": (8, 24)}
     for method, folder in (("draft", folders.itself), ("eagle", folders.head)):
         options = {"method": method, "model": folder, "num_tokens": 3, "adaptive": False}

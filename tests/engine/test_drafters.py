@@ -1,4 +1,6 @@
-"""Drafters alone: prompt lookup against its definition and transformers, the tree of suffixes against a count."""
+"""Drafters alone: prompt lookup against its definition and transformers, the tree of suffixes
+against a count.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +102,8 @@ def test_the_tree_continues_with_the_token_that_was_seen_most_often():
     for output in ([1, 2, 3, 4], [1, 2, 3, 5], [9, 2, 3, 5, 6]):
         tree.add(output)
     assert list(suffix.propose(tree, "a", np.array([7, 2, 3], np.int32), 4)) == [5, 6]
-    assert list(suffix.propose(tree, "a", np.array([1, 2, 3], np.int32), 1)) == [
-        4
-    ]  # both were seen once: the first
+    # both were seen once: the first
+    assert list(suffix.propose(tree, "a", np.array([1, 2, 3], np.int32), 1)) == [4]
     assert list(suffix.propose(tree, "a", np.array([8], np.int32), 4)) == []
     assert list(suffix.propose(tree, "a", np.array([3, 7, 2, 3], np.int32), 2)) == [5, 6], (
         "the longer match wins"

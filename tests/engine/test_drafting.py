@@ -1,4 +1,6 @@
-"""How many drafts an engine asks for: which sequences may have some, and what pays by acceptance and times."""
+"""How many drafts an engine asks for: which sequences may have some, and what pays by acceptance
+and times.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,13 @@ def empty_plan() -> Plan:
     [
         (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
         (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
-        (
-            0.3,
-            {8: 1.0, 16: 4.0, 64: 16.0},
-            8,
-            0,
-        ),  # the batch is full: a draft costs as much as a token
+        # the batch is full: a draft costs as much as a token
+        (0.3, {8: 1.0, 16: 4.0, 64: 16.0}, 8, 0),
         (0.5, {}, 2, 0),  # nothing was measured: steps without drafts are first
         (0.5, {64: 8.0}, 2, 0),
         (0.9, {8: 1.0, 64: 8.0}, 2, 3),  # a step of 16 tokens is on the line between them
-        (
-            0.5,
-            {8: 1.0},
-            8,
-            4,
-        ),  # steps above the largest are taken to cost as much, until they are tried
+        # steps above the largest are taken to cost as much, until they are tried
+        (0.5, {8: 1.0}, 8, 4),
     ],
 )
 def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, num_decodes, expected):
@@ -125,9 +119,8 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
     lengths, computed = zip(*kinds.values(), strict=True)
     known = {name: SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32)) for name in kinds}
     running = Running(seqs, lengths, computed)
-    on_device = drafting.start(
-        Drafter("draft", None), options
-    )  # its drafts are made when they have slots
+    # its drafts are made when they have slots
+    on_device = drafting.start(Drafter("draft", None), options)
     assert offered(on_device, running, known) == {"decode": 2}
     chex.assert_trees_all_equal(*(data.tokens for data in known.values()))
     assert offered(always, running, known) == {"decode": 2}
@@ -138,7 +131,9 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
 
 
 def test_the_first_step_of_a_size_is_not_timed():
-    """It is two to three times as slow. Kept, its time would forbid the drafts that could correct it."""
+    """It is two to three times as slow. Kept, its time would forbid the drafts that could correct
+    it.
+    """
     learned = Drafting(Drafter("any", lambda *_: []))
     plan = empty_plan()
     for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):

@@ -1,4 +1,6 @@
-"""The engine's shell on a tiny model: nothing around a request changes its tokens, and no block is ever lost."""
+"""The engine's shell on a tiny model: nothing around a request changes its tokens, and no block is
+ever lost.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def engine(tiny):
 
 
 def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
-    """Requests {id: (prompt, params)} to their end -> (tokens by id, results); checks the invariants at each step."""
+    """Requests {id: (prompt, params)} to their end -> (tokens by id, results); checks the
+    invariants at each step.
+    """
     for request_id, (prompt, params) in requests.items():
         engine.add(request_id, prompt, params)
     tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
@@ -179,9 +183,8 @@ def test_reset_forgets_requests_and_cache(engine, expected):
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     engine = make(tiny, **SMALL)
-    run(
-        engine, {"before": (PROMPTS[0], GREEDY)}
-    )  # an engine that has worked starts its log at step 0 all the same
+    # an engine that has worked starts its log at step 0 all the same
+    run(engine, {"before": (PROMPTS[0], GREEDY)})
     engine.record(tmp_path / "run.jsonl")
     for request_id, (prompt, params) in everyone().items():
         engine.add(request_id, prompt, params)
@@ -230,7 +233,9 @@ def test_output_is_cut_off_at_the_models_limit(engine):
 
 @pytest.mark.slow
 def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
-    """20 branches write behind the block that they share, all in one step: more than are copied at a time."""
+    """20 branches write behind the block that they share, all in one step: more than are copied at
+    a time.
+    """
     prompt, n = PROMPTS[1][:11], 20
     engine = make(tiny, max_num_seqs=32, num_blocks=200)
     names = [f"{i}" for i in range(n)]
@@ -257,7 +262,9 @@ def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
 
 
 def test_top_logprobs_of_a_vocabulary_below_twenty():
-    """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
+    """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there
+    are.
+    """
     body = {
         "hidden_size": 32,
         "intermediate_size": 64,

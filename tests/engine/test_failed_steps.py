@@ -1,4 +1,6 @@
-"""A failed or interrupted step is rolled back: no request is lost, and no overwritten block is found."""
+"""A failed or interrupted step is rolled back: no request is lost, and no overwritten block is
+found.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def run(engine, monkeypatch, broken=()):
     """All requests to their end -> (tokens by id, beams, preemptions).
 
     Args:
-        broken: after how many steps one fails -> (whose function raises, its name, whether after it has run).
+        broken: after how many steps one fails -> (whose function raises, its name, whether after it
+            has run).
     """
     for i, (name, prompt) in enumerate(PROMPTS.items()):
         engine.add(name, prompt, DRAWN, forks=[f"{name}/1", f"{name}/2"] if i == 1 else ())
@@ -119,7 +122,9 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch,
 
 @pytest.mark.slow
 def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
-    """The step evicts what was cached, runs, and fails: the state from before it would still promise that content."""
+    """The step evicts what was cached, runs, and fails: the state from before it would still
+    promise that content.
+    """
     llm = make(tiny, block_size=8, num_blocks=8)
     prompt, tail, other = PROMPTS["r24"], [7, 8, 9], PROMPTS["r40"][:39]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -142,7 +147,9 @@ def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
 
 
 class Interrupting:
-    """In place of a recorder: presses Ctrl-C while the state is replaced, at some lines of a kind, counted from 1."""
+    """In place of a recorder: presses Ctrl-C while the state is replaced, at some lines of a kind,
+    counted from 1.
+    """
 
     def __init__(self, lines: Container[int], kind: str = "commit") -> None:
         self.lines, self.kind, self.count = lines, kind, 0

@@ -1,4 +1,6 @@
-"""The engine on SmolLM2 against tests/goldens/greedy.json, which transformers made on torch (see make_greedy.py)."""
+"""The engine on SmolLM2 against tests/goldens/greedy.json, which transformers made on torch (see
+make_greedy.py).
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_a_seeded_request_is_independent_of_its_batch(smollm2):
 
 
 def eventful(llm: LLM, log: Path) -> tuple[list[str], list[tuple[str, str, tuple[int, ...]]]]:
-    """Two streams, one of them given up half-way, beside requests of which every other has a stop string, recorded."""
+    """Two streams, one of them given up half-way, beside requests of which every other has a stop
+    string, recorded.
+    """
     llm.engine.reset()
     llm.engine.record(log)
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
@@ -195,7 +199,9 @@ def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
 
 @pytest.mark.slow
 def test_goldens_never_read_freed_blocks(smollm2):
-    """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""
+    """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is
+    kept for others.
+    """
     llm = engine(
         smollm2,
         block_size=16,
@@ -209,7 +215,8 @@ def test_goldens_never_read_freed_blocks(smollm2):
     assert min(spoilt) < 5
 
 
-# The smallest and the largest. The rest of the grid takes minutes more and is for changes of kernels.
+# The smallest and the largest. The rest of the grid takes minutes more and is for changes of
+# kernels.
 SAMPLE_OF_GRID = {(1, 16), (64, 2048)}
 
 

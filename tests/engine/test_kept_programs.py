@@ -1,4 +1,6 @@
-"""Programs that are found by what they are made from: in memory, on disk, and never for other code or other shapes."""
+"""Programs that are found by what they are made from: in memory, on disk, and never for other code
+or other shapes.
+"""
 
 from __future__ import annotations
 

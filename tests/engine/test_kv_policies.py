@@ -1,6 +1,8 @@
-"""KV policies and windows in the engine, against dense attention with a mask and against engines that keep all blocks.
+"""KV policies and windows in the engine, against dense attention with a mask and against engines
+that keep all blocks.
 
-The oracle runs the model once over a whole text. Its attention is jax.nn.dot_product_attention with a mask of tokens.
+The oracle runs the model once over a whole text. Its attention is jax.nn.dot_product_attention with
+a mask of tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ TEXT = 112  # no text is longer
 
 
 def dense_logits(model, tokens: Sequence[int], mask: np.ndarray) -> np.ndarray:
-    """[len(tokens), V] of a model over a text; mask [TEXT, TEXT]: whether a query (row) sees a token."""
+    """[len(tokens), V] of a model over a text; mask [TEXT, TEXT]: whether a query (row) sees a
+    token.
+    """
     padded = np.zeros(TEXT, np.int32)
     padded[: len(tokens)] = tokens
     with quick_compiler.all_quickly():
@@ -101,9 +105,8 @@ def _dense(graphdef, params, c, tokens: jax.Array, mask: jax.Array) -> jax.Array
     )
     batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, None)  # type: ignore[arg-type]
     module = nnx.merge(graphdef, params)
-    with (
-        jax.disable_jit()
-    ):  # so that `attend`, which closes over the mask, is not a static argument of a block
+    # so that `attend`, which closes over the mask, is not a static argument of a block
+    with jax.disable_jit():
         _, hidden, _ = module.hidden(pages, batch, attend)
     return module.logits(hidden)
 
@@ -130,7 +133,7 @@ def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) ->
     chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
 
 
-# --- streaming --------------------------------------------------------------------------------------------------------
+# --- streaming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(7, marks=pytest.mark.slow)])
@@ -235,7 +238,7 @@ def test_a_policy_that_hides_nothing_is_a_full_engine(tiny):
     assert wide.engine.runtime.shapes == plain.engine.runtime.shapes
 
 
-# --- windows of layers ------------------------------------------------------------------------------------------------
+# --- windows of layers ----------------------------------------------------------------------------
 
 WINDOWS = BODY | {"head_dim": 32, "sliding_window": 16}
 GEMMA = WINDOWS | {"model_type": "gemma2", "query_pre_attn_scalar": 24, "num_hidden_layers": 2}
@@ -305,7 +308,9 @@ def test_giving_blocks_back_changes_no_token(request, kept, name, variant):
 
 @pytest.mark.slow
 def test_the_memory_of_a_model_with_windows_is_an_exact_number(gemma):
-    """110 tokens in blocks of 4. Before: 28 blocks of 2 layers. Now: 28 of the full layer, 5 of the other."""
+    """110 tokens in blocks of 4. Before: 28 blocks of 2 layers. Now: 28 of the full layer, 5 of the
+    other.
+    """
     layers = {}
     for name, free in (("kept", False), ("freed", True)):
         engine = make(gemma, free_window_blocks=free).engine
@@ -323,7 +328,9 @@ def test_the_memory_of_a_model_with_windows_is_an_exact_number(gemma):
 
 
 def test_the_report_counts_the_sequences_that_fit(gemma, mistral):
-    """256 tokens are 64 blocks: of 2 layers before; now 64 + (5 + 4 of a chunk) of one layer. 60 blocks are 121."""
+    """256 tokens are 64 blocks: of 2 layers before; now 64 + (5 + 4 of a chunk) of one layer. 60
+    blocks are 121.
+    """
     assert make(gemma, free_window_blocks=False).engine.memory.sequences == 0
     assert make(gemma).engine.memory.sequences == 121 // (64 + 9) == 1
     assert make(mistral).engine.memory.sequences == 60 // 9 == 6
@@ -356,7 +363,7 @@ def test_layers_are_dealt_to_groups_of_one_size():
         assert all(at < found.size for _, at in found.places)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -394,10 +401,8 @@ def test_wrong_configurations_are_refused(config, message):
 
 
 def test_a_policy_for_a_model_with_windows_is_refused(gemma):
-    for free in (
-        True,
-        False,
-    ):  # a kernel's window counts positions, and tables of a policy are compact
+    # a kernel's window counts positions, and tables of a policy are compact
+    for free in (True, False):
         with pytest.raises(
             ValueError,
             match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'",

@@ -1,4 +1,6 @@
-"""Logits processors: the watermark of docs/design/logits-processors.md, and the places where one can be named."""
+"""Logits processors: the watermark of docs/design/logits-processors.md, and the places where one
+can be named.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
         assert not llm.engine.has_work
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file):

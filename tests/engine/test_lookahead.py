@@ -1,4 +1,6 @@
-"""Lookahead changes when steps run and nothing else: plans, events, tokens and log-probabilities are the same."""
+"""Lookahead changes when steps run and nothing else: plans, events, tokens and log-probabilities
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq
 
 DEPTHS = (1, 3)
-# One bucket, so that each engine of these tests and of those of drafts and meshes compiles one program, not two.
+# One bucket, so that each engine of these tests and of those of drafts and meshes compiles one
+# program, not two.
 CONFIG = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 24,
@@ -37,7 +40,9 @@ def llms(tiny):
 
 
 class Observed:
-    """An engine's results without times; how many steps it sent, and how many of them were not predicted (`late`)."""
+    """An engine's results without times; how many steps it sent, and how many of them were not
+    predicted (`late`).
+    """
 
     def __init__(self, engine) -> None:
         self.engine, self.results = engine, []
@@ -70,7 +75,8 @@ KINDS = ("plain", "stops", "forks", "beams", "penalties")
 
 
 def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Observed:
-    """Requests of many kinds that come, and are cancelled, between any two steps; recorded to `path`.
+    """Requests of many kinds that come, and are cancelled, between any two steps; recorded to
+    `path`.
 
     hottest: temperature of the requests that are not greedy.
     """
@@ -190,7 +196,9 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     ],
 )
 def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config):
-    """Without mixed steps a decode may wait; then its newest token is not on the device when a step is predicted."""
+    """Without mixed steps a decode may wait; then its newest token is not on the device when a step
+    is predicted.
+    """
     engines = [make(tiny, depth, **config).engine for depth in (0, 3)]
     kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
     steps = late = 0
@@ -291,7 +299,9 @@ def test_device_time_is_within_the_step(llms):
 
 @pytest.mark.slow
 def test_no_prediction_overwrites_cached_content(tiny):
-    """Nearly every block holds cached content, so a step that would overwrite some waits until it is certain."""
+    """Nearly every block holds cached content, so a step that would overwrite some waits until it
+    is certain.
+    """
     runs = {}
     for depth in (0, 1):
         engine = make(tiny, depth, num_blocks=32, max_model_len=64).engine

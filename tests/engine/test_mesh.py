@@ -79,9 +79,8 @@ def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
     assert found[0], "no log-probability was asked for"
     for a, b in zip(*found, strict=True):
         assert (a.request_id, a.position, a.token_id) == (b.request_id, b.position, b.token_id)
-        assert (
-            abs(a.rank - b.rank) <= a.rank // 1000
-        )  # unlikely tokens are so near that rounding orders them
+        # unlikely tokens are so near that rounding orders them
+        assert abs(a.rank - b.rank) <= a.rank // 1000
         if a.logprob is not None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
@@ -175,7 +174,9 @@ def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     ids=["ngram", "draft", "rejection"],
 )
 def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
-    """A draft model has a copy on each device. With itself as its draft model, an engine accepts every draft."""
+    """A draft model has a copy on each device. With itself as its draft model, an engine accepts
+    every draft.
+    """
     if options["method"] == "draft":
         options = options | {"model": str(folders["8/2"])}
     one, mesh = compared(
@@ -234,7 +235,9 @@ def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 2", slow("Mixtral")])
 def test_in_16_bits_log_probabilities_are_close(name):
-    """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of sums alone."""
+    """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of
+    sums alone.
+    """
     prompt, params = tokens(40, 3), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     model, found = random_model(name, "bfloat16"), []
     for mesh in (None, {"tensor": 4}):
@@ -249,7 +252,9 @@ def test_in_16_bits_log_probabilities_are_close(name):
 
 @pytest.mark.slow
 def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folders, tmp_path):
-    """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted twice."""
+    """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted
+    twice.
+    """
     one = load_model(folders["8/4"])
     llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
     placed = llm.engine.model
@@ -292,7 +297,7 @@ def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_pa
 def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
     """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added.
 
-    Greedy: a draw takes the token where the sum of probabilities passes a random number, and with 49,152 tokens a sum
-    that is rounded in another order often passes it one token earlier or later.
+    Greedy: a draw takes the token where the sum of probabilities passes a random number, and with
+    49,152 tokens a sum that is rounded in another order often passes it one token earlier or later.
     """
     compared(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n}, hottest=0.0, atol=1e-4)

@@ -69,13 +69,8 @@ def assert_blank(feature: str, batch: Batch) -> None:
 
 MIXED = (
     ("decode", sequence_data([10, 11, 12, 13, 14, 15], 4), 5, 1, (7, 3)),
-    (
-        "chunk",
-        sequence_data([20, 21, 22, 23, 24, 25, 26], 7),
-        2,
-        3,
-        (1, 9),
-    ),  # stops before the end of its prompt
+    # stops before the end of its prompt
+    ("chunk", sequence_data([20, 21, 22, 23, 24, 25, 26], 7), 2, 3, (1, 9)),
     ("whole", sequence_data([30, 31], 2), 0, 2, (5,)),
 )
 
@@ -253,7 +248,7 @@ def test_only_rows_with_a_list_have_one():
     chex.assert_trees_all_equal(rows.fields["ids"][[0, 2]], np.full((2, MAX_LISTED), -1, np.int32))
 
 
-# --- features of a user -----------------------------------------------------------------------------------------------
+# --- features of a user ---------------------------------------------------------------------------
 
 WIDE = RowFeature(
     name="wide",
@@ -391,7 +386,9 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
 
 @given(drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4), chunk=st.integers(0, 5))
 def test_a_row_with_drafts_has_a_sample_after_each(drafts: list[int], chunk: int):
-    """Sample j of a row follows the token j places behind its last known one, and has the next position."""
+    """Sample j of a row follows the token j places behind its last known one, and has the next
+    position.
+    """
     shapes = SHAPES._replace(tokens=(8, 32), max_seqs=5, drafts=3)
     rows = []
     for i, k in enumerate(drafts):

@@ -1,4 +1,6 @@
-"""Branches of one prompt: they share its blocks, copy what they write to, and draw what they would draw alone."""
+"""Branches of one prompt: they share its blocks, copy what they write to, and draw what they would
+draw alone.
+"""
 
 from __future__ import annotations
 

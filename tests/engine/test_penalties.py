@@ -1,4 +1,6 @@
-"""Penalties in an engine: the tokens so far are read from cache blocks, wherever the blocks came from."""
+"""Penalties in an engine: the tokens so far are read from cache blocks, wherever the blocks came
+from.
+"""
 
 from __future__ import annotations
 

@@ -69,14 +69,16 @@ def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.nd
     ]
 
 
-# --- the vectors ------------------------------------------------------------------------------------------------------
+# --- the vectors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.default_cases("LAST-True", "CLS-False")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_those_of_a_forward_pass_without_a_cache(one_layer, hidden, kind, caching):
-    """Prompts of several lengths, one of them of more tokens than a step; and again, with what the cache holds now."""
+    """Prompts of several lengths, one of them of more tokens than a step; and again, with what the
+    cache holds now.
+    """
     llm = make(one_layer, enable_prefix_caching=caching)
     for again in (False, True):
         outputs = llm.embed(PROMPTS, PoolingParams(pooling_type=kind), use_tqdm=False)
@@ -155,7 +157,7 @@ def test_a_model_without_a_head_of_its_own_and_with_biases_is_pooled(tmp_path):
         chex.assert_trees_all_close(vector, wanted, atol=2e-5)
 
 
-# --- beside requests that generate ------------------------------------------------------------------------------------
+# --- beside requests that generate ----------------------------------------------------------------
 
 
 def run(
@@ -192,7 +194,9 @@ def run(
     "config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str
 )
 def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(one_layer, config):
-    """Beside pooled prompts that use the same programs, and beside those that use the programs with states."""
+    """Beside pooled prompts that use the same programs, and beside those that use the programs with
+    states.
+    """
     llm = make(
         one_layer,
         enable_prefix_caching=False,
@@ -234,7 +238,9 @@ def test_embeddings_are_the_same_whatever_is_beside_them(llm):
     ids=str,
 )
 def test_vectors_are_the_same_in_every_mode_of_the_engine(one_layer, hidden, config, tmp_path):
-    """Few blocks preempt prompts in the middle, which are then computed again or come back from the host."""
+    """Few blocks preempt prompts in the middle, which are then computed again or come back from the
+    host.
+    """
     llm = make(one_layer, **{"token_buckets": (32,), **config})
     llm.engine.record(tmp_path / "run.jsonl")
     kinds = ("MEAN", "ALL", "LAST", "MEAN", "LAST", "CLS")
@@ -295,7 +301,9 @@ def test_a_cancelled_embedding_leaves_nothing_behind(llm):
 
 
 def test_only_the_last_tokens_state_shares_cached_blocks(llm):
-    """Others need every token computed, and leave nothing in the cache: log-probabilities of prompts do the same."""
+    """Others need every token computed, and leave nothing in the cache: log-probabilities of
+    prompts do the same.
+    """
     greedy = SamplingParams(temperature=0, max_tokens=1)
     for kind, shared in (("MEAN", 0), ("CLS", 0), ("LAST", 96)):
         llm.reset_prefix_cache()
@@ -308,7 +316,7 @@ def test_only_the_last_tokens_state_shares_cached_blocks(llm):
         assert output.num_cached_tokens == 0
 
 
-# --- compilation ------------------------------------------------------------------------------------------------------
+# --- compilation ----------------------------------------------------------------------------------
 
 
 def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_layer):
@@ -326,7 +334,7 @@ def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_laye
     assert llm.engine.step().compilations == 0
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

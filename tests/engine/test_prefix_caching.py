@@ -33,7 +33,9 @@ def make(tiny, **config):
 
 
 def run(engine, requests):
-    """Requests {id: (prompt, params)} to their end -> (tokens by id, cached tokens by id, tokens computed)."""
+    """Requests {id: (prompt, params)} to their end -> (tokens by id, cached tokens by id, tokens
+    computed).
+    """
     for request_id, (prompt, params) in requests.items():
         engine.add(request_id, prompt, params)
     tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
@@ -89,9 +91,8 @@ def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
 
 def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
     """The second and later ones share blocks that the first computes in the very same step."""
-    together = dict(
-        list(everyone().items())[:3]
-    )  # 40 tokens and 16 of tails, where a step has room for 64
+    # 40 tokens and 16 of tails, where a step has room for 64
+    together = dict(list(everyone().items())[:3])
     _, cached, computed = run(make(tiny), together)
     assert cached == {"r0": 0, "r1": 40, "r2": 40}
     outputs = len(together) * (GREEDY.max_tokens - 1)
@@ -102,9 +103,8 @@ def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
     engine = make(tiny)
     one = {"a": (SYSTEM, GREEDY)}
     assert run(engine, one)[1] == {"a": 0}
-    assert run(engine, one)[1] == {
-        "a": 32
-    }  # 40 tokens are 5 blocks of 8, but one token must be computed
+    # 40 tokens are 5 blocks of 8, but one token must be computed
+    assert run(engine, one)[1] == {"a": 32}
     engine.reset_prefix_cache()
     assert run(engine, one)[1] == {"a": 0}
 
@@ -114,9 +114,8 @@ def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
     (answer,) = run(engine, {"a": (SYSTEM, GREEDY)})[0].values()
     turn = [*SYSTEM, *answer, *TAILS[1]]
     tokens, cached, _ = run(engine, {"b": (turn, GREEDY)})
-    assert cached == {
-        "b": (len(SYSTEM) + len(answer) - 1) // 8 * 8
-    }  # the last answered token was never computed
+    # the last answered token was never computed
+    assert cached == {"b": (len(SYSTEM) + len(answer) - 1) // 8 * 8}
     assert tokens == run(cold, {"b": (turn, GREEDY)})[0]
 
 
@@ -142,9 +141,8 @@ def test_salted_and_uncached_requests_share_nothing(tiny):
 
 
 def test_the_least_recently_used_block_is_evicted_first(tiny):
-    engine = make(
-        tiny, block_size=16, num_blocks=9
-    )  # a request of 72 + 12 tokens takes 6 and leaves 5 full ones
+    # a request of 72 + 12 tokens takes 6 and leaves 5 full ones
+    engine = make(tiny, block_size=16, num_blocks=9)
     first, second = ({name: ([5 + i] * 72, GREEDY)} for i, name in enumerate("ab"))
     run(engine, first)
     assert len(idle_ids(engine.scheduler_state.pool)) == 5

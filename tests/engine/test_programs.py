@@ -126,9 +126,8 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer
     lazy.engine.add("b", prompts[0], GREEDY)
     again = lazy.engine.step()
     assert again is not None
-    assert again.compilations == (
-        1 if again.padded_tokens == 4 else 0
-    )  # a cached block makes it shorter
+    # a cached block makes it shorter
+    assert again.compilations == (1 if again.padded_tokens == 4 else 0)
     lazy.engine.cancel("b")
 
     lazy.engine.reset()
@@ -208,7 +207,9 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(one_laye
 @pytest.mark.slow
 @pytest.mark.skipif(not mappings.used(), reason="this system does not count memory mappings")
 def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(one_layer, monkeypatch):
-    """Else a sweep of many engines ends in a segmentation fault, when Linux gives the process no more of them."""
+    """Else a sweep of many engines ends in a segmentation fault, when Linux gives the process no
+    more of them.
+    """
 
     def mapped() -> tuple[int, int]:
         """By this process while an engine lives, and after it."""

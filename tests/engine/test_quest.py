@@ -1,7 +1,8 @@
-"""Quest in the engine: against a brute-force model over whole texts, and requests against themselves alone.
+"""Quest in the engine: against a brute-force model over whole texts, and requests against
+themselves alone.
 
-The oracle runs the model once over a whole text. Its attention is numpy's: of each query and key head, over the blocks
-that `brute_quest` chooses.
+The oracle runs the model once over a whole text. Its attention is numpy's: of each query and key
+head, over the blocks that `brute_quest` chooses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from tests.engine.test_kv_policies import GREEDY, PROMPTS, answers, make, random
 
 QUEST: dict[str, Any] = {"name": "quest", "tokens": 16, "dense_layers": 1}
 EVERY = QUEST | {"dense_prompts": False}
-FEW_BLOCKS = 40  # of most engines, which share programs: enough for any request, and not for all PROMPTS at a time
+# of most engines, which share programs: enough for any request, and not for all PROMPTS at a time
+FEW_BLOCKS = 40
 ROOMY = {"num_blocks": 60}
 VARIANTS: dict[str, dict[str, Any]] = {
     "another budget": {**ROOMY, "max_num_batched_tokens": 7, "token_buckets": (7,)},
@@ -132,7 +134,7 @@ def logprobs_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(tokens)), list(tokens)]
 
 
-# --- against the brute-force model ------------------------------------------------------------------------------------
+# --- against the brute-force model ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
     assert wide.memory.block_bytes == plain.memory.block_bytes
 
 
-# --- a request has the same tokens in any company -------------------------------------------------------------------
+# --- a request has the same tokens in any company -------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +225,8 @@ def alone(model) -> list[list[int]]:
 )
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
     llm = make(model, **{"kv_policy": QUEST, "num_blocks": FEW_BLOCKS} | VARIANTS[variant])
-    if variant not in (
-        "lookahead",
-        "mesh",
-    ):  # a step that is sent ahead has written blocks that are still free
+    # a step that is sent ahead has written blocks that are still free
+    if variant not in ("lookahead", "mesh"):
         poisoned(llm.engine)
     assert tokens_of(llm) == alone
     assert tokens_of(llm) == alone, "after prefix hits"
@@ -249,7 +249,9 @@ def engines(model):
 
 @pytest.fixture(scope="module")
 def tokens_alone(model):
-    """(size of a block, prompt, tokens) -> the answer of a request in an engine without a prefix cache."""
+    """(size of a block, prompt, tokens) -> the answer of a request in an engine without a prefix
+    cache.
+    """
     make_one = cache(
         lambda size: make(
             model, kv_policy=QUEST, max_model_len=100, block_size=size, enable_prefix_caching=False
@@ -270,7 +272,9 @@ def tokens_alone(model):
 def check_company(
     data: st.DataObject, names: Sequence[str], engines: Any, tokens_alone: Any
 ) -> None:
-    """Requests that share beginnings, also with the outputs of others, enter an engine at different times."""
+    """Requests that share beginnings, also with the outputs of others, enter an engine at different
+    times.
+    """
     engine = engines(data.draw(st.sampled_from(names))).engine
     engine.reset()
     wanted, known, entries = {}, [tuple(PROMPTS[0][: data.draw(st.integers(1, 50))])], []
@@ -320,7 +324,9 @@ def test_company_changes_no_token_in_any_engine(data, engines, tokens_alone):
 
 
 def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(model):
-    """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do not."""
+    """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do
+    not.
+    """
     for policy, shared in (
         (QUEST, len(PROMPTS[0]) // 4 * 4),
         (EVERY, (len(PROMPTS[0]) + 39) // 4 * 4),
@@ -359,7 +365,9 @@ def test_branches_and_beams_do_not_depend_on_chunks(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
-    """The bounds have the dtype of the keys, so a selection of all blocks is that of full attention again."""
+    """The bounds have the dtype of the keys, so a selection of all blocks is that of full attention
+    again.
+    """
     found = {
         tokens: tokens_of(make(model, kv_cache_dtype=dtype, kv_policy=QUEST | {"tokens": tokens}))
         for tokens in (16, 128)
@@ -389,7 +397,7 @@ def test_a_selection_within_a_window(model, tmp_path):
     assert found[41, ""] == found[41, "again"]
 
 
-# --- memory, options, errors ------------------------------------------------------------------------------------------
+# --- memory, options, errors ----------------------------------------------------------------------
 
 
 def test_the_cache_has_bounds_of_the_layers_that_select(model):

@@ -1,4 +1,6 @@
-"""A sampling option of a user: one value in one file, given to an engine, set by a request's `extra_args`."""
+"""A sampling option of a user: one value in one file, given to an engine, set by a request's
+`extra_args`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Speculation changes how many tokens a step gives, and no token: outputs equal those of an engine without drafts."""
+"""Speculation changes how many tokens a step gives, and no token: outputs equal those of an engine
+without drafts.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
 
 
 def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right: float) -> Drafter:
-    """A drafter that knows what the engine will say, and is right with probability `right` at each token."""
+    """A drafter that knows what the engine will say, and is right with probability `right` at each
+    token.
+    """
     texts = [
         ask.prompt + outcomes[seed].tokens[name]
         for seed, several in wanted.items()
@@ -162,13 +166,8 @@ CASES = {
 }
 
 
-SLOW = (
-    "k 1",
-    "blocks of 16",
-    "two buckets",
-    "no prefix cache",
-    "shortest first",
-)  # each case compiles an engine
+# each case compiles an engine
+SLOW = ("k 1", "blocks of 16", "two buckets", "no prefix cache", "shortest first")
 
 
 @pytest.mark.default_cases("k 3", "prompts and decodes in turn")
@@ -209,9 +208,8 @@ def test_drafts_that_are_always_wrong_or_always_right_change_no_token(
         if right:
             assert found.steps < expected.steps
         else:
-            assert found.accepted < 10, (
-                "a wrong draft was accepted"
-            )  # some differ from what they were made from
+            # some differ from what they were made from
+            assert found.accepted < 10, "a wrong draft was accepted"
 
 
 def test_sequences_that_are_cancelled_between_steps_get_no_late_token(
@@ -321,7 +319,9 @@ def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monke
 
 @pytest.mark.slow
 def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
-    """The last token is sampled and never computed, so drafts end one position before it; 64 ends a block."""
+    """The last token is sampled and never computed, so drafts end one position before it; 64 ends a
+    block.
+    """
     always = Drafter("always", lambda memory, name, known, k: [5] * k)
     for length in (61, 63, 64):
         engine = speculating(tiny, 7, always, monkeypatch, max_model_len=length)
@@ -449,7 +449,9 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, mon
 
 
 def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch):
-    """Beams have no drafts themselves. A row with drafts before them has several samples: theirs come later."""
+    """Beams have no drafts themselves. A row with drafts before them has several samples: theirs
+    come later.
+    """
     beam, params = (
         BeamSearchParams(beam_width=2, max_tokens=6),
         SamplingParams(temperature=0, max_tokens=30),

@@ -1,4 +1,6 @@
-"""Answers through the engine's masks and sampler have the form that was asked for, whatever the engine does besides."""
+"""Answers through the engine's masks and sampler have the form that was asked for, whatever the
+engine does besides.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,10 @@ from pagedjax.host.types import Preempted, Verified
 from pagedjax.structured import grammars
 from tests.structured.schemas import CASES
 
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-}  # as of tiny_llm
-# A random model answers at random: a pattern or a format of many characters would end by its length.
+# as of tiny_llm
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+# A random model answers at random: a pattern or a format of many characters would end by its
+# length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 256},
@@ -160,7 +160,9 @@ def test_tokens_are_the_same_in_every_engine(tiny, expected, kind):
 
 
 def test_a_request_without_a_form_is_what_it_is_alone(tiny):
-    """Bit for bit: its log-probabilities too. One size of steps, because XLA's sums may depend on the padding."""
+    """Bit for bit: its log-probabilities too. One size of steps, because XLA's sums may depend on
+    the padding.
+    """
     llm = LLM(tiny, progress=False, **SIZES, **KINDS["without prefix caching"])
     plain = SamplingParams(temperature=1.0, seed=5, max_tokens=24, logprobs=3, prompt_logprobs=1)
     (alone,) = llm.generate([PROMPTS[0]], plain, use_tqdm=False)
@@ -267,7 +269,9 @@ def test_the_engine_alone_wants_a_compiled_grammar(tiny_llm):
 
 
 def test_a_token_that_a_form_did_not_allow_is_not_shown(tiny_llm):
-    """This grammar names the end token in its middle, where no answer may end: the request fails there."""
+    """This grammar names the end token in its middle, where no answer may end: the request fails
+    there.
+    """
     form = StructuredOutputsParams(grammar='start: "a" <|im_end|> "b"')
     params = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=form)
     (output,) = tiny_llm.generate("x", params, use_tqdm=False)

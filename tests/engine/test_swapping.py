@@ -1,4 +1,6 @@
-"""Preemption by swapping: content leaves for host memory and comes back as it was, and no token changes."""
+"""Preemption by swapping: content leaves for host memory and comes back as it was, and no token
+changes.
+"""
 
 from __future__ import annotations
 

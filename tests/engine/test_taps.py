@@ -1,4 +1,6 @@
-"""Taps: hidden states, attention and experts of requests, against a plain forward pass in numpy and transformers."""
+"""Taps: hidden states, attention and experts of requests, against a plain forward pass in numpy and
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -102,11 +104,13 @@ def close(found: TapArrays, wanted: TapArrays, atol: float = 1e-5) -> None:
     )
 
 
-# --- the arrays -------------------------------------------------------------------------------------------------------
+# --- the arrays -----------------------------------------------------------------------------------
 
 
 def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_folder):
-    """Prompts of several lengths, one of more tokens than a step, twice: nothing is found in the prefix cache."""
+    """Prompts of several lengths, one of more tokens than a step, twice: nothing is found in the
+    prefix cache.
+    """
     plain = llm.generate(PROMPTS, replace(PARAMS, taps=None), use_tqdm=False)
     assert not llm.engine.runtime.tapped, "a program was made for nothing"
     for _ in range(2):
@@ -262,7 +266,9 @@ def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_fold
 
 @pytest.mark.slow
 def test_experts_of_chunks_are_those_of_a_whole_prompt():
-    """Layers 0 and 2 have experts; the last layer is computed for all tokens. A mesh gives the same."""
+    """Layers 0 and 2 have experts; the last layer is computed for all tokens. A mesh gives the
+    same.
+    """
     model, taps = random_model("Qwen3-MoE"), Taps(hidden_states=3, experts=(0, 2))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     tapped = replace(params, taps=taps)
@@ -368,7 +374,7 @@ def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys
     assert said.endswith(f"{{'0': ({tokens}, 64)}}\n")
 
 
-# --- a recording ------------------------------------------------------------------------------------------------------
+# --- a recording ----------------------------------------------------------------------------------
 
 
 def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
@@ -403,7 +409,7 @@ def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
         read_taps(file)["x"]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -458,7 +464,9 @@ def test_what_a_model_does_not_have_is_refused(llm, taps, message):
 
 
 def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
-    """Two branches of 15 tokens: 3 times 5 + 2 * 9 states of 64 numbers, and contexts of 5, 6, ... 14 tokens."""
+    """Two branches of 15 tokens: 3 times 5 + 2 * 9 states of 64 numbers, and contexts of 5, 6, ...
+    14 tokens.
+    """
     size = 4 * (3 * 64 * (5 + 2 * 9) + 2 * 3 * sum(range(5, 15)))
     params = SamplingParams(max_tokens=10, ignore_eos=True, n=2, taps=TAPS)
     message = (
@@ -508,7 +516,7 @@ def test_attention_of_ones_own_that_does_not_say_its_weights_is_refused(tiny_fol
         llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def test_the_union_is_what_all_want():
@@ -564,7 +572,7 @@ def test_parts_in_any_of_many_chunks_give_the_same_arrays(data):
     check_parts(data)
 
 
-# --- transformers -----------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 KINDS = (
     "GPT-2",

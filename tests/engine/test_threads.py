@@ -1,4 +1,6 @@
-"""Several threads call one `LLM`: the answers are those of calls in turn, and steps serve all threads."""
+"""Several threads call one `LLM`: the answers are those of calls in turn, and steps serve all
+threads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LIMIT = 300  # seconds for what takes some: machines may be slow
 
 
 def a_call(number: int) -> dict[str, Any]:
-    """One of several kinds of calls. Draws have seeds: without one they depend on the order of calls."""
+    """One of several kinds of calls. Draws have seeds: without one they depend on the order of
+    calls.
+    """
     draw = random.Random(number)
     prompts = [
         [draw.randrange(3, 300) for _ in range(draw.randint(1, 40))]

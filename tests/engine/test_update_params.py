@@ -1,4 +1,6 @@
-"""New weights while requests are under way: `update_params(tree, pending=...)`, against engines that had them."""
+"""New weights while requests are under way: `update_params(tree, pending=...)`, against engines
+that had them.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(
 def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
     model, new, updated, tmp_path, name
 ):
-    """The oracle of old requests is a step of its own: a cache of the old weights, read by a program with the new."""
+    """The oracle of old requests is a step of its own: a cache of the old weights, read by a
+    program with the new.
+    """
     engine = LLM(model, **SIZES | ENGINES[name]).engine
     engine.record(tmp_path / "run.jsonl")
     for request, prompt in PROMPTS.items():
@@ -168,9 +172,8 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
         engine.add(f"new{i}", prompt, GREEDY)
         events += stepped(engine, found, 3)
     events += stepped(engine, found)
-    for event in (
-        events
-    ):  # the first of the new ones finds nothing; those after it may find what it computed
+    # the first of the new ones finds nothing; those after it may find what it computed
+    for event in events:
         assert not (isinstance(event, Admitted) and event.request_id == "new0" and event.num_cached)
     prompts = [
         PROMPTS["r37"] + [token for token, *_ in found["r37"][:n]]

@@ -1,6 +1,6 @@
-"""Trainers and measurements compile programs of their own, and small ones of single operations: with few optimisations,
-as those of tests' engines (quick_compiler.py). A module of which slow tests run has all optimisations, so that programs
-of one run are compiled in one way."""
+"""Trainers and measurements compile programs of their own, and small ones of single operations:
+with few optimisations, as those of tests' engines (quick_compiler.py). A module of which slow tests
+run has all optimisations, so that programs of one run are compiled in one way."""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ def write(folder: Path, **sections: Any) -> Path:
 
 
 def share_in_time(arrivals: np.ndarray, step: float, target: float) -> float:
-    """Of requests whose first token comes within `target` when each takes one step: Lindley's recursion."""
+    """Of requests whose first token comes within `target` when each takes one step: Lindley's
+    recursion.
+    """
     wait, good = 0.0, 0
     for gap in [math.inf, *np.diff(arrivals)]:
         wait = max(0.0, wait + step - gap)
@@ -148,10 +150,8 @@ def test_capacity_of_md1_queue_matches_theory(
     folder = tmp_path / "runs" / "md1-capacity"
     found = json.loads((folder / "capacity.json").read_text())
     probes = [probe["rate"] for probe in found["probes"]]
-    assert measured == [
-        *probes[:4],
-        *probes[3:],
-    ]  # the one that was stopped is the only one to come twice
+    # the one that was stopped is the only one to come twice
+    assert measured == [*probes[:4], *probes[3:]]
     assert [row["swept"]["workload.arrivals.rate"] for row in store.read_runs(folder)] == sorted(
         probes
     )
@@ -168,9 +168,8 @@ def test_capacity_of_md1_queue_matches_theory(
     slowest = Path(store.read_runs(folder)[0]["run"])
     step = json.loads((slowest / "steps.jsonl").read_text().splitlines()[0])["seconds"]
     draws = min(probes) * np.array([request.arrival for request in store.read_requests(slowest)])
-    for probe in found[
-        "probes"
-    ]:  # the same draws at every rate: the queue is known request by request
+    # the same draws at every rate: the queue is known request by request
+    for probe in found["probes"]:
         exact = share_in_time(draws / probe["rate"], step, 0.02)
         assert probe["values"]["goodput.share"] == pytest.approx(exact, abs=2e-3)
     assert found["met"] < found["unmet"] <= found["met"] * 1.05

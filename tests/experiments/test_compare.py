@@ -85,9 +85,8 @@ def test_sweeps_are_compared_point_by_point(
 ) -> None:
     draw = np.random.default_rng(0)
     for size, ratio in ((8, 1.12), (16, 1.0)):
-        for repeat, minute in enumerate(
-            draw.lognormal(0, 0.3, 5)
-        ):  # slow minutes that both sides share
+        # slow minutes that both sides share
+        for repeat, minute in enumerate(draw.lognormal(0, 0.3, 5)):
             for name, factor in (("a", 1.0), ("b", ratio)):
                 rate = 100 * minute * factor * draw.lognormal(0, 0.01)
                 put(tmp_path / name, repeat, rate, {"engine.block_size": size})
@@ -164,9 +163,8 @@ def test_single_runs_give_intervals_over_requests_only(
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
-    put(
-        tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist()
-    )  # no repeat is its pair
+    # no repeat is its pair
+    put(tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist())
     metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
     text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
@@ -380,10 +378,8 @@ def test_compare_reads_measured_sweeps(
     }
     (tmp_path / "unit.yaml").write_text(json.dumps(raw))
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
-    for name, share in (
-        ("a", 1.0),
-        ("b", 0.8),
-    ):  # of the bandwidth: steps take some 1.2 times as long
+    # of the bandwidth: steps take some 1.2 times as long
+    for name, share in (("a", 1.0), ("b", 0.8)):
         more = (
             "--out",
             str(tmp_path / name),

@@ -90,11 +90,8 @@ def test_repeats_fold_into_points() -> None:
     assert rows[0].swept == {"block_size": 8, "max_num_batched_tokens": 64}
     assert "goodput.requests_per_s" not in rows[0].values
     noisy = [run(0, repeat, {}, rate) for repeat, rate in enumerate((100.0, 98.0, 40.0))]
-    assert sweep_points.points(noisy)[0].values["output_tokens_per_s"] == (
-        98.0,
-        40.0,
-        100.0,
-    )  # the median
+    # the median
+    assert sweep_points.points(noisy)[0].values["output_tokens_per_s"] == (98.0, 40.0, 100.0)
     partly = [run(0, 0, {}, 100.0), run(0, 1, {}, 1.0, failed="it broke")]
     assert sweep_points.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
 
@@ -191,15 +188,12 @@ def test_pareto_plots_need_three_points() -> None:
     assert svg is not None
     assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
     assert svg.count("<title>") == 6
-    best = rows[
-        -1
-    ]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
-    assert (
-        svg.count(best.label) == 2
-    )  # in its tooltip, and as a label because no point dominates it
-    assert (
-        svg.count("block_size=8, max_num_batched_tokens=64") == 1
-    )  # another is faster and no slower: no name
+    # the largest budget and the largest blocks are the fastest, and the slowest in latency
+    best = rows[-1]
+    # in its tooltip, and as a label because no point dominates it
+    assert svg.count(best.label) == 2
+    # another is faster and no slower: no name
+    assert svg.count("block_size=8, max_num_batched_tokens=64") == 1
     assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
     rows = sweep_points.points(wide)
@@ -266,9 +260,8 @@ def test_page_is_well_formed_and_self_contained() -> None:
     assert "a &lt; b" in page
     assert ABOUT["command"] in page
     assert page.count("<svg") == 3 + 2 + 3 + 1
-    assert (
-        re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []
-    )  # every placeholder became a variable
+    # every placeholder became a variable
+    assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []
     assert page.count("var(--s1)") > page.count("var(--s7)")
 
 

@@ -30,7 +30,9 @@ WORKLOAD = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _objects_of_earlier_tests_set_aside() -> None:
-    """Each measured run begins with a collection of garbage, which would look through what all earlier tests left."""
+    """Each measured run begins with a collection of garbage, which would look through what all
+    earlier tests left.
+    """
     garbage.set_aside()
 
 
@@ -219,7 +221,9 @@ def test_compilation_in_measured_run_fails_it(
     asked = []
 
     def order(waiting: Any, running: Any, cached: Any) -> Any:
-        """First come first served, by a researcher who thinks with jnp: a new shape each time is a new program."""
+        """First come first served, by a researcher who thinks with jnp: a new shape each time is a
+        new program.
+        """
         asked.append(1)
         jax.block_until_ready(jnp.arange(17 + len(asked)) * 3)
         return waiting
@@ -282,9 +286,8 @@ SIMULATED = {
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
     "repeats": 2,
     "reseed": True,
-    "sweep": {
-        "grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}
-    },  # the last is refused
+    # the last is refused
+    "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}},
 }
 
 
@@ -368,7 +371,8 @@ def test_parallel_runs_equal_single_process_runs(
 
     def write(folder: Path, texts: dict[str, str]) -> None:
         if len(written) == 6:
-            raise KeyboardInterrupt  # as SIGINT does in the main thread; this test may run in another thread
+            # as SIGINT does in the main thread; this test may run in another thread
+            raise KeyboardInterrupt
         written.append(folder)
         write_run(folder, texts)
 
@@ -390,7 +394,9 @@ def test_parallel_runs_equal_single_process_runs(
 
 @pytest.fixture
 def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a small simulated sweep, of two points and two repeats, into tmp_path/runs without drawing a report."""
+    """Runs a small simulated sweep, of two points and two repeats, into tmp_path/runs without
+    drawing a report.
+    """
     sweep = {"grid": {"engine.block_size": [4, 16]}}
     path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": sweep})
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
@@ -572,9 +578,8 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
     assert sorted(runs["block_size"]) == [8, 16]
     assert runs["failed"].isna().all()
     assert (tmp_path / "runs" / "small" / "report.html").is_file()
-    assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(
-        runs
-    )  # nothing is measured again
+    # nothing is measured again
+    assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(runs)
     one = experiments.measure(path, {"sweep": None, "engine.block_size": 32}, out=tmp_path / "runs")
     assert one["tokens_sha256"].tolist() == runs["tokens_sha256"].tolist()[:1]
     assert experiments.load_runs(tmp_path / "runs" / "small").equals(one)

@@ -1,13 +1,15 @@
-"""Write greedy.json: what the embedded model says in float32, according to transformers on torch's CPU.
+"""Write greedy.json: what the embedded model says in float32, according to transformers on torch's
+CPU.
 
     python tests/goldens/make_greedy.py            # from the repository's root; needs the `oracle` extra; ~5 minutes
 
-Weights come from the GGUF through our reader into transformers' LlamaForCausalLM. Before anything is written, every
-tensor is compared with what transformers' own GGUF loader makes of the same file, bit for bit.
+Weights come from the GGUF through our reader into transformers' LlamaForCausalLM. Before anything
+is written, every tensor is compared with what transformers' own GGUF loader makes of the same file,
+bit for bit.
 
-Each entry: prompt token ids; 64 tokens, each the argmax of its logits, going on past end-of-text; the
-log-probability of each; and the margin, the best logit less the second. Where a margin is below the two
-implementations' rounding, a different token is no error.
+Each entry: prompt token ids; 64 tokens, each the argmax of its logits, going on past end-of-text;
+the log-probability of each; and the margin, the best logit less the second. Where a margin is below
+the two implementations' rounding, a different token is no error.
 """
 
 from __future__ import annotations
@@ -109,11 +111,8 @@ CHATS: dict[str, list[dict[str, str]]] = {
     ],
 }
 TOP5 = ("name", "python", "chat")  # entries that also record the five best tokens of every step
-PROMPT_LOGPROBS = (
-    "summer",
-    "class",
-    "chinese",
-)  # entries that also record the prompt tokens' log-probabilities
+# entries that also record the prompt tokens' log-probabilities
+PROMPT_LOGPROBS = ("summer", "class", "chinese")
 
 
 def load_model(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
@@ -129,7 +128,9 @@ def load_model(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
 
 
 def compare_with_transformers(checkpoint: Checkpoint) -> int:
-    """Assert that transformers' GGUF loader reads the same values; returns how many tensors were compared."""
+    """Assert that transformers' GGUF loader reads the same values; returns how many tensors were
+    compared.
+    """
     other = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
     ).state_dict()
@@ -143,7 +144,9 @@ def compare_with_transformers(checkpoint: Checkpoint) -> int:
 def greedy(
     model: transformers.LlamaForCausalLM, prompt: list[int], num_tokens: int
 ) -> dict[str, Any]:
-    """`num_tokens` tokens by argmax with transformers' KV cache, never stopping; log-probabilities from float64."""
+    """`num_tokens` tokens by argmax with transformers' KV cache, never stopping; log-probabilities
+    from float64.
+    """
     out: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "top5": []}
     ids, cache = torch.tensor([prompt]), None
     for step in range(num_tokens):

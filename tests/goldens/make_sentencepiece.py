@@ -1,9 +1,11 @@
-"""Write sentencepiece.json: a small SentencePiece BPE model and how the sentencepiece library itself encodes with it.
+"""Write sentencepiece.json: a small SentencePiece BPE model and how the sentencepiece library
+itself encodes with it.
 
     pip install sentencepiece && python tests/goldens/make_sentencepiece.py      # from the repository's root
 
-It is trained as Llama's tokenizer was: BPE, byte fallback, digits apart, a space put before the text, no clean-up.
-Training breaks ties as it likes, so a new run may give another vocabulary; the encodings always belong to it.
+It is trained as Llama's tokenizer was: BPE, byte fallback, digits apart, a space put before the
+text, no clean-up. Training breaks ties as it likes, so a new run may give another vocabulary; the
+encodings always belong to it.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ def main() -> None:
     )
     sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     ids = range(sp.get_piece_size())
+    # as GGUF's
     kinds = [
         2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids
-    ]  # as GGUF's
+    ]
     rng = random.Random(1)
     alphabet = "  \n" + "thecandogr" + "é中7"
     texts = TEXTS + ["".join(rng.choices(alphabet, k=rng.randint(1, 40))) for _ in range(150)]

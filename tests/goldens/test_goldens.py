@@ -1,4 +1,6 @@
-"""The goldens belong to today's tokenizer and, where torch is there (marker `oracle`), to today's reference."""
+"""The goldens belong to today's tokenizer and, where torch is there (marker `oracle`), to today's
+reference.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""The reference model: a naive scheduler written from the rules alone. Mutable, slow, first come first served.
+"""The reference model: a naive scheduler written from the rules alone. Mutable, slow, first come
+first served.
 
-The model stores the cache slot by slot: `slots[block, offset]` is the token that the device wrote there last, with all
-tokens before it. So a sequence reads a wrong token if a shared block has other content or a write goes past a block.
-Prompts of one family begin with the same tokens. `ModelSequence.key` spells the tokens of a sequence; the hash of a
-block is the spelling of its tokens and of all tokens before it.
+The model stores the cache slot by slot: `slots[block, offset]` is the token that the device wrote
+there last, with all tokens before it. So a sequence reads a wrong token if a shared block has other
+content or a write goes past a block. Prompts of one family begin with the same tokens.
+`ModelSequence.key` spells the tokens of a sequence; the hash of a block is the spelling of its
+tokens and of all tokens before it.
 
-The pool chooses the ids of new blocks. The model uses a negative number for each, takes the ids from the real plan, and
-checks that no other sequence owns them. The model itself decides which published blocks a sequence shares. It checks
-that the ids of a reserved piece are contiguous and aligned, and decides by halving whether a piece is free.
+The pool chooses the ids of new blocks. The model uses a negative number for each, takes the ids
+from the real plan, and checks that no other sequence owns them. The model itself decides which
+published blocks a sequence shares. It checks that the ids of a reserved piece are contiguous and
+aligned, and decides by halving whether a piece is free.
 """
 
 from __future__ import annotations
@@ -47,9 +50,8 @@ class ModelSequence:
     arrival: int
     outputs: list[int] = field(default_factory=list)
     computed: int = 0
-    table: list[int] = field(
-        default_factory=list
-    )  # its blocks; negative until the real scheduler has chosen the id
+    # its blocks; negative until the real scheduler has chosen the id
+    table: list[int] = field(default_factory=list)
     hashed: int = 0  # blocks whose hash the scheduler has
     group: int | None = None  # arrival of the first branch, if there are several
     away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
@@ -75,7 +77,9 @@ class ModelSequence:
         return not self.name.startswith("private") and not self.mixed
 
     def key(self, stop: int, drafts: Sequence[int] = ()) -> str:
-        """Its first `stop` tokens, spelled out, or those and drafts. Its name says the family: r17.2 is of family 2."""
+        """Its first `stop` tokens, spelled out, or those and drafts. Its name says the family:
+        r17.2 is of family 2.
+        """
         whole = ["f" + self.name.partition(".")[2]] * self.request.prompt_len
         return " ".join([*whole, *map(str, self.outputs), *map(str, drafts)][:stop])
 
@@ -89,7 +93,9 @@ def power(number: int) -> int:
 
 
 def free_pieces(free: set[int], start: int, size: int) -> list[int]:
-    """Sizes of the free pieces of a buddy allocator among `size` ids from `start` on, found by halving."""
+    """Sizes of the free pieces of a buddy allocator among `size` ids from `start` on, found by
+    halving.
+    """
     if free.issuperset(range(start, start + size)):
         return [size]
     half = size // 2
@@ -103,9 +109,8 @@ class Step:
     rows: list[tuple[ModelSequence, int, int]]  # sequence, first token to compute, how many
     admitted: list[ModelSequence]
     preempted: list[str]
-    cached: list[int] = field(
-        default_factory=list
-    )  # tokens of each admitted one that need not be computed
+    # tokens of each admitted one that need not be computed
+    cached: list[int] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
     copies: list[tuple[int, int]] = field(default_factory=list)
     swapped: list[str] = field(default_factory=list)
@@ -125,14 +130,12 @@ class Model:
         self.published: dict[str, int] = {}  # content -> the block
         self.idle: list[int] = []  # published blocks without an owner; the first is evicted next
         self.flight: Step | None = None
-        self.cached: dict[
-            int, int
-        ] = {}  # arrival -> cached tokens of a waiting sequence when admission began
+        # arrival -> cached tokens of a waiting sequence when admission began
+        self.cached: dict[int, int] = {}
         self.arrivals = self.steps = self.unseen = 0
         self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
-        self.uncut = self.fragmented = (
-            0  # how often a whole prompt did not fit, or free blocks made no piece
-        )
+        # how often a whole prompt did not fit, or free blocks made no piece
+        self.uncut = self.fragmented = 0
 
     def alive(self) -> list[ModelSequence]:
         return self.waiting + self.running
@@ -234,7 +237,9 @@ class Model:
         sequence.table = []
 
     def stop(self, step: Step, sequences: list[ModelSequence]) -> None:
-        """Preempts sequences: their content moves to host memory if all of it fits there; else it is lost."""
+        """Preempts sequences: their content moves to host memory if all of it fits there; else it
+        is lost.
+        """
         step.preempted += [sequence.name for sequence in sequences]
         for sequence in sequences:
             sequence.computed = min(sequence.computed, sequence.known - 1)
@@ -345,7 +350,9 @@ class Model:
         *,
         admits: bool,
     ) -> None:
-        """Gives tokens to the sequences of this kind of step, then admits. The others keep their blocks and rows."""
+        """Gives tokens to the sequences of this kind of step, then admits. The others keep their
+        blocks and rows.
+        """
         c = self.config
         places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(
             sequence.width for sequence in self.running
@@ -502,7 +509,9 @@ class Model:
     def found(
         self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]
     ) -> list[int]:
-        """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""
+        """Blocks that contain the beginning of a sequence without its last token, now or after this
+        step's writes.
+        """
         size, found = self.config.block_size, []
         for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
             key = sequence.key((j + 1) * size)
@@ -533,9 +542,8 @@ class Model:
         size, hashes = self.config.block_size, {}
         for (sequence, start, count), sample in zip(self.flight.rows, sampled, strict=True):
             drafts = self.flight.drafts.get(sequence.name, [])
-            kept = (
-                self.until_the_end(sequence, sample)[:-1] if drafts else []
-            )  # drafts that were right
+            # drafts that were right
+            kept = self.until_the_end(sequence, sample)[:-1] if drafts else []
             full = (start + count - len(drafts) + len(kept)) // size
             if self.publishes(sequence) and full > start // size and full > sequence.hashed:
                 keys = tuple(
@@ -559,7 +567,9 @@ class Model:
         return tokens
 
     def execute(self, plan: Plan, real: Sequence[Seq]) -> None:
-        """Takes the block ids of the real sequences, then writes and reads the cache as the device does."""
+        """Takes the block ids of the real sequences, then writes and reads the cache as the device
+        does.
+        """
         assert self.flight is not None
         size = self.config.block_size
         seen: dict[int, int] = {}
@@ -653,8 +663,8 @@ class Model:
                 self.slots[device, offset] = self.host_slots[host, offset]
 
     def ready(self) -> tuple[list[list[ModelSequence]], list[ModelSequence]]:
-        """Groups of beams that all have computed their tokens after this step, and the first beams of those at their
-        limit."""
+        """Groups of beams that all have computed their tokens after this step, and the first beams
+        of those at their limit."""
         assert self.flight is not None
         ends = {id(sequence): start + count for sequence, start, count in self.flight.rows}
         done = [sequence for sequence in self.running if sequence.request.beams]
@@ -791,7 +801,9 @@ class Model:
         return events + ends
 
     def fork(self, sequence: ModelSequence) -> list[str]:
-        """Starts the branches of a sequence whose prompt is computed: they have all of it but the last token."""
+        """Starts the branches of a sequence whose prompt is computed: they have all of it but the
+        last token.
+        """
         forks, request = sequence.request.forks, sequence.request._replace(forks=())
         sequence.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
@@ -804,7 +816,9 @@ class Model:
         return list(forks)
 
     def publish(self, sequence: ModelSequence, start: int) -> None:
-        """Makes the blocks that a sequence filled in this step findable, unless others have the same content."""
+        """Makes the blocks that a sequence filled in this step findable, unless others have the
+        same content.
+        """
         size = self.config.block_size
         full = sequence.computed // size
         if self.publishes(sequence) and full > start // size:

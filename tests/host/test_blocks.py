@@ -231,7 +231,7 @@ def test_check_finds_inconsistent_content(broken, message):
         blocks.check(pool._replace(**broken), [ids[1:]])
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
@@ -286,15 +286,16 @@ def test_free_buddies_merge_and_other_neighbours_do_not():
     pool, b = take_run(pool, 2)
     pool, c = take_run(pool, 2)
     assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
-    beside = blocks.release(
-        pool, (*b, *c)
-    )  # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
+    # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
+    beside = blocks.release(pool, (*b, *c))
     assert take_run(beside, 4)[1] == (5, 6, 7, 8)
     assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
 
 
 class Buddies:
-    """A buddy allocator with its free pieces in a list: taking splits one, giving back merges it with its twin."""
+    """A buddy allocator with its free pieces in a list: taking splits one, giving back merges it
+    with its twin.
+    """
 
     def __init__(self, size: int) -> None:
         self.size, self.free = size, list[tuple[int, int]]()  # (first block counted from 0, blocks)
@@ -366,7 +367,7 @@ def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool,
     assert take_run(pool, largest)[1] == tuple(range(1, largest + 1))
 
 
-# --- any history ----------------------------------------------------------------------------------------------------
+# --- any history ----------------------------------------------------------------------------------
 
 actions = st.lists(
     st.tuples(

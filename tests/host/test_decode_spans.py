@@ -43,7 +43,9 @@ def content(request_id: str, block: int) -> str:
 
 
 def of_filled(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
-    """The hashes that an engine would give with a commit, or with several: `lengths` are those computed after it."""
+    """The hashes that an engine would give with a commit, or with several: `lengths` are those
+    computed after it.
+    """
     found: Hashes = {}
     for seq, computed in zip(state.running.seqs, lengths, strict=True):
         known, full = len(seq.hashes), computed // size
@@ -109,7 +111,8 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
             if shares
             else {}
         )
-        # an engine gives a hash when its block is full: a sequence that fills none in these steps gets none
+        # an engine gives a hash when its block is full: a sequence that fills none in these steps
+        # gets none
         fills = [
             i for i, done in enumerate(active.computed) if (done + steps) // size > done // size
         ]
@@ -135,7 +138,9 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
 @settings(max_examples=100, deadline=None)
 @given(configs, drawn_requests)
 def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
-    """If nothing waits or forks, the count is the largest: after it a request ends, or blocks do not suffice."""
+    """If nothing waits or forks, the count is the largest: after it a request ends, or blocks do
+    not suffice.
+    """
     state = scheduler.init(config)
     for name, (prompt, output, letter, _) in enumerate(drawn):
         state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)
@@ -166,9 +171,8 @@ def decoding(*requests: Request, **sizes) -> SchedulerState:
 
 def test_the_first_end_limits_the_steps():
     state = decoding(request("a", 3, 10), request("b", 3, 5))
-    assert (
-        decode_spans.steps_ahead(state) == 3
-    )  # of b's five tokens, one is there and the last one ends it
+    # of b's five tokens, one is there and the last one ends it
+    assert decode_spans.steps_ahead(state) == 3
 
 
 def test_free_blocks_limit_the_steps():
@@ -207,7 +211,9 @@ def test_too_many_steps_are_refused():
 
 
 def test_blocks_are_evicted_in_the_order_of_the_steps():
-    """The pool has few empty blocks, and idle ones whose content one of two sequences publishes again."""
+    """The pool has few empty blocks, and idle ones whose content one of two sequences publishes
+    again.
+    """
     first = [request("a0", 8, 1, hashes=("a0", "a1")), request("c0", 8, 1, hashes=("c0", "c1"))]
     state = start(*first, num_blocks=10, block_size=4)
     while state.running.seqs or state.waiting:

@@ -78,9 +78,8 @@ def record(
                     request = request._replace(forks=(), hashes=(), beams=False)
                 try:
                     state = arrive("submit", scheduler.submit(state, request))
-                except (
-                    scheduler.Rejected
-                ):  # more beams than the pool has blocks for, or a budget below a whole prompt
+                except scheduler.Rejected:
+                    # more beams than the pool has blocks for, or a budget below a whole prompt
                     continue
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
@@ -120,7 +119,9 @@ def record(
 def chosen(
     state: SchedulerState, plan: Plan, draw: random.Random
 ) -> tuple[dict[str, Choice], list[str]]:
-    """Choices for beams that are complete after this step, and the first beams of requests that reach their limit."""
+    """Choices for beams that are complete after this step, and the first beams of requests that
+    reach their limit.
+    """
     ends = {
         seq.arrival: start + count
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
@@ -330,7 +331,9 @@ def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
 
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path, apart: int):
-    """Plans, sampled tokens and events: each number in turn is raised by one, by default each fourth one."""
+    """Plans, sampled tokens and events: each number in turn is raised by one, by default each
+    fourth one.
+    """
     whole, tried = log.read_text(), 0
     for match in list(re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole))[::apart]:
         number = whole.count("\n", 0, match.start()) + 1
@@ -361,9 +364,8 @@ def test_a_difference_shows_the_recorded_and_the_recomputed_line(log: Path, caps
 @pytest.mark.parametrize("change", ["drop", "repeat", "swap", "spaces"])
 def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, change: str):
     lines = log.read_text().splitlines()
-    last = max(
-        at for at, line in enumerate(lines) if line.startswith('{"schedule"')
-    )  # later submits show nowhere
+    # later submits show nowhere
+    last = max(at for at, line in enumerate(lines) if line.startswith('{"schedule"'))
     for at in range(1, last):
         copies = {
             "drop": lines[:at] + lines[at + 1 :],

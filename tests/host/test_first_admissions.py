@@ -1,4 +1,6 @@
-"""Hits of prefix caching are those of first admissions: what a sequence finds again of its own is none."""
+"""Hits of prefix caching are those of first admissions: what a sequence finds again of its own is
+none.
+"""
 
 from __future__ import annotations
 

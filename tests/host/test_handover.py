@@ -25,7 +25,9 @@ others = st.fixed_dictionaries({name: draw for name, draw in sizes.items() if na
 
 
 class Pair:
-    """Two schedulers with blocks of one size, each beside its model, and sequences that move between them."""
+    """Two schedulers with blocks of one size, each beside its model, and sequences that move
+    between them.
+    """
 
     def __init__(
         self, configs: tuple[SchedulerConfig, SchedulerConfig], tally: Counter[str]
@@ -118,7 +120,9 @@ class HandoverMachine(RuleBasedStateMachine):
 
 @drawn.examples(6, 30)
 def test_sequences_move_between_schedulers_at_any_time(number: int):
-    """Counts, owners, content of every slot, published blocks and their order of eviction, on both sides."""
+    """Counts, owners, content of every slot, published blocks and their order of eviction, on both
+    sides.
+    """
     HandoverMachine.tally = Counter()
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     bounds = settings(

@@ -21,7 +21,9 @@ from tests.host.test_event_log import SMALL, record
 def shared(
     name: str, prompt_len: int, blocks: int, max_tokens: int = 4, *, size: int = 4
 ) -> Request:
-    """A request whose first `blocks` full blocks are those of every other request; its other blocks are its own."""
+    """A request whose first `blocks` full blocks are those of every other request; its other blocks
+    are its own.
+    """
     hashes = tuple(f"all {i}" if i < blocks else f"{name} {i}" for i in range(prompt_len // size))
     return Request(name, prompt_len, max_tokens, hashes=hashes)
 
@@ -63,7 +65,9 @@ def test_recordings_replay_byte_for_byte(tmp_path: Path, seed: int, host_blocks:
 
 
 def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -> Counter[str]:
-    """Submits with steps between and runs to the end; checks the order of each admission -> a tally."""
+    """Submits with steps between and runs to the end; checks the order of each admission -> a
+    tally.
+    """
     state, left, tally = scheduler.init(config), requests[::-1], Counter()
     for _ in range(64 * 32 * len(requests)):
         while left and draw.random() < 0.5:
@@ -131,9 +135,8 @@ def test_the_first_admitted_has_the_least_key():
             state.waiting,
             key=lambda seq: (RATE * seq.arrival - brute_force(state, seq), seq.arrival),
         )
-        full = any(
-            done % 4 == 0 for done in state.running.computed
-        )  # a decode may evict a block before admission
+        # a decode may evict a block before admission
+        full = any(done % 4 == 0 for done in state.running.computed)
         state, plan = scheduler.schedule(state, LONGEST_PREFIX)
         if plan.admitted and not full:
             assert plan.admitted[0] == line[0].request_id
@@ -143,7 +146,9 @@ def test_the_first_admitted_has_the_least_key():
 
 
 def test_a_request_without_a_cached_prefix_ends_in_an_endless_stream_of_cached_ones():
-    """Too few blocks: sequences are preempted, and fewer than max_model_len / RATE later requests come before it."""
+    """Too few blocks: sequences are preempted, and fewer than max_model_len / RATE later requests
+    come before it.
+    """
     config = SchedulerConfig(4, 26, 16, 4, 100)
     state, later, preempted = scheduler.init(config), 0, 0
     state = scheduler.submit(state, shared("warm", 60, 15, 1))

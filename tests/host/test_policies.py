@@ -1,4 +1,6 @@
-"""The promises of each policy: its order, its victim, and how many later requests can come before a request."""
+"""The promises of each policy: its order, its victim, and how many later requests can come before a
+request.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def alive(state: SchedulerState) -> tuple[Seq, ...]:
     return state.waiting + scheduler.running(state)
 
 
-# --- order ----------------------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 def test_fcfs_keeps_the_order_of_the_queue():
@@ -128,18 +130,16 @@ def test_fair_alternates_users_by_tokens_and_keeps_each_users_order():
         *(ask(name, 10, user="greedy") for name in "abc"),
         *(ask(name, 4, user="modest") for name in "xyz"),
     )
-    assert (
-        order(FAIR, waiting) == "axyzbc"
-    )  # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
+    # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
+    assert order(FAIR, waiting) == "axyzbc"
 
 
 def test_fair_counts_the_current_tokens_of_running_sequences():
     run, a, x = queue(ask("r", 3, user="one"), ask("a", user="one"), ask("x", user="two"))
     assert order(FAIR, (a, x)) == "ax"
     assert order(FAIR, (a, x), [run]) == "xa"
-    active = Running(
-        (run,), (9,), (8,)
-    )  # the column counts, not the record, which is some steps old
+    # the column counts, not the record, which is some steps old
+    active = Running((run,), (9,), (8,))
     y, b = (seq._replace(length=5, arrival=5 + i) for i, seq in enumerate((x, a)))
     assert names(FAIR.order((a, x, y, b), active, len)) == ["x", "x", "a", "a"]
 
@@ -167,7 +167,9 @@ def test_an_arrival_is_worth_some_cached_tokens():
 
 
 def test_cached_tokens_are_those_of_blocks_in_the_pool():
-    """Two prompts share two blocks with a request that ran; one of them has a token more than these blocks."""
+    """Two prompts share two blocks with a request that ran; one of them has a token more than these
+    blocks.
+    """
     first = with_hashes(ask("first", 9, 1), 2, "shared")
     state = start(first, block_size=4, num_blocks=16, model_len=64)
     state, *_ = step(state, LONGEST_PREFIX)
@@ -192,7 +194,7 @@ def test_cached_tokens_are_those_of_blocks_in_the_pool():
     assert plan.admitted == ("other", "whole", "more"), "8 tokens are worth less than an arrival"
 
 
-# --- preemption -----------------------------------------------------------------------------------------------------
+# --- preemption -----------------------------------------------------------------------------------
 
 
 def test_priority_preempts_the_least_urgent():
@@ -214,7 +216,9 @@ def test_fair_preempts_the_latest_request_of_the_user_with_most_tokens():
 
 
 def test_a_preempted_request_returns_to_its_old_position():
-    """b is the victim and returns to the front of the queue, but d is more urgent and is admitted first."""
+    """b is the victim and returns to the front of the queue, but d is more urgent and is admitted
+    first.
+    """
     requests = [
         ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))
     ]
@@ -262,7 +266,7 @@ def test_the_victim_is_the_last_in_order(number: int):
     drawn.check(number, holds, rows=seqs)
 
 
-# --- no starvation --------------------------------------------------------------------------------------------------
+# --- no starvation --------------------------------------------------------------------------------
 
 Stream = Callable[[int], Request]  # the number of an arrival -> the request
 
@@ -270,9 +274,11 @@ Stream = Callable[[int], Request]  # the number of an arrival -> the request
 def push_back(
     policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600
 ) -> int:
-    """Number of later requests admitted before `victim`, with a queue that is never empty and two running.
+    """Number of later requests admitted before `victim`, with a queue that is never empty and two
+    running.
 
-    `ahead` requests of the stream arrive before the victim. Returns `steps` if the victim is never admitted.
+    `ahead` requests of the stream arrive before the victim. Returns `steps` if the victim is never
+    admitted.
     """
     state = start(*map(stream, range(ahead)), victim, num_blocks=256, seqs=2, model_len=512)
     number, admitted = ahead, list[str]()
@@ -403,10 +409,11 @@ def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tupl
 
 @pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
 def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Policy):
-    """The first request in order is admitted when the running ones have ended or were preempted; it is never preempted.
+    """The first request in order is admitted when the running ones have ended or were preempted; it
+    is never preempted.
 
-    Both take fewer steps than the longest request has tokens. The six earlier requests and the later ones that may
-    overtake come before the victim.
+    Both take fewer steps than the longest request has tokens. The six earlier requests and the
+    later ones that may overtake come before the victim.
     """
     bound = 2 * 36 * (6 + OVERTAKEN[policy.name] + 1)
     steps, preempted = hostile(policy, *HOSTILE[policy.name], bound)
@@ -422,7 +429,7 @@ def test_a_key_without_ageing_starves_in_the_same_stream(policy: Policy, like: s
     assert hostile(policy, *HOSTILE[like], bound)[0] == bound
 
 
-# --- any workload ---------------------------------------------------------------------------------------------------
+# --- any workload ---------------------------------------------------------------------------------
 
 workloads = st.lists(
     st.tuples(
@@ -461,7 +468,9 @@ baselines = st.builds(SchedulerConfig, **sizes, **ways)
 
 
 def roomy(config: SchedulerConfig) -> SchedulerConfig:
-    """With blocks for any single request, and a budget for its whole prompt if prompts must not be cut."""
+    """With blocks for any single request, and a budget for its whole prompt if prompts must not be
+    cut.
+    """
     need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
     need = (
@@ -476,9 +485,8 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
 def rank(policy: Policy, state: SchedulerState) -> list[int]:
     """Arrivals of all unfinished requests in the order of the policy, as if all were waiting."""
     line = tuple(sorted(alive(state), key=lambda seq: seq.arrival))
-    return [
-        seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)
-    ]  # these requests have no hashes
+    # these requests have no hashes
+    return [seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)]
 
 
 def drive(
@@ -645,7 +653,7 @@ def test_branches_end_in_an_endless_stream(policy: Policy):
     assert preempted, "the pool was large enough"
 
 
-# --- the example of docs/design/policies.md --------------------------------------------------------------------------
+# --- the example of docs/design/policies.md -------------------------------------------------------
 
 
 @pytest.fixture
@@ -670,11 +678,8 @@ def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
     documented, tiny, tmp_path, capsys
 ):
     name = f"{documented}:LEAST_WORK"
-    sizes = {
-        "max_num_seqs": 8,
-        "num_blocks": 256,
-        "max_num_batched_tokens": 64,
-    }  # of tiny_llm: its programs
+    # of tiny_llm: its programs
+    sizes = {"max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 64}
     llm = LLM(tiny, progress=False, policy=name, token_buckets=(8, 64), **sizes)
     llm.engine.record(tmp_path / "run.jsonl")
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
@@ -719,9 +724,8 @@ def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(
     assert compare.main(folders) == 0
     assert "ttft" in capsys.readouterr().out
     documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
-    assert (
-        config.load(tmp_path / "mine.yaml")[1].key != second.key
-    )  # the key of a policy is the content of its file
+    # the key of a policy is the content of its file
+    assert config.load(tmp_path / "mine.yaml")[1].key != second.key
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ def tables(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def holes(**ways) -> SchedulerState:
-    """Eight blocks of 4 in pairs: a and c have ended, b has 3-4 for two more steps and d 7-8 for three."""
+    """Eight blocks of 4 in pairs: a and c have ended, b has 3-4 for two more steps and d 7-8 for
+    three.
+    """
     lengths = {"a": (7, 1), "b": (5, 3), "c": (7, 1), "d": (4, 4)}
     state = start(*(request(name, *both) for name, both in lengths.items()), num_blocks=8, **ways)
     state, plan, _ = step(state)
@@ -28,7 +30,7 @@ def holes(**ways) -> SchedulerState:
     return state
 
 
-# --- how much -------------------------------------------------------------------------------------------------------
+# --- how much -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_one_sequence_has_at_most_the_largest_piece_of_the_pool(way, largest):
     assert reservation.largest(start(num_blocks=14, reservation=way).config) == largest
 
 
-# --- where ----------------------------------------------------------------------------------------------------------
+# --- where ----------------------------------------------------------------------------------------
 
 
 def test_a_reservation_cannot_use_free_blocks_that_are_not_contiguous():
@@ -124,7 +126,7 @@ def test_reservations_never_preempt_where_paging_does(way, together):
     assert any(isinstance(event, Preempted) for event in events) == (way == "none")
 
 
-# --- refused requests -----------------------------------------------------------------------------------------------
+# --- refused requests -----------------------------------------------------------------------------
 
 
 def test_a_reservation_larger_than_the_pool_is_refused_with_the_remedy():
@@ -165,12 +167,14 @@ def test_requests_that_share_blocks_are_refused_with_the_remedy(way, shared):
         scheduler.submit(start(reservation=way), Request("a", 5, 2)._replace(**shared))
 
 
-# --- the engine -----------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("way", "blocks"), [("none", 6), *((way, 8) for way in WAYS)])
 def test_an_engine_has_blocks_for_the_reservations_of_all_running_sequences(tiny, way, blocks):
-    """Two of 40 tokens: three blocks each, or four in a piece. With six blocks no request could have one of those."""
+    """Two of 40 tokens: three blocks each, or four in a piece. With six blocks no request could
+    have one of those.
+    """
     sizes = {"max_num_seqs": 2, "max_model_len": 40, "max_num_batched_tokens": 8}
     config = resolve(
         EngineConfig(**sizes, reservation=way, enable_prefix_caching=way == "none"), tiny.model

@@ -1,4 +1,6 @@
-"""Each rule of admission, budget and preemption by example. test_scheduler_machine.py checks them in any order."""
+"""Each rule of admission, budget and preemption by example. test_scheduler_machine.py checks them
+in any order.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SHORTEST = FCFS._replace(
     order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: seq.length),
 )
 
-# --- submit ---------------------------------------------------------------------------------------------------------
+# --- submit ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_submit_does_not_change_the_old_state():
     assert names(old.waiting) == ["a"]
 
 
-# --- budget and order -----------------------------------------------------------------------------------------------
+# --- budget and order -----------------------------------------------------------------------------
 
 
 def test_a_step_with_nothing_to_do_is_an_empty_plan():
@@ -180,13 +182,12 @@ def test_a_request_is_admitted_only_when_blocks_for_its_whole_prompt_are_free():
     )
     for _ in range(3):
         state, plan, _ = step(state)
-        assert names(plan.seqs) == [
-            "a"
-        ]  # b needs 3 blocks and 2 are free; c would fit but does not overtake
+        # b needs 3 blocks and 2 are free; c would fit but does not overtake
+        assert names(plan.seqs) == ["a"]
     assert names(state.waiting) == ["b", "c"]
 
 
-# --- preemption -----------------------------------------------------------------------------------------------------
+# --- preemption -----------------------------------------------------------------------------------
 
 
 def test_the_latest_arrival_is_preempted_and_the_other_decodes_continue():
@@ -203,7 +204,9 @@ def test_preempted_requests_return_to_the_front_of_the_queue_in_order_of_arrival
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted():
-    """First come first served never could: the victim is next and needs more than it gave. Other orders could."""
+    """First come first served never could: the victim is next and needs more than it gave. Other
+    orders could.
+    """
     state, plan = scheduler.schedule(crowded(), SHORTEST)
     assert plan.preempted == ("c", "b")
     assert plan.admitted == ()
@@ -215,9 +218,8 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
 def test_a_preempted_request_recomputes_prompt_and_outputs_and_continues():
     state = start(request("a", 3, 6), request("b", 3, 6), num_blocks=3)
     state, *_ = step(state, 10, 20)
-    state, *_ = step(
-        state, 11, 21
-    )  # a and b: 5 tokens known, 4 computed, one block each, one is free
+    # a and b: 5 tokens known, 4 computed, one block each, one is free
+    state, *_ = step(state, 11, 21)
     state, plan, _ = step(state, 12)
     assert (plan.preempted, rows(plan)) == (("b",), [("a", 4, 1)])
     assert (state.waiting[0].length, state.waiting[0].computed, state.waiting[0].blocks) == (
@@ -250,7 +252,7 @@ def test_a_decode_takes_a_block_only_when_its_last_one_is_full():
     assert tables == [1, 2, 2, 2, 2, 3]  # computing tokens 3, 4 ... 8 in blocks of 4
 
 
-# --- policies -------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 def test_a_policy_decides_the_order_of_admission():

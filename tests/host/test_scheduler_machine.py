@@ -1,4 +1,6 @@
-"""The scheduler against the reference model: transitions in any order, with pools that are too small."""
+"""The scheduler against the reference model: transitions in any order, with pools that are too
+small.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,14 @@ sizes = {
 }
 # (chunked_prefill, mixed_steps, reservation): the default mode, and the baseline modes
 USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
-PAGED = [
-    mode for mode in BASELINES if mode[2] == "none"
-]  # modes with branches, preemption and prefix sharing
+# modes with branches, preemption and prefix sharing
+PAGED = [mode for mode in BASELINES if mode[2] == "none"]
 
 
 def config_of(mode: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
-    """With reservation "max", max_model_len is cut to the largest piece: else all requests are refused."""
+    """With reservation "max", max_model_len is cut to the largest piece: else all requests are
+    refused.
+    """
     config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *mode)
     if config.reservation != "max":
         return config
@@ -87,20 +90,22 @@ class Driver:
         self.plan: Plan | None = None
         self.names = 0
         self.drafts: dict[str, list[int]] = {}  # of the plan in flight
-        self.stalled: ModelSequence | None = (
-            None  # the oldest request, if it made no progress in the step before
-        )
-        self.past: list[
-            tuple[SchedulerState | Plan, int]
-        ] = []  # the last ones, with their hashes when they were new
+        # the oldest request, if it made no progress in the step before
+        self.stalled: ModelSequence | None = None
+        # the last ones, with their hashes when they were new
+        self.past: list[tuple[SchedulerState | Plan, int]] = []
         self.remember(self.state)
 
     def remember(self, value: SchedulerState | Plan) -> None:
-        """A hash covers every field. Lists, dictionaries and sets, which could change later, have none."""
+        """A hash covers every field. Lists, dictionaries and sets, which could change later, have
+        none.
+        """
         self.past = [*self.past[-40:], (value, hash(value))]
 
     def check_new_state(self, state: SchedulerState) -> None:
-        """Checks a new state: it is valid, it equals the model, and earlier states have not changed."""
+        """Checks a new state: it is valid, it equals the model, and earlier states have not
+        changed.
+        """
         scheduler.check(state)
         self.model.compare(state)
         assert all(hash(value) == before for value, before in self.past[-3:]), (
@@ -132,7 +137,9 @@ class Driver:
         forks: int = 0,
         beams: bool = False,
     ) -> None:
-        """Requests of families 0 and 1 share prefixes within their family; a request of family 2 shares nothing."""
+        """Requests of families 0 and 1 share prefixes within their family; a request of family 2
+        shares nothing.
+        """
         self.names += 1
         if self.state.config.reservation != "none" and family < 2:
             family, forks, beams = 2, 0, False  # requests that share are refused in these modes
@@ -273,10 +280,12 @@ class Driver:
         self.model.uncut = self.model.fragmented = 0
 
     def check_unmixed(self, plan: Plan, decodes: set[str], waits: ModelSequence | None) -> None:
-        """Without mixed steps, a step has all decodes and nothing else, or no decode. `waits`: the oldest, if it waits.
+        """Without mixed steps, a step has all decodes and nothing else, or no decode. `waits`: the
+        oldest, if it waits.
 
-        With chunks it waits for one step at a time: an odd step has its decode, an even step its chunk, before all
-        other chunks. With whole prompts it waits only in steps that admit a request.
+        With chunks it waits for one step at a time: an odd step has its decode, an even step its
+        chunk, before all other chunks. With whole prompts it waits only in steps that admit a
+        request.
         """
         ids = {seq.request_id for seq in plan.seqs}
         if ids & decodes:
@@ -384,7 +393,9 @@ class Driver:
         return prompt_len, 1 + int(output * (most - prompt_len))
 
     def traffic(self, number: int, seed: int, *, busy: bool = True, drafting: float = 0.0) -> None:
-        """Runs `number` steps with random tokens; if `busy`, requests arrive and are cancelled before transitions."""
+        """Runs `number` steps with random tokens; if `busy`, requests arrive and are cancelled
+        before transitions.
+        """
         draw = random.Random(seed)
         for _ in range(number):
             if self.plan is None:
@@ -414,26 +425,25 @@ class Driver:
         if busy and draw.random() < 0.05 and self.model.alive():
             name = draw.choice(self.model.names())
             self.cancel(name, "abort")
-            if (
-                draw.random() < 0.5
-            ):  # the id is used again, perhaps while the cancelled request is in flight
+            # the id is used again, perhaps while the cancelled request is in flight
+            if draw.random() < 0.5:
                 self.submit(Request(name, *self.fit(draw.random(), draw.random())))
 
     def drain(self, seed: int) -> None:
         """Runs until every request has ended, and checks a bound on the steps.
 
-        The oldest request is in every plan (asserted in `schedule`), so it computes at least one token a step. It is
-        never preempted: the victim is the latest arrival, and a sequence that runs alone fits by the rule of `submit`.
-        So it ends within limit - 1 steps (its last token is sampled, never computed; a branch computes the last token
-        of its prompt once more), and then the next request is the oldest.
+        The oldest request is in every plan (asserted in `schedule`), so it computes at least one
+        token a step. It is never preempted: the victim is the latest arrival, and a sequence that
+        runs alone fits by the rule of `submit`. So it ends within limit - 1 steps (its last token
+        is sampled, never computed; a branch computes the last token of its prompt once more), and
+        then the next request is the oldest.
 
-        If chunks and decodes alternate, it is at least in every second plan. If whole prompts go first, it waits in
-        steps that admit a request, and between two steps that advance it no request is admitted twice: a step that
-        preempts is a step of decodes.
+        If chunks and decodes alternate, it is at least in every second plan. If whole prompts go
+        first, it waits in steps that admit a request, and between two steps that advance it no
+        request is admitted twice: a step that preempts is a step of decodes.
         """
-        self.traffic(
-            self.plan is not None, seed, busy=False
-        )  # a step in flight does not contain the latest arrivals
+        # a step in flight does not contain the latest arrivals
+        self.traffic(self.plan is not None, seed, busy=False)
         bound = sum(
             sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive()
         )
@@ -534,7 +544,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 def run_machine(
     configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int
 ) -> Counter[str]:
-    """Runs machines, `examples` at a time, until their schedulers made `at_least` steps -> a tally of events."""
+    """Runs machines, `examples` at a time, until their schedulers made `at_least` steps -> a tally
+    of events.
+    """
     tally: Counter[str] = Counter()
     start = initialize(config=configs)(SchedulerMachine.start)
     machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
@@ -578,7 +590,9 @@ def small_config(draw: random.Random) -> SchedulerConfig:
 
 @pytest.mark.slow
 def test_no_block_leaks_in_100_000_steps_with_drafts():
-    """Long lives of a few schedulers: each state is compared with the model, and each pool is whole at the end."""
+    """Long lives of a few schedulers: each state is compared with the model, and each pool is whole
+    at the end.
+    """
     draw = random.Random(1)
     tally: Counter[str] = Counter()
     while tally["step"] < 100_000:
@@ -636,7 +650,9 @@ def test_the_driver_reaches_every_kind_of_event(drivers: int, least: int):
 
 @pytest.mark.slow
 def test_the_driver_reaches_every_kind_of_event_in_baseline_modes():
-    """On random configs from a fixed seed. Pieces of equal size leave no holes, so other modes are drawn more often."""
+    """On random configs from a fixed seed. Pieces of equal size leave no holes, so other modes are
+    drawn more often.
+    """
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     times = {"none": 8, "oracle": 6, "pow2": 6, "max": 2}

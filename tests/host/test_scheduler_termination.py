@@ -9,7 +9,7 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Event, Finished, Request, Sampled
 from tests.host.scheduler_steps import EOS, WORD, crowded, names, request, start, step
 
-# --- the end of a request ---------------------------------------------------------------------------------------------
+# --- the end of a request -------------------------------------------------------------------------
 
 
 def ends(
@@ -73,7 +73,7 @@ def test_blocks_of_a_finished_request_are_free_in_the_same_step():
     assert state.pool.num_free == 63
 
 
-# --- commit ---------------------------------------------------------------------------------------------------------
+# --- commit ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampled", [[], [WORD], [WORD] * 3])
@@ -88,7 +88,7 @@ def test_commit_takes_any_sequence_of_integers():
     assert scheduler.commit(state, plan, (9,)) == scheduler.commit(state, plan, [9])
 
 
-# --- cancel ---------------------------------------------------------------------------------------------------------
+# --- cancel ---------------------------------------------------------------------------------------
 
 
 def test_cancelling_an_unknown_or_finished_id_changes_nothing():

@@ -73,7 +73,7 @@ def test_the_steps_of_three_requests_in_each_mode(way, expected):
     assert steps(state) == expected
 
 
-# --- whole prompts --------------------------------------------------------------------------------------------------
+# --- whole prompts --------------------------------------------------------------------------------
 
 
 def test_a_whole_prompt_that_does_not_fit_waits_and_is_not_overtaken():
@@ -112,9 +112,8 @@ def test_a_request_longer_than_the_budget_is_refused_without_chunks(way):
     ):
         scheduler.submit(state, beams)
     assert scheduler.submit(state, beams._replace(forks=("b2",))).waiting
-    assert scheduler.submit(
-        state, beams._replace(beams=False)
-    ).waiting  # each of these can enter alone
+    # each of these can enter alone
+    assert scheduler.submit(state, beams._replace(beams=False)).waiting
 
 
 def test_cached_prompt_tokens_need_no_budget():
@@ -125,7 +124,7 @@ def test_cached_prompt_tokens_need_no_budget():
     assert rows(plan) == [("a", 10, 1), ("c", 0, 9), ("b", 8, 2)]
 
 
-# --- unmixed steps --------------------------------------------------------------------------------------------------
+# --- unmixed steps --------------------------------------------------------------------------------
 
 
 def test_decodes_wait_while_whole_prompts_arrive():
@@ -176,11 +175,8 @@ def test_a_deferred_decode_owns_the_block_of_its_next_token():
     """Sequences admitted before it cannot take that block."""
     state, *_ = step(start(request("a", 4, 4), num_blocks=3, **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("b", 8, 1)))
-    assert (rows(plan), plan.blocks_used, plan.preempted) == (
-        [("a", 4, 1)],
-        2,
-        (),
-    )  # b needs two, and one is left
+    # b needs two, and one is left
+    assert (rows(plan), plan.blocks_used, plan.preempted) == ([("a", 4, 1)], 2, ())
     state, *_ = step(start(request("a", 4, 4), num_blocks=4, **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("b", 8, 1)))
     assert (rows(plan), plan.blocks_used) == ([("b", 0, 8)], 4)
@@ -195,7 +191,9 @@ def test_nothing_is_admitted_in_a_step_that_preempted(way):
 
 
 def test_a_deferred_branch_already_owns_its_copy():
-    """The copy is made at once, so no block with two writers exists after the step that follows the fork."""
+    """The copy is made at once, so no block with two writers exists after the step that follows the
+    fork.
+    """
     state, *_ = step(start(request("a", 6, 3)._replace(forks=("b",)), **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("c", 2, 1)))
     assert (rows(plan), plan.copies) == ([("c", 0, 2)], ((2, 3),))
@@ -204,7 +202,7 @@ def test_a_deferred_branch_already_owns_its_copy():
     assert (rows(plan), plan.copies) == ([("a", 6, 1), ("b", 5, 1)], ())
 
 
-# --- static batches -------------------------------------------------------------------------------------------------
+# --- static batches -------------------------------------------------------------------------------
 
 
 def test_static_admits_the_next_batch_when_the_last_has_ended():
@@ -229,7 +227,7 @@ def test_a_preempted_member_of_a_static_batch_is_first_in_the_next_batch():
     assert admitted == [("a", "b", "c"), (), (), ("b",), (), ("c", "d"), ()]
 
 
-# --- the engine -----------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 PROMPTS = [[3 + i, 50 + i, 7] * (i + 1) for i in range(10)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)

@@ -74,9 +74,8 @@ BAD = [
     ("logit_bias", {1: math.nan}, "between -100 and 100"),
     ("allowed_token_ids", (), "None or non-empty"),
     *((name, value, "must be an integer") for name in INTEGERS for value in (1.0, True, "1")),
-    *(
-        (name, None, "must be an integer") for name in INTEGERS if name != "max_tokens"
-    ),  # None: up to max_model_len
+    # None: up to max_model_len
+    *((name, None, "must be an integer") for name in INTEGERS if name != "max_tokens"),
     *(
         (name, value, "must be a finite number")
         for name in NUMBERS

@@ -1,7 +1,8 @@
-"""Block tables with holes: every block that a query sees is there with the right content, and no other is kept.
+"""Block tables with holes: every block that a query sees is there with the right content, and no
+other is kept.
 
-`Cache` is the oracle: it carries out plans slot by slot, as the device does, and spells the tokens that lie in a slot.
-It knows what a query sees from the policy's definition alone, token by token.
+`Cache` is the oracle: it carries out plans slot by slot, as the device does, and spells the tokens
+that lie in a slot. It knows what a query sees from the policy's definition alone, token by token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import step
 
-# --- policies ---------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_policy_of_ones_own_is_found_by_its_place(tmp_path):
         kv_policies.find(KVPolicyOptions(f"{file}:OTHER"))
 
 
-# --- the blocks of a sequence -----------------------------------------------------------------------------------------
+# --- the blocks of a sequence ---------------------------------------------------------------------
 
 
 def run_alone(config: SchedulerConfig, prompt: int, output: int) -> list[tuple[int, ...]]:
@@ -105,7 +106,9 @@ def run_alone(config: SchedulerConfig, prompt: int, output: int) -> list[tuple[i
 
 
 def test_exact_blocks_of_a_windowed_and_a_full_group():
-    """Blocks of 4, a window of 9 tokens: 3 blocks. 40 tokens are 10 blocks of the full group and 3 of the other."""
+    """Blocks of 4, a window of 9 tokens: 3 blocks. 40 tokens are 10 blocks of the full group and 3
+    of the other.
+    """
     config = SchedulerConfig(4, 40, 8, 4, 64, views=(ALL, View(kv_policies.window_blocks(9, 4))))
     table = run_alone(config, 30, 10)[-1]
     assert (len(table), views.held(table)) == (20, 13)
@@ -116,9 +119,8 @@ def test_exact_blocks_of_a_windowed_and_a_full_group():
 def test_a_long_prompt_runs_in_a_pool_that_is_smaller_than_it():
     config = SchedulerConfig(4, 7, 8, 4, 512, views=(View(3, (0,)),))
     tables = run_alone(config, 400, 50)
-    assert (
-        max(map(views.held, tables)) == 5
-    )  # block 0, a window of 3, and one more in a chunk of two blocks
+    # block 0, a window of 3, and one more in a chunk of two blocks
+    assert max(map(views.held, tables)) == 5
     assert [i for i, block in enumerate(tables[-1]) if block] == [0, 110, 111, 112]
 
 
@@ -143,7 +145,9 @@ def test_a_request_that_keeps_its_blocks_gives_none_back():
 
 
 def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
-    """The first request's early blocks were evicted. A second one begins behind the longest usable beginning."""
+    """The first request's early blocks were evicted. A second one begins behind the longest usable
+    beginning.
+    """
     config = SchedulerConfig(4, 8, 16, 2, 128, views=(View(2, (0,)),))
     keys = tuple(map(str, range(16)))
     state = scheduler.submit(scheduler.init(config), Request("a", 64, 1, hashes=keys))
@@ -167,7 +171,7 @@ def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
         scheduler.init(config._replace(views=(View(2),), mixed_steps=False))
 
 
-# --- any transitions --------------------------------------------------------------------------------------------------
+# --- any transitions ------------------------------------------------------------------------------
 
 
 class Cache:

@@ -18,9 +18,11 @@ from tests.load_client.test_load_stream import delta, text
 
 
 class Stub:
-    """Streams each answer's tokens `gap` seconds apart after `first` seconds. Some values of `max_tokens` mean a fault:
+    """Streams each answer's tokens `gap` seconds apart after `first` seconds. Some values of
+    `max_tokens` mean a fault:
 
-    400 to 599: that status; 1000: hangs up in the middle; 1001: sends half and stalls; 1002: an error in the stream;
+    400 to 599: that status; 1000: hangs up in the middle; 1001: sends half and stalls; 1002: an
+    error in the stream;
     1003: no usage, and both tokens in one chunk; 1004: only [DONE]; 1005: not JSON.
     """
 
@@ -158,7 +160,9 @@ def bench(url: str, *words: str, tmp_path=None) -> tuple[int, dict]:
 
 
 def test_no_connection_is_kept_idle(server):
-    """httpcore checks every connection for every idle one, which takes longer than the answers at 1000 of them."""
+    """httpcore checks every connection for every idle one, which takes longer than the answers at
+    1000 of them.
+    """
     _, url = server
 
     async def idle() -> list:
@@ -299,9 +303,8 @@ def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path
     code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
     assert code == 0
     assert stub.paths == ["/v1/chat/completions"] * 2
-    sent = [
-        message for body in stub.bodies for message in body["messages"]
-    ]  # in any order: at once
+    # in any order: at once
+    sent = [message for body in stub.bodies for message in body["messages"]]
     assert sorted(sent, key=lambda message: message["content"]) == [
         {"role": "user", "content": "one two"},
         {"role": "user", "content": "three"},

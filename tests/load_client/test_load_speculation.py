@@ -41,9 +41,8 @@ def test_a_server_that_does_not_answer_has_no_counts():
     "speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}]
 )
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
-    sizes = ENGINE | {
-        "token_buckets": (64,)
-    }  # as in tests/server/test_server.py, for the same programs
+    # as in tests/server/test_server.py, for the same programs
+    sizes = ENGINE | {"token_buckets": (64,)}
     with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
         words = [
             "--url",

@@ -1,4 +1,6 @@
-"""Odd traces and prompt files of both programs that read them: read rightly, or refused with the line."""
+"""Odd traces and prompt files of both programs that read them: read rightly, or refused with the
+line.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,8 @@ READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
         BYTE_ORDER_MARK + HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
         HEADER.replace("\n", "\r\n")
         + (FIRST + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
-        HEADER
-        + "\n"
-        + "2023-11-16T18:17:05.500000,0,1\n"
-        + FIRST,  # a blank line; not in the order of time
+        # a blank line; not in the order of time
+        HEADER + "\n" + "2023-11-16T18:17:05.500000,0,1\n" + FIRST,
         HEADER + '"2023-11-16 18:17:03",5,006\n"2023-11-16 18:17:05.5", 0,1',
         "note," + HEADER + '"two\nlines",' + FIRST + ",2023-11-16 18:17:05.5,0,1\n",
         HEADER + "2023-11-16 18:17:03+01:00,5,6\n2023-11-16T17:17:05.5Z,0,1\n",

@@ -1,4 +1,6 @@
-"""What attention weighs values with: every form of pages, against numpy and against attention itself."""
+"""What attention weighs values with: every form of pages, against numpy and against attention
+itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tools around the kernels: compiling for chips that are not present, tuning on one that is, and timing."""
+"""The tools around the kernels: compiling for chips that are not present, tuning on one that is,
+and timing.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_missing_plugin_is_an_error_with_the_command_that_installs_it(capsys, 
 
 @pytest.mark.parametrize("target", ["h200", "v5e"])
 def test_compiling_for_a_chip_starts_no_device(target):
-    """JAX reads JAX_PLATFORMS when it is imported, and its plugin fails to start a GPU without cuDNN."""
+    """JAX reads JAX_PLATFORMS when it is imported, and its plugin fails to start a GPU without
+    cuDNN.
+    """
     program = f"""
 import jax
 from pallas_kernels import aot, aot_tpu
@@ -264,7 +268,7 @@ def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
 
 
-# --- TPUs -------------------------------------------------------------------------------------------------------------
+# --- TPUs -----------------------------------------------------------------------------------------
 
 
 def test_every_supported_tpu_shape_is_compiled():
@@ -336,7 +340,9 @@ SCHEDULE = """
 
 
 def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
-    """Two bundles around the steps; a step has 3, its copies 4 a page, its products 2; the results 2; no clearing."""
+    """Two bundles around the steps; a step has 3, its copies 4 a page, its products 2; the results
+    2; no clearing.
+    """
     count = bundles.of_a_row(SCHEDULE, bundles.Trips(steps=8, pages=16, heads=3))
     assert count == 2 + 8 * (3 + 16 * 4 + 3 * 2) + 3 * 2
     assert (

@@ -1,4 +1,6 @@
-"""Writing keys and values into pages: the contract, by XLA's scatter and by the TPU kernel, interpreted."""
+"""Writing keys and values into pages: the contract, by XLA's scatter and by the TPU kernel,
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.few_optimisations
 
 
 class Case(NamedTuple):
-    """Tokens (first position, number) of sequences, each with pages of its own, then padding tokens."""
+    """Tokens (first position, number) of sequences, each with pages of its own, then padding
+    tokens.
+    """
 
     rows: tuple[tuple[int, int], ...] = ((5, 20), (17, 1), (3, 1), (0, 13), (15, 7))
     padding: int = 6
@@ -154,7 +158,7 @@ def test_unknown_implementations_and_slots_of_another_type_raise():
         kv_write.write(*arguments[:4], arguments[4].astype(np.int16), rows=6, impl="xla")
 
 
-# --- the TPU kernel ---------------------------------------------------------------------------------------------------
+# --- the TPU kernel -------------------------------------------------------------------------------
 
 
 def check(case: Case, mode: str) -> None:

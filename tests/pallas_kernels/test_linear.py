@@ -55,7 +55,9 @@ def case(
     low: tuple[int, int, tuple[int, ...]] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `linear`, with the weight as it is stored. norm: its `plus_one`. low: as in `low_rank`."""
+    """Arguments of `linear`, with the weight as it is stored. norm: its `plus_one`. low: as in
+    `low_rank`.
+    """
     rng = np.random.default_rng(seed)
     matrix = Matrix(m, k, activation is not None, len(sizes or (t,)))
     weight = numbers(rng, m, k, dtype=dtype)
@@ -84,7 +86,9 @@ def low_rank(
     rank: int,
     parts: tuple[int, ...],
 ) -> LowRank:
-    """Products of low rank of tokens in any order. parts: the last output + 1 of each, in 64ths of all."""
+    """Products of low rank of tokens in any order. parts: the last output + 1 of each, in 64ths of
+    all.
+    """
     m, k, _, _ = matrix
     ends = [m * end // 64 for end in parts]
     a = np.zeros(
@@ -216,7 +220,8 @@ CASES = {
 }
 
 
-# Of the implementations that XLA compiles, a third of a second for each case. Each part of `linear` is in one of them.
+# Of the implementations that XLA compiles, a third of a second for each case. Each part of `linear`
+# is in one of them.
 COMPILED = {
     "reference": [
         "many tokens",
@@ -242,9 +247,10 @@ COMPILED = {
 
 
 def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pytest.MarkDecorator:
-    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8 has half of the
-    cases with each kind of activations, and all of low rank with bfloat16. Of the others the default run has the cases
-    in `compiled`, in turn with float32 and with bfloat16 and int8."""
+    """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8
+    has half of the cases with each kind of activations, and all of low rank with bfloat16. Of the
+    others the default run has the cases in `compiled`, in turn with float32 and with bfloat16 and
+    int8."""
     names = list(names)
     kinds = [
         (impl, int8, dtype)

@@ -1,6 +1,7 @@
 """The contract of every implementation of paged attention.
 
-The oracle is numpy's float64 on contiguous keys; without a soft cap it is compared with JAX's own attention.
+The oracle is numpy's float64 on contiguous keys; without a soft cap it is compared with JAX's own
+attention.
 """
 
 from __future__ import annotations
@@ -20,28 +21,24 @@ from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_t
 
 pytestmark = pytest.mark.few_optimisations
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
-# A program takes a second or two, so most cases have one of two sizes: FEW tokens, each of which is a decode for plain
-# XLA, or MANY, for its loop over chunks.
+# A program takes a second or two, so most cases have one of two sizes: FEW tokens, each of which is
+# a decode for plain XLA, or MANY, for its loop over chunks.
 FEW, MANY = 64, 160
 ROOM: dict[str, int] = {"b": 16, "m": 64}
-MIXED = [
-    (1, 200),
-    (17, 17),
-    (1, 1),
-    (9, 130),
-    (1, 300),
-    (5, 37),
-    (1, 64),
-]  # (query tokens, context tokens)
+# (query tokens, context tokens)
+MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]
 
 
 def slow(*values: Any):
-    """A parameter of the slow run alone: it needs one more program, which takes a second or two to compile."""
+    """A parameter of the slow run alone: it needs one more program, which takes a second or two to
+    compile.
+    """
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# The GPU kernels take other shapes and interpreting them is slow: test_paged_attention_gpu.py. The TPU kernel is
-# interpreted here as ordinary XLA, which is fast, and with copies and semaphores in test_paged_attention_tpu.py.
+# The GPU kernels take other shapes and interpreting them is slow: test_paged_attention_gpu.py. The
+# TPU kernel is interpreted here as ordinary XLA, which is fast, and with copies and semaphores in
+# test_paged_attention_tpu.py.
 HERE = sorted(set(IMPLS) - {"pallas_gpu", "pallas_tpu"})
 every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
 # The reference has one program for decodes and chunks, so MANY tokens show nothing new of it.
@@ -105,7 +102,9 @@ def make(
     seed: int = 0,
     dtype: Any = np.float32,
 ) -> Case:
-    """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots hold garbage."""
+    """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots
+    hold garbage.
+    """
     rng = np.random.default_rng(seed)
     m = m or max(1, max(-(-context // s) for _, context in rows))
     normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(dtype)  # noqa: E731
@@ -124,7 +123,9 @@ def make(
 
 
 def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
-    """Puts row b's i-th block into page `pages[b * M + i]`. Slots without a token, and page 0, have garbage."""
+    """Puts row b's i-th block into page `pages[b * M + i]`. Slots without a token, and page 0, have
+    garbage.
+    """
     s, (b, width) = case.v_pages.shape[2], case.k.shape[:2]
     m = width // s
     tables = pages.reshape(b, m).astype(np.int32)
@@ -208,11 +209,12 @@ def assert_padding_is_zero(got: np.ndarray, case: Case) -> None:
     chex.assert_trees_all_equal(padding, np.zeros_like(padding))
 
 
-# --- which cases run by default ---------------------------------------------------------------------------------------
+# --- which cases run by default -------------------------------------------------------------------
 
 
 def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
-    """(impl, ...) by the cost of one more program: little for the CPU kernel, a second or two for the others.
+    """(impl, ...) by the cost of one more program: little for the CPU kernel, a second or two for
+    the others.
 
     The interpreted TPU kernel takes several seconds: its `rare` parameters run by hand alone.
     """
@@ -229,7 +231,7 @@ def singles(values) -> list[tuple]:
     return [(value,) for value in values]
 
 
-# --- what it computes -------------------------------------------------------------------------------------------------
+# --- what it computes -----------------------------------------------------------------------------
 
 
 NARROW = [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float8_e4m3fn, True)]
@@ -323,7 +325,8 @@ def test_head_sizes(impl, t, d):
 
 @pytest.mark.parametrize(("impl", "t"), choices([(80,)], of_cpu=[(24,)]))
 def test_error_in_bfloat16_is_within_its_rounding(impl, t):
-    # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the weights and the output
+    # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the
+    # weights and the output
     case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
     got, want = run(case, impl).astype(np.float32), oracle(case)
     chex.assert_trees_all_close(got, want, atol=2.0**-6 * max(1.0, np.abs(want).max()), rtol=0)
@@ -343,9 +346,8 @@ def test_scale_is_a_factor_of_the_scores(impl):
 @every_impl
 def test_extreme_scores_do_not_overflow(impl):
     case = make([(1, 300), (9, 21)], t=FEW, **ROOM)
-    assert_contract(
-        case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3
-    )  # of scores up to 1e4
+    # of scores up to 1e4
+    assert_contract(case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3)
 
 
 @every_impl_and_size
@@ -366,7 +368,8 @@ def test_a_call_without_tokens_is_all_zeros(impl, t):
 SMALL = [(1, 20), (3, 9), (1, 1), (2, 2)]
 
 
-@pytest.mark.slow  # tests below have windows and caps in one program; operations one after another are for debugging
+# tests below have windows and caps in one program; operations one after another are for debugging
+@pytest.mark.slow
 class WithAndWithoutJit(chex.TestCase):
     """The small batch runs as one program, and as one operation after another with jit disabled."""
 
@@ -385,9 +388,10 @@ class WithAndWithoutJit(chex.TestCase):
                 chex.assert_trees_all_close(np.asarray(got), oracle(case), atol=2e-5, rtol=0)
 
 
-# --- windows and soft caps --------------------------------------------------------------------------------------------
+# --- windows and soft caps ------------------------------------------------------------------------
 
-# Both loops of the plain XLA version, and of the CPU kernel: spans of 128 and 256 tokens, steps of 64, tiles of 48.
+# Both loops of the plain XLA version, and of the CPU kernel: spans of 128 and 256 tokens, steps of
+# 64, tiles of 48.
 LONG = [(1, 600), (50, 400), (1, 1), (1, 257), (3, 3), (20, 20), (1, 256), (2, 130)]
 BORDERS = (1, 2, 16, 65, 255, 256, 257, 10_000)
 MORE_BORDERS = (3, 15, 17, 47, 48, 49, 63, 64, 127, 128, 129, 511, 512, 513, 599, 600)
@@ -499,7 +503,7 @@ def test_a_changed_token_changes_exactly_the_queries_whose_window_has_it(impl):
         chex.assert_trees_all_equal(changed, (position >= token) & (position < token + 17))
 
 
-# --- what results must not depend on ----------------------------------------------------------------------------------
+# --- what results must not depend on --------------------------------------------------------------
 
 
 @every_impl_and_size
@@ -562,7 +566,7 @@ def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
         )
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- what it costs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("t", [slow(64), 512])  # 512 has both loops
@@ -587,7 +591,9 @@ def test_xla_allocates_a_tile_and_not_whole_table_rows(t):
 
 
 def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
-    """The pages that plain XLA gathers. Tokens past a context are masked, so garbage would not show a read."""
+    """The pages that plain XLA gathers. Tokens past a context are masked, so garbage would not show
+    a read.
+    """
     seen: set[int] = set()
     tile = xla._tile
 
@@ -608,8 +614,9 @@ def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
 
 @pytest.mark.parametrize("t", [slow(8), 96])  # 96 has both loops, 8 that over decodes
 def test_xla_reads_no_page_past_the_spans_of_the_context(t, monkeypatch):
-    """The table is several times as wide as the contexts; its other entries are one page that must not be read.
-    With 32 spans of real context, which fill whole groups, one more iteration would read the padding row's page."""
+    """The table is several times as wide as the contexts; its other entries are one page that must
+    not be read. With 32 spans of real context, which fill whole groups, one more iteration would
+    read the padding row's page."""
     rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
     case = make(rows, t=t, b=32, m=100)
     trap = len(case.k_pages) - 1
@@ -641,7 +648,7 @@ def test_layers_with_equal_shapes_trace_attention_once():
         chex.assert_trees_all_equal(other, first)
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def products(jaxpr: Any) -> Iterator[Any]:
@@ -660,7 +667,9 @@ def products(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", [np.float32, jnp.bfloat16, slow(jnp.float16)])
 @pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
 def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
-    """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are in float32."""
+    """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are
+    in float32.
+    """
     case = make(MIXED[:1] if t == 8 else MIXED, t=t, **ROOM)
     arrays = [jax.ShapeDtypeStruct(a.shape, kind) for a in case.arguments[:3]]
     program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(
@@ -676,7 +685,7 @@ def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
             assert jnp.dtype(kind).itemsize == 2
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 GOOD = {
     "q": ((8, 4, 16), "float32"),

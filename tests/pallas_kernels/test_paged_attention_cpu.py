@@ -1,4 +1,6 @@
-"""The compiled CPU kernel: what it guarantees beyond the contract of all implementations (test_paged_attention.py)."""
+"""The compiled CPU kernel: what it guarantees beyond the contract of all implementations
+(test_paged_attention.py).
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_head_sizes_that_are_not_whole_vectors(d, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("s", [1, 6, 16, 256])
 def test_chunks_that_cross_pages_and_steps(s, dtype):
-    """Steps are 64 context tokens and tiles are 48 queries (24 tokens here): ends before, at and after those."""
+    """Steps are 64 context tokens and tiles are 48 queries (24 tokens here): ends before, at and
+    after those.
+    """
     rows = [(2, 64), (23, 65), (24, 129), (25, 25), (64, 300), (1, 300), (48, 48)]
     case = make(rows, t=200, b=8, s=s, dtype=dtype)
     if dtype == np.float32:
@@ -90,7 +94,9 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
 
 
 def assert_close_in_bfloat16(case):
-    """Weights are rounded to 8 bits, which moves a result by less than 2^-8 here; then the result is."""
+    """Weights are rounded to 8 bits, which moves a result by less than 2^-8 here; then the result
+    is.
+    """
     got, want = run(in_bits(case), "cpu"), oracle(case)
     chex.assert_shape(got, case.dims["TND"])
     chex.assert_type(got, jnp.bfloat16)
@@ -98,14 +104,8 @@ def assert_close_in_bfloat16(case):
     assert_padding_is_zero(got, case)
 
 
-ODD = [
-    (9, 9),
-    (17, 90),
-    (49, 131),
-    (70, 257),
-    (1, 301),
-    (16, 16),
-]  # steps end after odd and even numbers of tokens
+# steps end after odd and even numbers of tokens
+ODD = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,9 @@ def test_bfloat16_chunks_of_any_group(s, g):
 
 
 def test_bfloat16_queries_keep_their_bits_at_any_scale():
-    """Scores of hundreds: if queries were rounded after the scale, 0.3, scores would be wrong by a tenth and more."""
+    """Scores of hundreds: if queries were rounded after the scale, 0.3, scores would be wrong by a
+    tenth and more.
+    """
     case = make(ODD, t=176, b=8, d=72, g=3, dtype=jnp.bfloat16)
     assert_close_in_bfloat16(case._replace(q=(30 * case.q).astype(case.q.dtype), scale=0.3))
 
@@ -207,7 +209,9 @@ def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
 
 
 def test_every_number_of_8_bits_is_read_exactly():
-    """The result of a context of one token is its value: all 254 numbers of float8_e4m3fn, with subnormal ones."""
+    """The result of a context of one token is its value: all 254 numbers of float8_e4m3fn, with
+    subnormal ones.
+    """
     bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)  # the two others are NaN
     values = np.zeros(256, jnp.float8_e4m3fn)
     values[: len(bits)] = bits.view(jnp.float8_e4m3fn)
@@ -242,7 +246,9 @@ def test_nan_within_a_window_is_not_hidden_by_a_soft_cap():
 
 
 def test_time_depends_on_the_window_and_not_on_the_context():
-    """A window of 1/40 of the context, or of 1/20 with a tile, takes far less than a third of the time."""
+    """A window of 1/40 of the context, or of 1/20 with a tile, takes far less than a third of the
+    time.
+    """
     for rows, t in (([(1, 4000)] * 4, 4), ([(400, 4000)], 400)):
         case = make(rows, t=t, b=len(rows), k=3, g=3, d=64)
         arguments = jax.device_put(case.arguments)
@@ -371,7 +377,9 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"window": 37}, {"window": 280, "soft_cap": 5.0}])
 @pytest.mark.parametrize(("k", "g", "d"), [(3, 3, 64), (2, 4, 24), (1, 7, 8), (2, 1, 16)])
 def test_short_rows_at_the_end_of_any_context(k, g, d, options):
-    """A decode with drafts: up to 8 query tokens, whose visible tokens end before, at and after a span of 256."""
+    """A decode with drafts: up to 8 query tokens, whose visible tokens end before, at and after a
+    span of 256.
+    """
     rows = [
         (2, 2),
         (8, 8),
@@ -412,7 +420,9 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
 
 
 def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """[L, K, D] -> pages [P, K, S, D] in random order, with NaN past the end, and their table [1, M]."""
+    """[L, K, D] -> pages [P, K, S, D] in random order, with NaN past the end, and their table [1,
+    M].
+    """
     length, heads, size = keys.shape
     count = -(-length // block)
     table = np.random.default_rng(seed).permutation(count) + 1
@@ -424,7 +434,9 @@ def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[np.ndarray, np
 
 @pytest.mark.parametrize("window", [None, 100, 300])
 def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(window):
-    """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer ones pieces."""
+    """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer
+    ones pieces.
+    """
     length, heads, size = 600, 3, 40
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((length, n, size)).astype(np.float32) for n in (9, heads, heads))

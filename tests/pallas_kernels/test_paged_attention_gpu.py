@@ -1,7 +1,8 @@
 """The Hopper kernels, interpreted on a CPU: results, and races between threads.
 
-Interpretation does not check registers, layouts and alignment; `python -m pallas_kernels.aot` compiles the kernels for
-that. It needs JAX 0.11 and so Python 3.12. The oracle is attention in float64 over contiguous keys.
+Interpretation does not check registers, layouts and alignment; `python -m pallas_kernels.aot`
+compiles the kernels for that. It needs JAX 0.11 and so Python 3.12. The oracle is attention in
+float64 over contiguous keys.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ NAN = float("nan")
 
 
 class Case(NamedTuple):
-    """Rows of (query tokens, context tokens). Slots outside all contexts are NaN: page 0, free pages, ends of pages."""
+    """Rows of (query tokens, context tokens). Slots outside all contexts are NaN: page 0, free
+    pages, ends of pages.
+    """
 
     rows: list[tuple[int, int]]
     d: int = 64
@@ -109,8 +112,8 @@ class Case(NamedTuple):
 def run(
     case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = False, **options
 ) -> np.ndarray:
-    """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that of chunks or of short
-    rows, [T, N, D]."""
+    """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that
+    of chunks or of short rows, [T, N, D]."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -143,20 +146,23 @@ def run(
 
 def check(case: Case, *, tiles: Tiles = SMALL, shorts: bool = False, **options) -> None:
     found, expected = run(case, tiles=tiles, shorts=shorts, **options), case.expected(**options)
-    bits = {"bfloat16": 8, "float16": 11}[
-        case.dtype
-    ]  # weights and results are rounded to this number of bits
+    # weights and results are rounded to this number of bits
+    bits = {"bfloat16": 8, "float16": 11}[case.dtype]
     chex.assert_tree_all_finite(found)
     chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
 
 
 def decodes(s: int, *more: int) -> list[tuple[int, int]]:
-    """Lengths around a block's border. Each row has one query token, also the one without a context."""
+    """Lengths around a block's border. Each row has one query token, also the one without a
+    context.
+    """
     return [(1, length) for length in (0, 1, s - 1, s, s + 1, *more)]
 
 
 def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among them."""
+    """Rows of every length up to `most`, around a block's border, with a row without tokens among
+    them.
+    """
     counts = range(2, 5) if most == 4 else range(5, 9)
     around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
     return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
@@ -175,7 +181,7 @@ EVERY = [
 OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
 
 
-# --- what they compute ------------------------------------------------------------------------------------------------
+# --- what they compute ----------------------------------------------------------------------------
 
 
 @interpreted
@@ -248,7 +254,9 @@ def test_short_rows_of_thousands_of_tokens():
     ("row", "group"), [((2, 40), 4), slow((3, 3), 4), slow((4, 33), 16), slow((7, 70), 16)]
 )
 def test_a_call_of_one_short_row_and_padding_rows(row, group):
-    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
+    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are
+    padding.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
@@ -416,7 +424,7 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
     assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
 
 
-# --- the checks detect mistakes ---------------------------------------------------------------------------------------
+# --- the checks detect mistakes -------------------------------------------------------------------
 
 SHORT_ROWS = short_rows(16, 8, 300, 700)
 
@@ -475,7 +483,9 @@ def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
     ],
 )
 def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
-    """A wait for another warpgroup. The interpreter does not detect a decode that omits the wait for its own copy."""
+    """A wait for another warpgroup. The interpreter does not detect a decode that omits the wait
+    for its own copy.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     wait = plgpu.barrier_wait
@@ -488,7 +498,7 @@ def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
         check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 @interpreted

@@ -1,9 +1,11 @@
-"""The TPU attention kernels, interpreted on a CPU with their copies and semaphores: results and races.
+"""The TPU attention kernels, interpreted on a CPU with their copies and semaphores: results and
+races.
 
-A copy runs when it is awaited or as soon as it is started (`dma_execution_mode`); a mistake may show in one of the two
-alone. The race detector follows the semaphores. Interpretation does not show what the compiler does: for this run
-`python -m pallas_kernels.aot --target v5e`. The shared contract (test_paged_attention.py) runs on the same kernels as
-ordinary XLA. Here, slots outside all contexts are NaN. The oracle is attention in float64.
+A copy runs when it is awaited or as soon as it is started (`dma_execution_mode`); a mistake may
+show in one of the two alone. The race detector follows the semaphores. Interpretation does not show
+what the compiler does: for this run `python -m pallas_kernels.aot --target v5e`. The shared
+contract (test_paged_attention.py) runs on the same kernels as ordinary XLA. Here, slots outside all
+contexts are NaN. The oracle is attention in float64.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def run(
     shorts: bool = False,
     **options,
 ) -> np.ndarray:
-    """Runs one kernel: that of decodes if all rows are, [B, N, D]; else that of chunks or of short rows, [T, N, D]."""
+    """Runs one kernel: that of decodes if all rows are, [B, N, D]; else that of chunks or of short
+    rows, [T, N, D].
+    """
     arrays = case.arrays(order)
     row, itemsize = pallas_tpu.row_size(case.d), arrays["q"].dtype.itemsize
     for name in ("k_pages", "v_pages"):
@@ -87,7 +91,8 @@ def check(
         run(case, mode, tiles=tiles, shorts=shorts, **options),
         case.expected(**options),
     )
-    # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
+    # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the
+    # numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
     chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
 
@@ -98,13 +103,15 @@ def chunks(s: int, *more: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among them."""
+    """Rows of every length up to `most`, around a block's border, with a row without tokens among
+    them.
+    """
     counts = range(2, 5) if most == 4 else range(5, 9)
     around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
     return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
 
 
-# --- what they compute ------------------------------------------------------------------------------------------------
+# --- what they compute ----------------------------------------------------------------------------
 
 GROUPS = {8: 3, 16: 1, 32: 8, 64: 16, 128: 4}
 EVERY = [
@@ -215,7 +222,7 @@ def test_heads_in_more_than_one_body_of_the_loop():
     check(Case(chunks(16), heads=10, group=1), "on_wait")
 
 
-# --- decodes and chunks together --------------------------------------------------------------------------------------
+# --- decodes and chunks together ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,16 +262,17 @@ def test_a_mixed_batch_keeps_the_contract(options, interpreted):
     )
     padding = found[a["first"][-1] :]
     chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
-    arguments[1:3] = (
-        a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3]
-    )  # as an engine keeps them
+    # as an engine keeps them
+    arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])
     in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
     chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
 
 
 @pytest.mark.parametrize("row", [(2, 40), slow((3, 3)), slow((4, 33)), slow((5, 70)), slow((8, 8))])
 def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
-    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
+    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are
+    padding.
+    """
     count, case = row[0], Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
     a = case.arrays()
     arguments = [a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
@@ -318,7 +326,7 @@ def test_exactly_the_pages_of_the_visible_context_are_read(window, owned):
     assert read == expected | {int(a["tables"][2, 0])}
 
 
-# --- the checks detect mistakes ---------------------------------------------------------------------------------------
+# --- the checks detect mistakes -------------------------------------------------------------------
 
 TWO = [
     pytest.param(decodes(16, 100), id="decodes"),
@@ -368,7 +376,7 @@ def test_the_checks_detect_a_missing_page(rows, monkeypatch):
     caught(Case(rows), "eager")
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A leader and followers in one process, connected by sockets, for tests. Nobody exits: exit statuses are collected."""
+"""A leader and followers in one process, connected by sockets, for tests. Nobody exits: exit
+statuses are collected.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def tcp_pair() -> list[socket.socket]:
 
 
 class Connected:
-    """leader, followers: of one group. exits: (process, exit status), in the order in which they ended."""
+    """leader, followers: of one group. exits: (process, exit status), in the order in which they
+    ended.
+    """
 
     def __init__(self, followers: int, timeout: float) -> None:
         self.exits: list[tuple[int, int]] = []

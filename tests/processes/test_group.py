@@ -1,4 +1,6 @@
-"""Signs of life, and the end of all processes if one of them fails. Here they are threads, connected by sockets."""
+"""Signs of life, and the end of all processes if one of them fails. Here they are threads,
+connected by sockets.
+"""
 
 from __future__ import annotations
 
@@ -129,9 +131,8 @@ def test_clients_are_answered_before_the_end(monkeypatch):
     told = []
     with connected(1) as pair:
         pair.leader.on_failure.append(lambda reason: told.append((reason, list(pair.exits))))
-        pair.leader.on_failure.insert(
-            0, lambda reason: told[0]
-        )  # it fails, and the others are called all the same
+        # it fails, and the others are called all the same
+        pair.leader.on_failure.insert(0, lambda reason: told[0])
         pair.close(1)
         until(lambda: 0 in {i for i, _ in pair.exits})
         assert told[0][0] == pair.leader.failure
@@ -251,7 +252,9 @@ def test_an_engine_that_nobody_can_build_ends_nobody_and_one_that_some_cannot_en
 
 
 def test_strangers_are_not_let_in():
-    """Other bytes, another token, a process that does not exist: each is closed, and nobody waits for it."""
+    """Other bytes, another token, a process that does not exist: each is closed, and nobody waits
+    for it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address, made = listener.getsockname(), []
         for hello in (

@@ -21,10 +21,8 @@ SLURM = {
         ({}, None),
         (SLURM, ProcessConfig(None, 4, 3)),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        (
-            {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},
-            None,
-        ),  # salloc: no step
+        # salloc: no step
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ProcessConfig(None, 2, 1)),
         (
             {

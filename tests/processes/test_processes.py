@@ -1,4 +1,6 @@
-"""Real processes that share one engine on virtual devices: recordings, the server, and what ends them."""
+"""Real processes that share one engine on virtual devices: recordings, the server, and what ends
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def free_port() -> int:
 def started(
     commands: list[list[str]], folder: Path, devices: int = 1
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes with outputs in files `0`, `1`, ... of a folder. Whatever still runs is killed by its pid."""
+    """Processes with outputs in files `0`, `1`, ... of a folder. Whatever still runs is killed by
+    its pid.
+    """
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
     made = []
     try:
@@ -94,7 +98,9 @@ def compared(
     devices: int,
     modes: list[dict[str, Any]],
 ) -> None:
-    """Recordings of processes and of one device are equal, in several modes, with those of each process."""
+    """Recordings of processes and of one device are equal, in several modes, with those of each
+    process.
+    """
     mesh = {"mesh": {"tensor": processes * devices}}
     runs = [
         {"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode}
@@ -112,9 +118,8 @@ def compared(
         for other in others:
             assert other.read_bytes() == first.read_bytes(), (other, mode)
         assert verify(first).identical
-        if not mode.get("speculative", {}).get(
-            "adaptive"
-        ):  # else the number of drafts follows times
+        # else the number of drafts follows times
+        if not mode.get("speculative", {}).get("adaptive"):
             alone = play(
                 LLM(folder, progress=False, **{**CONFIG, **mode}).engine,
                 0,
@@ -125,7 +130,9 @@ def compared(
 
 
 def without_host_blocks(log: Path) -> str:
-    """A recording. The swap space of each process has its heads only, so it holds more blocks than one device's."""
+    """A recording. The swap space of each process has its heads only, so it holds more blocks than
+    one device's.
+    """
     header, _, rest = log.read_text().partition("\n")
     record = json.loads(header)
     del record["config"]["host_blocks"]

@@ -1,6 +1,8 @@
-"""A leader's engine and a follower's make the same transitions; what differs is named in the step in which it matters.
+"""A leader's engine and a follower's make the same transitions; what differs is named in the step
+in which it matters.
 
-Here both are whole engines on one device each, in two threads. tests/processes/test_processes.py has real processes.
+Here both are whole engines on one device each, in two threads. tests/processes/test_processes.py
+has real processes.
 """
 
 from __future__ import annotations
@@ -229,7 +231,9 @@ def test_a_fault_of_inputs_is_named_in_the_next_step(pair, fault, step, ours, th
 
 
 def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tiny, tmp_path):
-    """The clocks of the processes differ. With three of four admitted, plans differ before anything is computed."""
+    """The clocks of the processes differ. With three of four admitted, plans differ before anything
+    is computed.
+    """
     clock = threading.local()
 
     def order(waiting: Any, running: Any, cached: Any) -> Any:
@@ -304,7 +308,9 @@ def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
 def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error):
-    """It cannot be rolled back: others may have computed the step. Ctrl-C is deferred, unless it is pressed twice."""
+    """It cannot be rolled back: others may have computed the step. Ctrl-C is deferred, unless it is
+    pressed twice.
+    """
     monkeypatch.setattr(group_module, "CAUSE_SECONDS", 0.1)
     pair.follow()
     add(pair.leader)

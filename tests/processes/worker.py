@@ -1,7 +1,7 @@
 """One process of an engine, for tests: python -m tests.processes.worker N I PORT JOB
 
-A job is JSON: the model's folder, the engine's options, runs of `play` with the files of their recordings, and faults
-that this process has.
+A job is JSON: the model's folder, the engine's options, runs of `play` with the files of their
+recordings, and faults that this process has.
 """
 
 from __future__ import annotations

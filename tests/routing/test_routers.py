@@ -39,7 +39,8 @@ from tests import drawn
 OF_ALL = [*ROUTERS.values(), by_prefix("tight", factor=1.0, slack=0)]
 # A prompt is a path in a tree: its hashes are its own beginnings, as chained hashes are.
 PROMPTS = st.text("ab", max_size=6)
-# What happens to a router: a request arrives, one ends, a replica joins or leaves. Numbers pick among what there is.
+# What happens to a router: a request arrives, one ends, a replica joins or leaves. Numbers pick
+# among what there is.
 WHAT = st.one_of(
     st.tuples(st.just("route"), PROMPTS, st.integers(0, 50)),
     st.tuples(st.just("finish"), st.integers(0, 99)),
@@ -154,7 +155,9 @@ def test_known_hashes_are_bounded_and_closed_to_the_front(prompts: list[str], mo
 
 
 class NaivePrefixRouter(RuleBasedStateMachine):
-    """The prefix router against lists: hashes in order of use, requests one by one, every rule by its words."""
+    """The prefix router against lists: hashes in order of use, requests one by one, every rule by
+    its words.
+    """
 
     FACTOR, SLACK, KNOWN = 1.5, 2, 6
 

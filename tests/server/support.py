@@ -1,4 +1,6 @@
-"""Helpers of the server's tests: a server in a thread, a server in a process, and small reads of its answers."""
+"""Helpers of the server's tests: a server in a thread, a server in a process, and small reads of
+its answers.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
 def serving_without_leaks(llm: LLM, **options) -> Iterator[SimpleNamespace]:
     """A server for many tests. At its end the engine must be healthy, and all blocks free.
 
-    Some requests run on after their answer: those of the route /generate, and those whose client left.
+    Some requests run on after their answer: those of the route /generate, and those whose client
+    left.
     """
     with serving(llm, **options) as server:
         yield server
@@ -106,7 +109,9 @@ def started(
 
 @contextmanager
 def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
-    """`pagedjax serve` in a thread of this process, which starts without imports -> uvicorn's server and the url."""
+    """`pagedjax serve` in a thread of this process, which starts without imports -> uvicorn's
+    server and the url.
+    """
     servers: list[uvicorn.Server] = []
 
     class Noted(serve._Server):

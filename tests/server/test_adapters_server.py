@@ -1,4 +1,6 @@
-"""Adapters of a server: as models, at the start, and by vLLM's two routes while requests run; against the library."""
+"""Adapters of a server: as models, at the start, and by vLLM's two routes while requests run;
+against the library.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def http(open_server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
-    """Steps of the server wait for 50 ms each until this event is set, so that a test sees requests that run."""
+    """Steps of the server wait for 50 ms each until this event is set, so that a test sees requests
+    that run.
+    """
     session, ended = open_server.worker.llm.session, threading.Event()
     step = session.step
 
@@ -123,7 +127,7 @@ def streamed(lines: Iterator[str]) -> Iterator[str]:
             yield "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
@@ -227,7 +231,7 @@ def test_the_list_of_models_has_the_adapters(http, folders):
     )
 
 
-# --- while requests run -----------------------------------------------------------------------------------------------
+# --- while requests run ---------------------------------------------------------------------------
 
 
 def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
@@ -304,9 +308,8 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
     open_server, http, folders, monkeypatch
 ):
     loaded(http, "one", folders["one"])
-    monkeypatch.setattr(
-        adapters, "check_model", lambda llm, model, base: None
-    )  # it was there when this ran
+    # it was there when this ran
+    monkeypatch.setattr(adapters, "check_model", lambda llm, model, base: None)
     assert unload(http, "one").status_code == 200
     answer = http.post("/v1/completions", json={"model": "one", "prompt": ["a", "b"]})
     assert answer.status_code == 400
@@ -350,7 +353,7 @@ def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(t
     assert seen == [True]
 
 
-# --- errors of the routes ---------------------------------------------------------------------------------------------
+# --- errors of the routes -------------------------------------------------------------------------
 
 
 def test_the_routes_are_off_by_default_and_have_the_key(library, folders):
@@ -452,7 +455,7 @@ def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
         assert (answer.status_code, error_of(answer)["message"]) == (404, message)
 
 
-# --- the command and the metrics --------------------------------------------------------------------------------------
+# --- the command and the metrics ------------------------------------------------------------------
 
 
 def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):

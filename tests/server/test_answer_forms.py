@@ -1,4 +1,6 @@
-"""`response_format` and `structured_outputs` over HTTP: answers have their form, and wrong forms are refused early."""
+"""`response_format` and `structured_outputs` over HTTP: answers have their form, and wrong forms
+are refused early.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bodies of any JSON, with any Unicode and numbers at every limit: refused with a sentence, or answered."""
+"""Bodies of any JSON, with any Unicode and numbers at every limit: refused with a sentence, or
+answered.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Public clients from PyPI, unmodified: a load generator, an evaluation harness, and two libraries for agents.
+"""Public clients from PyPI, unmodified: a load generator, an evaluation harness, and two libraries
+for agents.
 
-The first two depend on torch, so they are in a separate environment, whose programs must be on the PATH:
+The first two depend on torch, so they are in a separate environment, whose programs must be on the
+PATH:
 
-    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]' litellm langchain-openai
-    PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
+    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]' litellm
+    langchain-openai PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
 """
 
 from __future__ import annotations

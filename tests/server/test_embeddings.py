@@ -1,4 +1,6 @@
-"""`POST /v1/embeddings` by OpenAI's client and by hand: the library's vectors, and errors in OpenAI's format."""
+"""`POST /v1/embeddings` by OpenAI's client and by hand: the library's vectors, and errors in
+OpenAI's format.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def vectors(reference: LLM, prompts: Any, **params: Any) -> list[list[float]]:
     "options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}], ids=str
 )
 def test_openais_client_gets_the_vectors_of_the_library(client, reference, options):
-    """Without a format the client asks for base64, and decodes it; if base64 is asked for, it leaves it as it is."""
+    """Without a format the client asks for base64, and decodes it; if base64 is asked for, it
+    leaves it as it is.
+    """
     found = client.embeddings.create(model="tiny", input=TEXTS, **options)
     assert (found.object, found.model) == ("list", "tiny")
     assert [one.index for one in found.data] == [0, 1, 2]

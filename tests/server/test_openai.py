@@ -152,9 +152,8 @@ def test_log_probabilities_match_the_library(client, reference):
         ranked = sorted(
             (entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank
         )
-        best = {
-            entry.decoded_token: entry.logprob for entry in ranked
-        }  # of one text, the best comes last
+        # of one text, the best comes last
+        best = {entry.decoded_token: entry.logprob for entry in ranked}
         assert top == pytest.approx(best, abs=1e-5)
     before = [
         decoded(reference.tokenizer, list(one.token_ids[:i]), True)

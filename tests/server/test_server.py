@@ -1,4 +1,6 @@
-"""The server as a whole: small endpoints, the key, limits, the full queue, metrics, the viewer, signals to stop."""
+"""The server as a whole: small endpoints, the key, limits, the full queue, metrics, the viewer,
+signals to stop.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def http(served):
         yield client
 
 
-# --- small endpoints --------------------------------------------------------------------------------------------------
+# --- small endpoints ------------------------------------------------------------------------------
 
 
 def test_health_and_version(http):
@@ -105,7 +107,7 @@ def test_an_unknown_path_is_a_404_and_a_wrong_method_a_405(http):
     assert error_of(http.get("/v1/completions"))["message"]
 
 
-# --- the key and the limits -------------------------------------------------------------------------------------------
+# --- the key and the limits -----------------------------------------------------------------------
 
 
 def test_a_wrong_key_is_a_401_except_on_open_paths(tiny):
@@ -131,9 +133,8 @@ def test_a_body_above_the_limit_is_a_413(tiny):
         )
         assert answer.status_code == 413
         assert "more than 1000 bytes" in error_of(answer)["message"]
-        in_pieces = (
-            large[i : i + 100] for i in range(0, len(large), 100)
-        )  # without a Content-Length
+        # without a Content-Length
+        in_pieces = (large[i : i + 100] for i in range(0, len(large), 100))
         answer = http.post(
             "/v1/completions", content=in_pieces, headers={"Content-Type": "application/json"}
         )
@@ -177,7 +178,7 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
         assert idle(found.worker)
 
 
-# --- observers --------------------------------------------------------------------------------------------------------
+# --- observers ------------------------------------------------------------------------------------
 
 
 def test_a_failing_observer_is_logged_once_and_stops_nothing(tiny, monkeypatch, caplog):
@@ -381,7 +382,8 @@ def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], 
             stream = pool.submit(
                 partial(client.post, "/v1/completions", json=options | {"stream": True})
             )
-            # all have come, but the one that runs: a server resets connections that it has not accepted
+            # all have come, but the one that runs: a server resets connections that it has not
+            # accepted
             wait_until(lambda: gauge(client.get("/metrics").text, "num_requests_waiting") >= 23)
             for number in signals:
                 send(number)

@@ -1,4 +1,5 @@
-"""A server under load for minutes: answers stay right, the queue stays within its bound, and memory stays constant.
+"""A server under load for minutes: answers stay right, the queue stays within its bound, and memory
+stays constant.
 
 One minute runs with -m slow, ten minutes with -m exhaustive.
 """

@@ -53,7 +53,9 @@ def decoded(tokenizer: Tokenizer, tokens: list[int], skips: bool) -> str:
 
 
 def begins_a_character(raw: bytes) -> bool:
-    """As Python's incremental decoder sees it: a third byte is awaited also behind half of a surrogate pair."""
+    """As Python's incremental decoder sees it: a third byte is awaited also behind half of a
+    surrogate pair.
+    """
     if len(raw) == 2 and raw[0] == 0xED and 0xA0 <= raw[1] <= 0xBF:
         return True
     try:

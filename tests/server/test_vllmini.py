@@ -1,4 +1,6 @@
-"""The endpoints of vllmini: ids that cannot be guessed, and results that are bounded in time and number."""
+"""The endpoints of vllmini: ids that cannot be guessed, and results that are bounded in time and
+number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The compiler of grammars for the tokenizer that tests share: every byte, some runs of letters, 320 tokens."""
+"""The compiler of grammars for the tokenizer that tests share: every byte, some runs of letters,
+320 tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""JSON schemas that cover every supported keyword, each with instances that must pass and that must fail.
+"""JSON schemas that cover every supported keyword, each with instances that must pass and that must
+fail.
 
-`CASES` is made by the functions below, so that numbers, kinds and nestings vary. A case's instances are checked twice:
-by `jsonschema`, and by the grammar that the schema is compiled to. Properties of instances are in the schema's order,
-because answers are (docs/design/structured-outputs.md).
+`CASES` is made by the functions below, so that numbers, kinds and nestings vary. A case's instances
+are checked twice: by `jsonschema`, and by the grammar that the schema is compiled to. Properties of
+instances are in the schema's order, because answers are (docs/design/structured-outputs.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Forms that cannot be compiled say what is wrong, before anything is queued; others are compiled once."""
+"""Forms that cannot be compiled say what is wrong, before anything is queued; others are compiled
+once.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=[str(fields)[:40] for fields in HOSTILE])
 def test_a_hostile_form_costs_a_bounded_time(grammars, fields):
-    """The bounds are counts of the parser; this test only sees that they work, on a machine of any speed."""
+    """The bounds are counts of the parser; this test only sees that they work, on a machine of any
+    speed.
+    """
     started = time.process_time()
     grammar = grammars.compiled(StructuredOutputsParams(**fields))
     grammar.matcher().after([]).compute_bitmask()

@@ -1,4 +1,6 @@
-"""A matcher's answers depend on the output alone; its masks are those of a search through all tokens."""
+"""A matcher's answers depend on the output alone; its masks are those of a search through all
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def bits(mask: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def search(pattern: str, tokenizer, output: list[int], vocab: int) -> list[int]:
-    """The tokens that may follow, by trying each: the text so far is a beginning of a match, or a match and its end."""
+    """The tokens that may follow, by trying each: the text so far is a beginning of a match, or a
+    match and its end.
+    """
     text, found = b"".join(tokenizer.token_bytes(token) for token in output), []
     compiled = regex.compile(pattern.encode())
     for token in range(vocab):
@@ -54,9 +58,8 @@ def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
         # bytes above 127 are half of a character, which `regex` does not know on bytes
         is_plain = lambda token: max(grammars.tokenizer.token_bytes(token), default=0) < 128  # noqa: E731
         plain = [int(token) for token in bits(mask, grammars.vocab_size) if is_plain(token)]
-        if forced := matcher.forced(
-            output, 1
-        ):  # of several ways to cut a text that must come, one is allowed
+        # of several ways to cut a text that must come, one is allowed
+        if forced := matcher.forced(output, 1):
             assert plain == forced
             assert forced[0] in expected
         else:
@@ -119,7 +122,9 @@ def test_forced_tokens_are_the_text_that_must_come(grammars):
 
 
 def test_a_failed_matcher_allows_everything_but_the_end(grammars):
-    """Its sequence is cancelled after the step, and must not end before as if its form was complete."""
+    """Its sequence is cancelled after the step, and must not end before as if its form was
+    complete.
+    """
     matcher = grammars.compiled(StructuredOutputsParams(regex="abc")).matcher()
     (mask,) = masks([MaskRow(matcher, grammars.tokenizer.encode("x"), [], 0, EOS)], 1)
     assert matcher.error is not None

@@ -1,4 +1,6 @@
-"""Every supported keyword of JSON Schema: a grammar accepts what a validator accepts, and nothing else."""
+"""Every supported keyword of JSON Schema: a grammar accepts what a validator accepts, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,8 @@ def accepts(grammars, grammar, value) -> bool:
 def test_a_grammar_accepts_what_a_validator_accepts(grammars, case):
     schema = json.loads(case.schema) if isinstance(case.schema, str) else case.schema
     validator = jsonschema.Draft202012Validator(schema)
-    checks_format = "format" in json.dumps(
-        case.schema
-    )  # optional for a validator, and needs more libraries
+    # optional for a validator, and needs more libraries
+    checks_format = "format" in json.dumps(case.schema)
     if not checks_format:
         assert [validator.is_valid(value) for value in case.good] == [True] * len(case.good)
         assert [validator.is_valid(value) for value in case.bad] == [False] * len(case.bad)
@@ -39,9 +40,8 @@ def test_there_are_many_schemas_and_they_use_every_supported_keyword():
         name for case in CASES for _, schema in keywords.subschemas(case.schema) for name in schema
     }
     assert len({case.name for case in CASES}) == len(CASES) >= 300
-    assert (
-        keywords.SUPPORTED - {"additionalItems"} <= used
-    )  # the old name of `items` behind a tuple
+    # the old name of `items` behind a tuple
+    assert keywords.SUPPORTED - {"additionalItems"} <= used
 
 
 @pytest.mark.parametrize("name", sorted(keywords.UNSUPPORTED))

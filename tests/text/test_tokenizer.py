@@ -1,4 +1,6 @@
-"""The embedded tokenizer against published tokens and brute force; directories; chat templates; light imports."""
+"""The embedded tokenizer against published tokens and brute force; directories; chat templates;
+light imports.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def test_encode_refuses_values_that_are_not_text(tiny):
         tiny.encode("a\ud800")
 
 
-# --- directories ------------------------------------------------------------------------------------------------------
+# --- directories ----------------------------------------------------------------------------------
 
 
 def test_directory_and_gguf_give_one_tokenizer(tmp_path):
@@ -173,7 +175,7 @@ def test_directories_without_a_usable_tokenizer_say_so(tmp_path):
         load_tokenizer(checkpoint)
 
 
-# --- chat templates ---------------------------------------------------------------------------------------------------
+# --- chat templates -------------------------------------------------------------------------------
 
 
 def test_embedded_chat_template_gives_the_published_tokens():
@@ -238,7 +240,7 @@ def test_messages_that_the_template_cannot_render_are_refused(tiny, template, ca
         tokenizer.apply_chat_template([{"role": "assistant", "content": "x", "tool_calls": calls}])
 
 
-# --- cost of imports --------------------------------------------------------------------------------------------------
+# --- cost of imports ------------------------------------------------------------------------------
 
 
 def test_importing_is_light():

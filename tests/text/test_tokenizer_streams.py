@@ -18,7 +18,7 @@ from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests.weights.bpe_oracle import TEXTS, smollm
 from tests.weights.tiny import tiny_llama
 
-# --- detokenising -----------------------------------------------------------------------------------------------------
+# --- detokenising ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -64,7 +64,9 @@ class CountingPrompt(list[int]):
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "only-special-tokens"])
 def test_branches_read_a_constant_number_of_prompt_tokens(special):
-    """Reading all of it for 64 branches of a prompt of 100,000 tokens blocked the engine's thread for 268 ms."""
+    """Reading all of it for 64 branches of a prompt of 100,000 tokens blocked the engine's thread
+    for 268 ms.
+    """
     ids = [0] if special else smollm().encode("some words of a prompt ")
     prompt = CountingPrompt(ids * (100_000 // len(ids)))
     branches = [
@@ -131,16 +133,17 @@ def test_detokenising_costs_the_same_for_every_token():
         start = time.perf_counter()
         list(map(stream.push, part))
         times.append(time.perf_counter() - start)
-    assert max(times) < 0.2, (
-        f"2000 tokens took {times} s"
-    )  # a few milliseconds; re-decoding would take seconds
+    # a few milliseconds; re-decoding would take seconds
+    assert max(times) < 0.2, f"2000 tokens took {times} s"
 
 
-# --- stop strings -----------------------------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 
 def brute_stop(text: str, stop: tuple[str, ...], include: bool, after: int) -> tuple[str, bool]:
-    """Searches the whole text: the match that ends first (after `after` characters), the longest of several."""
+    """Searches the whole text: the match that ends first (after `after` characters), the longest of
+    several.
+    """
     matches = [
         (i + len(s), i)
         for s in stop

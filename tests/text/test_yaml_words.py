@@ -1,4 +1,6 @@
-"""One table of what a word means, for every surface that takes words: configs, --set, NAME=VALUE, `serve run`."""
+"""One table of what a word means, for every surface that takes words: configs, --set, NAME=VALUE,
+`serve run`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The grammar of tools: answers that it allows, by the tokens of tiny tokenizers with and without marks."""
+"""The grammar of tools: answers that it allows, by the tokens of tiny tokenizers with and without
+marks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tools, calls and results in a prompt: as the chat template writes them, or as text in the default form."""
+"""Tools, calls and results in a prompt: as the chat template writes them, or as text in the default
+form.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,8 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
         (None, Dialect(HERMES, False)),
         ("{{ messages }}", Dialect(HERMES, False)),
         ("{{ tools }} <tool_call> arguments", Dialect(HERMES, True)),
-        (
-            "{{ tools }} <tool_call>\\n<function= arguments",
-            Dialect(HERMES, False),
-        ),  # calls in another form
+        # calls in another form
+        ("{{ tools }} <tool_call>\\n<function= arguments", Dialect(HERMES, False)),
         ("{{ tools }} ...", Dialect(HERMES, False)),
         ("{{ tools }} [TOOL_CALLS] [", Dialect(MISTRAL_SPACED, True)),
         ("{{ tools }} [TOOL_CALLS][", Dialect(MISTRAL, True)),

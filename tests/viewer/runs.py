@@ -54,7 +54,9 @@ def crowd(
 
 
 def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Transition]:
-    """Records a random run with drafts, right and wrong ones, and cancels -> the transitions of the recording."""
+    """Records a random run with drafts, right and wrong ones, and cancels -> the transitions of the
+    recording.
+    """
     draw, state, count = random.Random(seed), scheduler.init(DRAFTING._replace(**config)), 0
     recorder = Recorder(path, state.config)
     for _ in range(steps):
@@ -87,7 +89,9 @@ def any_run(path: Path, seed: int, num_blocks: int, **config) -> list[Transition
 
 
 def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
-    """Made-up samples of a plan: of a row with drafts a random number of accepted ones, and one more."""
+    """Made-up samples of a plan: of a row with drafts a random number of accepted ones, and one
+    more.
+    """
     of_rows = plan.drafts or (0,) * len(plan.seqs)
     tokens = [tuple(draw.randrange(20) for _ in range(draw.randint(1, k + 1))) for k in of_rows]
     return list(drafts.cut_at_the_end(plan, tokens)) if plan.drafts else [one for (one,) in tokens]

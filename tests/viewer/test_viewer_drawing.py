@@ -34,7 +34,9 @@ def texts(shown: drawing.Drawing) -> list[str]:
 
 
 def check(state: SchedulerState) -> None:
-    """Compares a drawing with the state, whose lists of free and idle blocks are computed apart from it."""
+    """Compares a drawing with the state, whose lists of free and idle blocks are computed apart
+    from it.
+    """
     shown = drawing.draw(state)
     active, size = scheduler.running(state), state.config.block_size
     entries = groups(shown, "entry")
@@ -86,9 +88,8 @@ def test_a_shared_block_has_the_colours_of_its_owners():
     shared = {g["data-block"]: g["data-owners"] for g in groups(drawing.draw(state), "block")}
     assert shared["1"] == shared["2"] == "2"
     svg = drawing.draw(state).svg
-    assert (
-        svg.count(drawing.colour(0, light=0.75)) == 3
-    )  # blocks 1 and 2 of both, and one of its own
+    # blocks 1 and 2 of both, and one of its own
+    assert svg.count(drawing.colour(0, light=0.75)) == 3
     assert svg.count(drawing.colour(1, light=0.75)) == 3
 
 

@@ -1,4 +1,6 @@
-"""Frames match the states they were made from: every picture, every block gained or lost, every log entry."""
+"""Frames match the states they were made from: every picture, every block gained or lost, every log
+entry.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_frames_count_the_drafts_of_every_row(tmp_path: Path, number: int):
 
 
 def check_counts(tmp_path: Path, seed: int) -> None:
-    """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are sums over steps."""
+    """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are
+    sums over steps.
+    """
     transitions = drafting_run(tmp_path / "run.jsonl", seed)
     made = [
         frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest
@@ -187,7 +191,9 @@ def test_drafts_by_hand(tmp_path: Path):
 
 
 def test_a_recording_without_drafts_gives_the_same_frames_as_before():
-    """The recording and its frames are of the version before drafts: an old recording opens, and nothing is new."""
+    """The recording and its frames are of the version before drafts: an old recording opens, and
+    nothing is new.
+    """
     run = read_recording.read(GOLDENS / "run.jsonl")
     assert json.loads(json.dumps(run.frames)) == json.loads((GOLDENS / "frames.json").read_text())
 
@@ -238,9 +244,8 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
             )
             left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
             assert was - owned <= left
-            assert all(
-                b not in was or b in left for e in log if e[0] == "allocated" for b in e[2]
-            )  # it was free
+            # it was free
+            assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])
             lost = {b for e in log if e[0] == "evicted" for b in e[2]}
             assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
             old, since = new, frame.get("after", [])
@@ -250,7 +255,9 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
 
 @drawn.examples(12, 60)
 def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
-    """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
+    """Submitted, admitted, working, ended; a preempted request is admitted again before any other
+    entry.
+    """
 
     def holds(seed: int, blocks_: int, host: int) -> None:
         made = list(
@@ -283,7 +290,9 @@ def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
 
 
 def test_log_entries_of_a_preempted_request(tmp_path: Path):
-    """By hand: a and b fill three blocks of 2 with their prompts; b is preempted and admitted again twice."""
+    """By hand: a and b fill three blocks of 2 with their prompts; b is preempted and admitted again
+    twice.
+    """
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     fold, state, made = frames.begin(config), scheduler.init(config), []
     for name in "ab":

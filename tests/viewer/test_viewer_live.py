@@ -257,7 +257,9 @@ def test_arguments_of_live_are_checked():
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, preemption: str):
-    """Branches, beams, shared prefixes, preemptions and a cancel, in a pool too small for all of them."""
+    """Branches, beams, shared prefixes, preemptions and a cancel, in a pool too small for all of
+    them.
+    """
     llm = LLM(
         tiny, progress=False, block_size=4, num_blocks=11, max_num_seqs=6, max_num_batched_tokens=16,
         token_buckets=(16,), max_model_len=32, preemption=preemption, swap_space_gib=0.001,

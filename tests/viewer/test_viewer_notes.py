@@ -1,4 +1,6 @@
-"""Notes of a recording beside its transitions (times and prompts), which a replay ignores and keeps."""
+"""Notes of a recording beside its transitions (times and prompts), which a replay ignores and
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CLOCK = (10.0, 10.25, 10.5, 10.75, 11.0)
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A header and one line of each kind, at 0.25 s, 0.125 s (when the step began), 0.5 s and so on."""
+    """A header and one line of each kind, at 0.25 s, 0.125 s (when the step began), 0.5 s and so
+    on.
+    """
     clock = itertools.chain(CLOCK, itertools.repeat(12.0))
     recorder, state = (
         Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock)),

@@ -1,4 +1,6 @@
-"""The pages of vLLM's names are made from the code's tables: `python -m tests.vllm_names.test_document` writes them."""
+"""The pages of vLLM's names are made from the code's tables: `python -m
+tests.vllm_names.test_document` writes them.
+"""
 
 from __future__ import annotations
 

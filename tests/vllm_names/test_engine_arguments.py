@@ -115,9 +115,8 @@ def test_an_engine_takes_them(one_layer_folder, tmp_path):
         7,
         "float32",
     )
-    own = LLM(
-        str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES
-    )  # of one seed: one program
+    # of one seed: one program
+    own = LLM(str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)
     assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate(
         "the cat", GREEDY, use_tqdm=False
     )

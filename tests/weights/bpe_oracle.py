@@ -47,7 +47,9 @@ def smollm() -> Tokenizer:
 
 
 def letters() -> dict[int, str]:
-    """GPT-2's byte alphabet, by its definition: printable Latin-1 is itself, the others are numbered from U+0100."""
+    """GPT-2's byte alphabet, by its definition: printable Latin-1 is itself, the others are
+    numbered from U+0100.
+    """
     table, extra = {}, 0
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
@@ -59,7 +61,9 @@ def letters() -> dict[int, str]:
 
 
 class BruteForce:
-    """Byte-level BPE as defined: split, then merge all pairs of the lowest rank until no pair has a rank."""
+    """Byte-level BPE as defined: split, then merge all pairs of the lowest rank until no pair has a
+    rank.
+    """
 
     def __init__(
         self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False

@@ -179,7 +179,8 @@ def test_options_of_arrays_are_those_of_a_folder(config):
         adapter_of(factors, {"use_dora": True}, config, "x")
 
 
-# Patterns, and whether they match by the rule of PEFT: `(.*\.)?(PATTERN)$` from the start of the whole name.
+# Patterns, and whether they match by the rule of PEFT: `(.*\.)?(PATTERN)$` from the start of the
+# whole name.
 PATTERNS = {
     "transformer.h.0.attn.c_attn": {
         "c_attn": True,

@@ -137,7 +137,7 @@ def test_every_end_of_text_token_counts(config, generation, expected):
     assert Checkpoint(Path(), "huggingface", config, {}, generation).eos_token_ids == expected
 
 
-# --- configurations ---------------------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def test_missing_config_keys_have_the_defaults_of_transformers():

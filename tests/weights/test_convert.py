@@ -85,9 +85,8 @@ def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, sourc
         assert {name for name, where in index["weight_map"].items() if where == file.name} == set(
             stored
         )
-        assert (
-            sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1
-        )  # embeddings of 81,920 bytes
+        # embeddings of 81,920 bytes
+        assert sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
     same({n: t.read() for n, t in open_checkpoint(folder).tensors.items()}, tensors(source))
 
@@ -151,7 +150,7 @@ def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape
         rows_of(ParamSource(("a", "b"), ("x", "y", "z"), (128, 64)), config)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
@@ -226,7 +225,7 @@ def test_wrong_options_are_named(tmp_path, source, options, message):
         convert(source, tmp_path / "out", **options)
 
 
-# --- other programs ---------------------------------------------------------------------------------------------------
+# --- other programs -------------------------------------------------------------------------------
 
 
 BODY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}

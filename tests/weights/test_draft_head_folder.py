@@ -1,4 +1,6 @@
-"""A draft head's folder: what is written is read again to the same bits, and every fault gives a sentence."""
+"""A draft head's folder: what is written is read again to the same bits, and every fault gives a
+sentence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The family of docs/design/models.md in an engine, against a forward pass in numpy; and its errors."""
+"""The family of docs/design/models.md in an engine, against a forward pass in numpy; and its
+errors.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +198,9 @@ def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, n
 
 
 def test_taps_and_scores_of_the_family(folder, name, llm):
-    """The layers' outputs before and after, and a trainer's log-probabilities with the engine's module."""
+    """The layers' outputs before and after, and a trainer's log-probabilities with the engine's
+    module.
+    """
     loaded = load_model(folder, model_family=name, linear_impl="xla").model
     module = nnx.merge(loaded.graphdef, loaded.params)
     tokens = PROMPTS[1]

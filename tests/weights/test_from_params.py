@@ -57,7 +57,7 @@ def scaled(tree, factor: float):
     return {**tree, "blocks": jax.tree.map(lambda x: x * np.float32(factor), tree["blocks"])}
 
 
-# --- a new model ------------------------------------------------------------------------------------------------------
+# --- a new model ----------------------------------------------------------------------------------
 
 
 def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, config, tree, llm):
@@ -213,7 +213,7 @@ def test_a_wrong_config_is_refused(tree, config):
         from_params(tree, {**config, "vocab_size": 0})
 
 
-# --- new values for a running model -----------------------------------------------------------------------------------
+# --- new values for a running model ---------------------------------------------------------------
 
 
 def test_new_values_are_used_and_nothing_is_compiled(tiny, tree):

@@ -40,7 +40,8 @@ def test_biases_of_only_q_k_v_are_recognised(tmp_path):
     folder = tiny_llama(tmp_path, qkv_bias=True)
     opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
     assert (opened.config["attention_bias"], opened.config["qkv_bias"]) == (False, True)
-    name = "model.layers.1.self_attn.k_proj.bias"  # the converter reorders it like the rows of its weight
+    # the converter reorders it like the rows of its weight
+    name = "model.layers.1.self_attn.k_proj.bias"
     np.testing.assert_array_equal(
         opened.tensors[name].read(), open_checkpoint(folder).tensors[name].read()
     )
@@ -224,7 +225,7 @@ def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
         tensors["numbers"].read()
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def rewritten(tmp_path: Path, data: bytes) -> Path:

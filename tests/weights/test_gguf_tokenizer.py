@@ -124,7 +124,7 @@ def test_user_defined_tokens_are_matched_whole_and_not_skipped(tmp_path):
     assert built.decode(ids) == "a<think>b"
 
 
-# --- SentencePiece ----------------------------------------------------------------------------------------------------
+# --- SentencePiece --------------------------------------------------------------------------------
 
 
 @cache

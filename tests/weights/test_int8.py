@@ -39,7 +39,9 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def random_params(config) -> dict:
-    """Every parameter of an architecture: matrices of usual standard deviation, some rows much larger than others."""
+    """Every parameter of an architecture: matrices of usual standard deviation, some rows much
+    larger than others.
+    """
     rng = np.random.default_rng(0)
     blank = named(nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32"))))
     values = {}
@@ -52,7 +54,7 @@ def random_params(config) -> dict:
     return values
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
+# --- rounding -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +83,7 @@ def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
     np.testing.assert_allclose(scales[[0, 1, 2100]], [1.0, 1.0, 0.02], rtol=1e-6)
 
 
-# --- a model ----------------------------------------------------------------------------------------------------------
+# --- a model --------------------------------------------------------------------------------------
 
 
 ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwen2", "Mixtral")]
@@ -149,9 +151,8 @@ def test_an_engine_reports_int8_weights_and_a_quarter_of_the_memory(tiny_folder,
     assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")
     matrices = [x for x in jax.tree.leaves(tiny.model.params) if x.ndim == 2]
     saved = whole.engine.memory.weights - llm.engine.memory.weights
-    assert saved == sum(
-        3 * x.size - 4 * len(x) for x in matrices
-    )  # a byte instead of four, and a float32 for each row
+    # a byte instead of four, and a float32 for each row
+    assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)
     assert texts(llm) == texts(LLM(tiny_folder, weight_dtype="int8", **SMALL))
 
 
@@ -171,9 +172,8 @@ def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
         nested(other), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer
     )
     assert texts(LLM(fresh, **SMALL)) == after
-    llm.update_params(
-        load_model(tiny_folder, weight_dtype="int8").model.params
-    )  # int8 already, with its scales
+    # int8 already, with its scales
+    llm.update_params(load_model(tiny_folder, weight_dtype="int8").model.params)
     assert texts(llm) == before
 
 

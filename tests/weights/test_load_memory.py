@@ -1,6 +1,7 @@
 """Loading needs memory for the model and about two of its largest parameters, in every format.
 
-A separate process loads the model: `python -m tests.weights.test_load_memory FOLDER DTYPES` prints its measurements.
+A separate process loads the model: `python -m tests.weights.test_load_memory FOLDER DTYPES` prints
+its measurements.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ FORMATS = {
     "gguf": ("bfloat16", "float32"),
     "orbax": ("float32", "bfloat16"),
 }
-# 166 MiB in float32; the fused gate and up, the embedding and the head are the largest with 32 MiB each
+# 166 MiB in float32; the fused gate and up, the embedding and the head are the largest with 32 MiB
+# each
 LARGE = {
     "layers": 2,
     "heads": 8,
@@ -39,9 +41,10 @@ LARGE = {
     "intermediate": 8192,
     "vocab": 16384,
 }
-# Largest extra memory, in units of the largest parameter in float32: two, one for each reader, which packs it into the
-# model's memory. The gguf package dequantises into pieces and joins them, so a reader may need a quantised tensor
-# almost twice. The rest is for small tensors and the interpreter. Measured on busy cores: 1.6 to 2.9, GGUF 1.6 to 3.1.
+# Largest extra memory, in units of the largest parameter in float32: two, one for each reader,
+# which packs it into the model's memory. The gguf package dequantises into pieces and joins them,
+# so a reader may need a quantised tensor almost twice. The rest is for small tensors and the
+# interpreter. Measured on busy cores: 1.6 to 2.9, GGUF 1.6 to 3.1.
 MOST = {"safetensors": 3.2, "gguf": 3.6, "orbax": 3.2}
 MODEL = 5.2  # the whole model, in the same unit
 
@@ -61,8 +64,9 @@ def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp
         source = tiny_llama(tmp_path / name / "safetensors", tied=False, **sizes)
         tiny_gguf(tmp_path / name / "gguf.gguf", source, matrices="Q8_0")
         convert(source, tmp_path / name / "orbax", "orbax")
-    # glibc keeps freed blocks of up to 32 MiB; how many depends on thread timing. With this threshold, larger blocks
-    # are mapped and returned to the system when freed, so the peak is the memory in use.
+    # glibc keeps freed blocks of up to 32 MiB; how many depends on thread timing. With this
+    # threshold, larger blocks are mapped and returned to the system when freed, so the peak is the
+    # memory in use.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path), str(dtypes)]
     done = subprocess.run(
@@ -107,8 +111,8 @@ def everything_first(path: Path) -> Any:
 def beside(load: Callable[[], Any]) -> float:
     """Peak of anonymous memory, minus the memory in use before and that of the parameters.
 
-    Pages of mapped files (RssFile) do not count: the kernel frees them when memory is needed. No weights are mapped
-    here, so they are pages of libraries and do not change.
+    Pages of mapped files (RssFile) do not count: the kernel frees them when memory is needed. No
+    weights are mapped here, so they are pages of libraries and do not change.
     """
     gc.collect()
     RESET.write_text("5")  # resets VmHWM, the peak of RSS, to the current RSS

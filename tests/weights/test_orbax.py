@@ -1,4 +1,6 @@
-"""Orbax checkpoints: written by `convert` or by a trainer, restored identically, and an error for every difference."""
+"""Orbax checkpoints: written by `convert` or by a trainer, restored identically, and an error for
+every difference.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def folder(source) -> Path:
     return convert(source, source.parent / "orbax", "orbax")
 
 
-# --- the written model ------------------------------------------------------------------------------------------------
+# --- the written model ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ print(float(embed.astype("float32").sum()))
     )
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):

@@ -1,4 +1,6 @@
-"""Tiny random Llama models on disk, as Hugging Face directories and as GGUF files, written without torch."""
+"""Tiny random Llama models on disk, as Hugging Face directories and as GGUF files, written without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,8 @@ from safetensors.numpy import save_file
 
 from pagedjax.text.tokenizer import byte_alphabet
 
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-)  # ids 0, 1, 2: unknown, BOS, EOS and padding
+# ids 0, 1, 2: unknown, BOS, EOS and padding
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -47,10 +46,12 @@ def tiny_llama(
     shards: int = 1,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer; returns the folder.
+    """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer;
+    returns the folder.
 
-    Only qkv_bias is as in qwen2 ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
-    rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give the same bytes.
+    Only qkv_bias is as in qwen2 ("qkv_bias" in the config); with o_bias it is transformers'
+    attention_bias. rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give
+    the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -100,7 +101,9 @@ def llama3_scaling() -> dict[str, Any]:
 
 
 def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[str, np.ndarray]:
-    """Float32 tensors by Hugging Face name, scaled so that activations stay near 1 and logits differ."""
+    """Float32 tensors by Hugging Face name, scaled so that activations stay near 1 and logits
+    differ.
+    """
     rng = np.random.default_rng(seed)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (
@@ -217,7 +220,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
-# --- GGUF -------------------------------------------------------------------------------------------------------------
+# --- GGUF -----------------------------------------------------------------------------------------
 
 GGUF_PARTS = {
     "input_layernorm": "attn_norm",
@@ -242,7 +245,9 @@ def gguf_name(name: str) -> str:
 
 
 def llama_cpp_permute(x: np.ndarray, heads: int) -> np.ndarray:
-    """Row i of a head's first half and row i of its second half become neighbours, as llama.cpp's converter does."""
+    """Row i of a head's first half and row i of its second half become neighbours, as llama.cpp's
+    converter does.
+    """
     out = np.empty_like(x)
     size = len(x) // heads
     for head in range(heads):
@@ -266,7 +271,8 @@ def tiny_gguf(
 
     matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...).
     extra: metadata to add or replace, ints as uint32; drop: metadata keys to leave out.
-    tensors_in_a_part: more are written to further files, with llama.cpp's names of parts; 0: one file.
+    tensors_in_a_part: more are written to further files, with llama.cpp's names of parts; 0: one
+        file.
     """
     from gguf import GGUFValueType, GGUFWriter
     from gguf.constants import GGMLQuantizationType

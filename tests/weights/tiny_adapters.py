@@ -40,7 +40,9 @@ def tiny_adapter(
     kinds: tuple[str, ...] = ALL,
     **options: Any,
 ) -> Path:
-    """Write a random adapter of a model's folder; B A is multiplied by 1 / 2 unless options say otherwise."""
+    """Write a random adapter of a model's folder; B A is multiplied by 1 / 2 unless options say
+    otherwise.
+    """
     return write_adapter(
         folder,
         random_factors(model, rank, seed=seed, kinds=kinds),

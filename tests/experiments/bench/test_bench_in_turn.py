@@ -1,4 +1,6 @@
-"""Engines in turn: every run meets every place of a round, the warm-up is not counted, and the commands end."""
+"""Engines in turn: every run meets every place of a round, the warm-up is not counted, and the
+commands end.
+"""
 
 from __future__ import annotations
 

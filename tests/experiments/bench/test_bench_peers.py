@@ -1,4 +1,6 @@
-"""The benchmark of other engines. Contenders are real processes: this engine, and adapters of a few lines."""
+"""The benchmark of other engines. Contenders are real processes: this engine, and adapters of a few
+lines.
+"""
 
 from __future__ import annotations
 

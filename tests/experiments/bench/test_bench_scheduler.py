@@ -16,7 +16,9 @@ Ran = dict[str, tuple[Stream, list[Step]]]
 
 @pytest.fixture(scope="module")
 def ran() -> Ran:
-    """Each load through its warm-up and 200 steps more, with SEQS sequences and as many blocks as they need."""
+    """Each load through its warm-up and 200 steps more, with SEQS sequences and as many blocks as
+    they need.
+    """
     config = sizes(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=200)
     return {load.name: advance(start(load, config), load.warm_up + 200) for load in LOADS}
 

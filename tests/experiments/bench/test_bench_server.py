@@ -11,11 +11,8 @@ from experiments.bench import server
 
 @pytest.mark.slow
 def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
-    small = {
-        "max_num_batched_tokens": 64,
-        "token_buckets": (64,),
-        "max_num_seqs": 8,
-    }  # fewer programs to compile
+    # fewer programs to compile
+    small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}
     monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)
     out = tmp_path / "out.json"
     server.main(

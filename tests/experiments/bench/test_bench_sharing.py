@@ -14,10 +14,12 @@ from tests import drawn
 
 
 def by_hand(requests: list[SampledRequest], size: int) -> tuple[int, int]:
-    """Table entries and distinct blocks, summed over steps: of one sequence after the other, without a scheduler.
+    """Table entries and distinct blocks, summed over steps: of one sequence after the other,
+    without a scheduler.
 
-    The first branch runs from its step 0 on, the others from step 1; in its k-th step a branch has ceil((prompt + k) /
-    size) blocks. While several run, all but one do not pay for the prompt's blocks before the one that they write to.
+    The first branch runs from its step 0 on, the others from step 1; in its k-th step a branch has
+    ceil((prompt + k) / size) blocks. While several run, all but one do not pay for the prompt's
+    blocks before the one that they write to.
     """
     listed = saved = 0
     for ask in requests:
@@ -51,7 +53,8 @@ def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], s
 
 
 def test_saved_share_of_two_branches_by_hand() -> None:
-    # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two blocks each, one shared.
+    # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two
+    # blocks each, one shared.
     found = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
     assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
     assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, (

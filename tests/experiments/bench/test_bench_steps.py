@@ -18,9 +18,8 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     model, batch = tiny.model, 3
     c = model.config
     weights = [w for w, _ in lower_bounds.weights_of(model)]
-    assert (
-        len(weights) == 4 * c.layers + 1
-    )  # the head too; an embedding of its own is not multiplied
+    # the head too; an embedding of its own is not multiplied
+    assert len(weights) == 4 * c.layers + 1
     products = lower_bounds.weight_products(model, batch)()
     gated = [m.gated for _, m in lower_bounds.weights_of(model)]
     assert sum(gated) == c.layers

@@ -8,9 +8,8 @@ import pytest
 
 from experiments.bench import quality
 
-NAMES = [
-    name for name in quality.VARIANTS if not name.startswith("quest")
-]  # the tiny model has two layers, all dense
+# the tiny model has two layers, all dense
+NAMES = [name for name in quality.VARIANTS if not name.startswith("quest")]
 
 
 @pytest.mark.slow

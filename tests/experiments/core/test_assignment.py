@@ -1,4 +1,6 @@
-"""Which worker makes which run: workers of several kinds of machines that start, work and die in any order."""
+"""Which worker makes which run: workers of several kinds of machines that start, work and die in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def gave(state: Assignment, least: int) -> Assignment:
 def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
     places, repeats, least, losses, random
 ):
-    """Places whose workers begin, finish and are lost in any order; a new worker may be on another kind of machine."""
+    """Places whose workers begin, finish and are lost in any order; a new worker may be on another
+    kind of machine.
+    """
     plan = planned([1, 2, 4, 8, 16], repeats)
     state, made, failed = assignment.new(plan, places), [], []
     while assignment.active(state):

@@ -59,7 +59,9 @@ def measured(**changes):
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
-    """Steps of one second -> (replica of each request, begins of each replica's steps, requests computed anew)."""
+    """Steps of one second -> (replica of each request, begins of each replica's steps, requests
+    computed anew).
+    """
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
     simulate, ever = Simulate(step_s=1.0), count + sum(change.join for change in changes)
     engines = [
@@ -95,7 +97,9 @@ def test_a_replica_that_leaves_ends_what_it_has():
 
 
 def test_requests_of_a_replica_that_fails_are_computed_anew():
-    """It fails in its step from 1 to 2 s, which is its last; b has 2 of its 4 tokens then, and begins again."""
+    """It fails in its step from 1 to 2 s, which is its last; b has 2 of its 4 tokens then, and
+    begins again.
+    """
     work = items(("a", 0.0, 3), ("b", 0.0, 4))
     where, begins, anew = by_hand(work, 2, Change(1.5, fail=1))
     assert (where, anew) == ({"a": 0, "b": 0}, ["b"])
@@ -143,7 +147,9 @@ def test_replicas_that_joined_before_the_end_are_counted():
 
 
 def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
-    """Ten requests of 9 tokens, one after the other on each replica; one fails after 8 of its steps of 10 ms."""
+    """Ten requests of 9 tokens, one after the other on each replica; one fails after 8 of its steps
+    of 10 ms.
+    """
     workload = {
         "kind": "synthetic",
         "count": 10,
@@ -211,7 +217,8 @@ def test_laws_of_changes(count: int, rows: list, router: str, branches: int, cli
             assert all(a < b for a, b in pairwise(branch.token_times))
             assert request.first_scheduled is not None
             assert request.arrival <= request.first_scheduled < branch.token_times[0]
-    # by the rules of `Change`: when each replica begins, gets no more requests, and makes no more steps
+    # by the rules of `Change`: when each replica begins, gets no more requests, and makes no more
+    # steps
     begin, refuses, stops = dict.fromkeys(range(count), 0.0), {}, {}
     present, joined = list(range(count)), count
     for change in changes:

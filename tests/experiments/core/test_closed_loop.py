@@ -1,4 +1,6 @@
-"""Closed loops: a client sends its next request when its last one has ended; one engine and several replicas."""
+"""Closed loops: a client sends its next request when its last one has ended; one engine and several
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def unfinished_at(requests: list[RequestRecord], time: float) -> int:
 
 
 def test_times_by_hand():
-    """Steps of 1 s, a token each, two clients: both are busy until 2 s and 3 s; the next ones begin there."""
+    """Steps of 1 s, a token each, two clients: both are busy until 2 s and 3 s; the next ones begin
+    there.
+    """
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
     engine = SimulatedEngine(
         config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(step_s=1.0)
@@ -94,9 +98,8 @@ def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict 
     assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
     for one in requests[clients:]:
         assert one.arrival in ends(requests), "it is sent when another one ends"
-        left = (
-            one.arrival < requests[-1].arrival
-        )  # at the last arrival, more clients may be free than requests left
+        # at the last arrival, more clients may be free than requests left
+        left = one.arrival < requests[-1].arrival
         assert unfinished_at(requests, one.arrival) == clients or (not left and clients > 1)
     assert found.workload.describe()["last_arrival_s"] == requests[-1].arrival
 

@@ -437,10 +437,8 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
 
 @pytest.mark.slow
 def test_a_worker_with_other_code_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
-    first, same = (
-        iter([{"source": "another", "jax": "0.0"}] * 2),
-        cluster.code(),
-    )  # compared, and named in the note
+    # compared, and named in the note
+    first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()
     monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
     assert measured(SIMULATED, "runs", "--backend", "ray") == 0
     told = capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Decode steps that the simulator makes together: the records are those of steps made one by one, bit by bit."""
+"""Decode steps that the simulator makes together: the records are those of steps made one by one,
+bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(changes: dict[str, Any]) -> Counting:
-    """Measure with and without steps made together, and compare everything. `changes`: of the sections of RAW."""
+    """Measure with and without steps made together, and compare everything. `changes`: of the
+    sections of RAW.
+    """
     raw = changed(changes)
     (point,) = expand(raw, folder=Path())
     with pytest.MonkeyPatch.context() as patch:

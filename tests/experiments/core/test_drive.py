@@ -32,7 +32,9 @@ class Clock:
 
 
 class HostOnly:
-    """The real scheduler with steps that take `step_seconds` of `clock` and sample token 30: no device, no model."""
+    """The real scheduler with steps that take `step_seconds` of `clock` and sample token 30: no
+    device, no model.
+    """
 
     def __init__(self, clock: Clock, step_seconds: float = 0.25) -> None:
         self.clock, self.step_seconds = clock, step_seconds
@@ -78,7 +80,8 @@ def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
     work = items(0.0, 0.1, 3.0, 3.0)
     start, results = drive(engine, work, SamplingParams(), clock, clock.sleep)
     assert start == 1000.0
-    # r1 waits for the step that was running at 0.1 s; r2 and r3 come after a sleep with nothing to do.
+    # r1 waits for the step that was running at 0.1 s; r2 and r3 come after a sleep with nothing to
+    # do.
     assert [name for name, _ in engine.added] == ["r0", "r1", "r2", "r3"]
     assert [time for _, time in engine.added] == pytest.approx(
         [0.0, 0.25, 3.0, 3.0], abs=LONGEST_SLEEP
@@ -86,9 +89,8 @@ def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
     assert all(time >= item.arrival for (_, time), item in zip(engine.added, work, strict=True))
     assert max(clock.sleeps) <= LONGEST_SLEEP
     requests = request_records(results, work, start)
-    assert requests[1].queue == pytest.approx(
-        0.15
-    )  # from the intended arrival, not from when it was added
+    # from the intended arrival, not from when it was added
+    assert requests[1].queue == pytest.approx(0.15)
     assert {branch.finish_reason for request in requests for branch in request.branches} == {
         "length"
     }
@@ -101,7 +103,8 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     work = items(0.0, 0.25, prompt=5, output=3)
     start, results = drive(HostOnly(clock), work, sampling, clock, clock.sleep)
     first, second = request_records(results, work, start, branches=3)
-    # By hand, steps of 0.25 s: the prompt; then the two forks, which have their first token a step after the first one.
+    # By hand, steps of 0.25 s: the prompt; then the two forks, which have their first token a step
+    # after the first one.
     assert [branch.branch_id for branch in first.branches] == ["r0", "r0.1", "r0.2"]
     assert [branch.token_times for branch in first.branches] == [
         (0.25, 0.5, 0.75),
@@ -112,7 +115,8 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     assert not request_records(results[:3], work, start, branches=3)[0].done, (
         "two of its branches have not ended"
     )
-    # 4 places: the second request waits for the three of the first, so it starts when the last of them has ended.
+    # 4 places: the second request waits for the three of the first, so it starts when the last of
+    # them has ended.
     assert (second.queue, second.ttft, second.e2e) == (0.75, 1.0, 1.75)
 
     steps = step_records(results, start, 4)
@@ -121,8 +125,8 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     assert summary["output_tokens"] == 2 * 3 * 3
     assert summary["prompt_tokens"] == 2 * 5
     assert summary["itl_s"]["count"] == 2 * 3 * 2
-    # Prompts of 5 tokens in blocks of 4, outputs to a length of 8: each branch lists 2 blocks, and all share the first.
-    # Step 0 has one sequence, step 3 the two forks without the one that ended.
+    # Prompts of 5 tokens in blocks of 4, outputs to a length of 8: each branch lists 2 blocks, and
+    # all share the first. Step 0 has one sequence, step 3 the two forks without the one that ended.
     assert [(s.blocks_listed, s.blocks_used) for s in steps[:4]] == [(2, 2), (6, 4), (6, 4), (4, 3)]
     assert summary["blocks_saved_share"] == pytest.approx(1 - 13 / 18)
 

@@ -96,9 +96,8 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
         lambda **fields: built.append(fields) or fields,
     )
     for run in runs:
-        with patch(
-            "experiments.core.engines.gc"
-        ):  # these engines hold nothing, and there are hundreds
+        # these engines hold nothing, and there are hundreds
+        with patch("experiments.core.engines.gc"):
             engine = engines.get(run.point.experiment)
         assert engine["model"] == run.point.experiment.model
         assert engine["block_size"] == run.point.experiment.engine.block_size

@@ -20,10 +20,8 @@ def test_stolen_share_is_relative_to_requested_time():
     assert now is not None
     used, stolen = now
     assert used > 0
-    since = (
-        used - 900_000,
-        stolen - 100_000,
-    )  # jiffies, many enough to make concurrent activity negligible
+    # jiffies, many enough to make concurrent activity negligible
+    since = used - 900_000, stolen - 100_000
     assert stolen_share(since) == pytest.approx(0.1, abs=0.001)
 
 

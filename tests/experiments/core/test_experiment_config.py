@@ -417,10 +417,8 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     same = key(first)
     assert same == key(str(tmp_path / "b")) != key("smollm2-135m")
     found = [same]
-    for file in (
-        "model.safetensors",
-        "params/0",
-    ):  # written again by a trainer: as long as before, at another time
+    # written again by a trainer: as long as before, at another time
+    for file in ("model.safetensors", "params/0"):
         os.utime(tmp_path / "a" / file)
         found.append(key(first))
     (tmp_path / "a/config.json").write_text("{ }")
@@ -548,9 +546,8 @@ def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path)
         "simulate": {"step_s": 1.0, "model": "llama-3-8b"},
     }
     (point,) = config.expand(raw, tmp_path)
-    assert (
-        point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"
-    )  # of commit ae39054
+    # of commit ae39054
+    assert point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"
 
 
 def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def step(
 
 
 A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
-# a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes again in step 4.
+# a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes
+# again in step 4.
 RUN = [
     step(
         0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2
@@ -141,7 +142,8 @@ def test_request_records_of_hand_made_run() -> None:
 
 def test_step_records_of_hand_made_run() -> None:
     steps = step_records(RUN, START, S)
-    # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it runs.
+    # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it
+    # runs.
     assert [s.held_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
     assert [s.tokens for s in steps] == [5, 4, 1, 1, 4]
     assert [s.prompt_tokens for s in steps] == [5, 4, 0, 0, 3]
@@ -168,18 +170,17 @@ def test_summary_of_hand_made_run() -> None:
     assert (summary["preemptions"], summary["compilations"], summary["steps"]) == (1, 2, 5)
     assert summary["between_steps_s"] == pytest.approx(0.25)
     assert summary["itl_s"]["p50"] == 0.5
-    assert summary["itl_s"]["p90"] == pytest.approx(
-        0.5 + 0.8 * 1.0
-    )  # linear between the 2nd and the 3rd of three
+    # linear between the 2nd and the 3rd of three
+    assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)
     assert summary["ttft_s"]["mean"] == 1.25
-    assert summary["goodput"] == {
-        "requests_per_s": pytest.approx(1 / 3),
-        "share": 0.5,
-    }  # a's 1.5 s misses 1.2 s
+    # a's 1.5 s misses 1.2 s
+    assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}
 
 
 def test_drafts_of_hand_made_run() -> None:
-    """a decodes with 3 drafts, 2 of them accepted; then with 1, which is wrong; then with none, beside b's prompt."""
+    """a decodes with 3 drafts, 2 of them accepted; then with 1, which is wrong; then with none,
+    beside b's prompt.
+    """
     a, b = item("a", 0.0, 3, 9), item("b", 0.0, 1, 2)
     plans = [
         (
@@ -252,7 +253,8 @@ def drafted(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
 
 
 def test_steady_rate_excludes_start_and_end() -> None:
-    # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
+    # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after
+    # step 4 (3.0 s, 5).
     made = [
         time for one in request_records(RUN, [A, B], START) for time in one.branches[0].token_times
     ]
@@ -276,7 +278,8 @@ def test_goodput_counts_requests_that_meet_every_target() -> None:
     (branch,) = requests[1].branches
     requests[1] = requests[1]._replace(branches=(branch._replace(finish_reason="abort"),))
     assert share(Slo(ttft=9.0)) == 0.5
-    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad request of two.
+    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad
+    # request of two.
     slow, fast = (
         requests[0].branches[0],
         branch._replace(finish_reason="stop", token_times=(1.5, 1.6)),
@@ -344,17 +347,19 @@ def test_percentiles_match_sorting(values: list[float]) -> None:
 
 
 class Observed(NamedTuple):
-    """A step as the scheduler's state shows it: tokens in every used block once the step has computed, and the block
-    tables of all running sequences."""
+    """A step as the scheduler's state shows it: tokens in every used block once the step has
+    computed, and the block tables of all running sequences."""
 
     inside: dict[int, int]
     tables: list[tuple[int, ...]]
 
 
 def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observed], int]:
-    """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning of the longest one.
+    """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning
+    of the longest one.
 
-    Returns the results, the requests, what each step looks like from outside, and how many branches a request has.
+    Returns the results, the requests, what each step looks like from outside, and how many branches
+    a request has.
     """
     rng = random.Random(seed)
     items = [
@@ -471,13 +476,11 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
         assert record.ttft == record.branches[0].token_times[0] - work.arrival, (
             "the first branch is the first"
         )
-    if not summary[
-        "preemptions"
-    ]:  # each prompt is computed once, and of the outputs all but each last one
+    # each prompt is computed once, and of the outputs all but each last one
+    if not summary["preemptions"]:
         hits = sum(s.hit_tokens for s in steps)
-        again = len(items) * (
-            branches - 1
-        )  # each further branch computes the prompt's last token again
+        # each further branch computes the prompt's last token again
+        again = len(items) * (branches - 1)
         prompt = sum(len(work.prompt_token_ids) for work in items)
         assert sum(s.prompt_tokens for s in steps) + hits == prompt + again
         assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary[

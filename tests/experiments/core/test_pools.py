@@ -1,4 +1,6 @@
-"""Two pools of simulated engines: laws of any run, times by hand, and the plans of a real pair of engines."""
+"""Two pools of simulated engines: laws of any run, times by hand, and the plans of a real pair of
+engines.
+"""
 
 from __future__ import annotations
 
@@ -116,9 +118,8 @@ def runs(draw):
     work, now = [], 0.0
     for i, (gap, (prompt, output)) in enumerate(zip(gaps, lengths, strict=True)):
         now += gap
-        work.append(
-            WorkItem(f"r{i}", now, tuple(range(20, 20 + prompt)), output)
-        )  # one prompt begins the other
+        # one prompt begins the other
+        work.append(WorkItem(f"r{i}", now, tuple(range(20, 20 + prompt)), output))
     n = draw(st.sampled_from([1, 1, 3]))
     shared = {
         "enable_prefix_caching": draw(st.booleans()),
@@ -129,9 +130,8 @@ def runs(draw):
     def options():
         return {
             **shared,
-            "num_blocks": draw(
-                st.sampled_from([11, 20, 64])
-            ),  # 11 are those of the longest request
+            # 11 are those of the longest request
+            "num_blocks": draw(st.sampled_from([11, 20, 64])),
             "max_num_seqs": draw(st.sampled_from([3, 8])),
             "max_num_batched_tokens": draw(st.sampled_from([8, 64])),
         }
@@ -206,7 +206,9 @@ def test_laws_of_any_run(case):
 
 
 def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, list[float]]:
-    """Times of tokens with room for all: whole prompts, all that wait at once; then all decodes at once."""
+    """Times of tokens with room for all: whole prompts, all that wait at once; then all decodes at
+    once.
+    """
     times: dict[str, list[float]] = {item.request_id: [] for item in work}
     waiting, now, free, moving = list(work), 0.0, 0.0, []
     while waiting:
@@ -254,7 +256,9 @@ def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
 
 
 def test_times_by_hand():
-    """Steps of 1 s in `prefill` and of 0.5 s in `decode`; a block takes 1 s to move, and 0.25 s pass in addition."""
+    """Steps of 1 s in `prefill` and of 0.5 s in `decode`; a block takes 1 s to move, and 0.25 s
+    pass in addition.
+    """
     work = [
         WorkItem("a", 0.0, (20,) * 5, 3),
         WorkItem("b", 0.5, (30,) * 4, 2),
@@ -264,12 +268,8 @@ def test_times_by_hand():
     a, b, c = found.requests
     (one,), (two,) = a.transfers, b.transfers
     assert (one.released, one.arrived, one.adopted, one.bytes) == (1.0, 3.25, 3.25, 16.0)
-    assert (two.released, two.arrived, two.adopted, two.bytes) == (
-        2.0,
-        4.25,
-        4.25,
-        8.0,
-    )  # the link is free at 3.0
+    # the link is free at 3.0
+    assert (two.released, two.arrived, two.adopted, two.bytes) == (2.0, 4.25, 4.25, 8.0)
     assert not c.transfers
     assert [one.branches[0].token_times for one in (a, b, c)] == [
         (1.0, 3.75, 4.25),

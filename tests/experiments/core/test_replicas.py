@@ -83,9 +83,8 @@ def measured_at(point: config.Point):
     [
         {},
         {"workload": {key: value for key, value in RAW["workload"].items() if key != "arrivals"}},
-        {
-            "workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}
-        },  # with idle gaps
+        # with idle gaps
+        {"workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}},
         {
             "workload": {
                 **RAW["workload"],
@@ -102,7 +101,9 @@ def measured_at(point: config.Point):
     ids=["busy", "at once", "idle", "bursts", "closed", "branches", "batches"],
 )
 def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
-    """The engine makes its steps one by one, and the replica several together where they only decode."""
+    """The engine makes its steps one by one, and the replica several together where they only
+    decode.
+    """
     (point,) = expand({**RAW, **change}, folder=Path())
     made, spec = simulated(point.experiment), point.experiment.workload
     load, engine, sampling = (

@@ -1,4 +1,6 @@
-"""`records: sums`: the sums of a run against its records, the distributions in constant memory, and the files."""
+"""`records: sums`: the sums of a run against its records, the distributions in constant memory, and
+the files.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,8 @@ def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
     if length > start / 100:
         assert found is not None
     if found is not None:
-        chex.assert_trees_all_close(
-            found, exact, rtol=0.03
-        )  # 2 % of the time, and the tokens of one part
+        # 2 % of the time, and the tokens of one part
+        chex.assert_trees_all_close(found, exact, rtol=0.03)
     assert Timeline().steady_rate() is None
 
 

@@ -1,4 +1,6 @@
-"""Steps compiled for chips that are not here: sizes, errors and checks without a compiler, and with one where it is."""
+"""Steps compiled for chips that are not here: sizes, errors and checks without a compiler, and with
+one where it is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CPU = Target("cpu", "cpu", 4 * memory.GIB, "xla", "tpu-v5e")
 PLAN = Plan(tokens=64, rows=24, block_size=4, length=64, fraction=0.5)
 
 
-# --- topologies ------------------------------------------------------------------------------------------------------
+# --- topologies -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_more_gpus_than_their_switch_connects_are_refused(capsys):
     assert "the links of h100 connect at most 8 chips" in capsys.readouterr().err
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
@@ -114,9 +116,8 @@ def step():
     config = compile_step.config_of("small", "bfloat16", 1)
     placement = make_placement(config, MeshConfig(tensor=4), None, jax.devices())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            compiled, "compiler_options", programs.compiler_options
-        )  # those of tests (quick_compiler.py)
+        # those of tests (quick_compiler.py)
+        patch.setattr(compiled, "compiler_options", programs.compiler_options)
         return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
 
 
@@ -200,7 +201,7 @@ def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step)
     assert compile_step.exchange_lines(step, model, target, PLAN, 1, 0) == ""
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Exchanges of compiled steps: read from real programs, compared with what must be there, and timed by hand."""
+"""Exchanges of compiled steps: read from real programs, compared with what must be there, and timed
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ MUST = (Wanted("all-reduce", 32, 3), Wanted("all-to-all", 20, branch=True))
 HAS = Counter({SUM: 3, Found("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1})
 
 
-# From the programs of two compilers, shortened: Llama 3 8B, one layer on 8 x v5e, and parts of two layers on 8 x H100.
+# From the programs of two compilers, shortened: Llama 3 8B, one layer on 8 x v5e, and parts of two
+# layers on 8 x H100.
 V5E = """
 %branch (arg: (bf16[4096,64])) -> s32[64,42] {
   %arg = (bf16[4096,64]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
@@ -135,10 +138,8 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     more = wanted(
         replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS
     )
-    assert [one.wrong for one in differences(found, more)] == [
-        True,
-        True,
-    ]  # the last layer's are in a branch
+    # the last layer's are in a branch
+    assert [one.wrong for one in differences(found, more)] == [True, True]
 
 
 def test_one_device_exchanges_nothing(tiny_llm):
@@ -199,9 +200,12 @@ def test_combined_and_split_exchanges_are_named_and_not_wrong(sums):
 
 
 def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
-    """By hand, for 4 devices: a sum sends 2 x 3/4 of its bytes over two links, and waits for 2 x 2 hops."""
+    """By hand, for 4 devices: a sum sends 2 x 3/4 of its bytes over two links, and waits for 2 x 2
+    hops.
+    """
     assert exchanges.seconds(HAS, 4, TORUS) == pytest.approx(3 * (1.5 * 128 / 2e9 + 4e-6))
-    # each of 4 devices sends a quarter to three others, at distances 1, 2 and 1; in a loop of 8 turns
+    # each of 4 devices sends a quarter to three others, at distances 1, 2 and 1; in a loop of 8
+    # turns
     looped = Counter(
         {one._replace(branch=False): count for one, count in HAS.items() if one.branch}
     )

@@ -1,4 +1,6 @@
-"""What the GPU attention benchmark can check without a GPU: all contenders compute causal attention of one kind."""
+"""What the GPU attention benchmark can check without a GPU: all contenders compute causal attention
+of one kind.
+"""
 
 from __future__ import annotations
 

@@ -6,12 +6,8 @@ import pytest
 
 from experiments.hardware.gpu_engine import busy, by_name, requests_of
 
-KERNELS = [
-    (0.0, 10.0, "a"),
-    (5.0, 8.0, "b"),
-    (9.0, 12.0, "a"),
-    (20.0, 30.0, "c"),
-]  # ns; 12 to 20: none runs
+# ns; 12 to 20: none runs
+KERNELS = [(0.0, 10.0, "a"), (5.0, 8.0, "b"), (9.0, 12.0, "a"), (20.0, 30.0, "c")]
 
 
 def test_the_idle_share_counts_overlapping_kernels_once():

@@ -1,4 +1,6 @@
-"""The check of a real model on a GPU, on a CPU: the model is right, and each kind of mistake is found."""
+"""The check of a real model on a GPU, on a CPU: the model is right, and each kind of mistake is
+found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The check of the GPU kernels' numbers, without a GPU: its oracle, and what it says of wrong kernels."""
+"""The check of the GPU kernels' numbers, without a GPU: its oracle, and what it says of wrong
+kernels.
+"""
 
 from __future__ import annotations
 

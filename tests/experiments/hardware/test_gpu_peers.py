@@ -1,4 +1,6 @@
-"""transformers' continuous batching as a peer of the engine on a GPU, here on a CPU with a tiny model."""
+"""transformers' continuous batching as a peer of the engine on a GPU, here on a CPU with a tiny
+model.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_peer_that_is_too_slow_is_an_error(model):
 
 
 def test_the_rehearsal_writes_its_figures_and_leaves_the_memory_to_others(tmp_path):
-    """transformers sizes its cache by the memory of the whole machine: several GB for a model of 1 MB."""
+    """transformers sizes its cache by the memory of the whole machine: several GB for a model of 1
+    MB.
+    """
     pytest.importorskip("torch")
     command = [
         sys.executable,

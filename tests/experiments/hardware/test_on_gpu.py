@@ -1,4 +1,6 @@
-"""The session on a GPU: its order with parts that need no GPU, the arguments of its real parts, and its rehearsal."""
+"""The session on a GPU: its order with parts that need no GPU, the arguments of its real parts, and
+its rehearsal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Exchanges of a mesh: bytes and times against arrays that are sent from device to device, and counts by hand."""
+"""Exchanges of a mesh: bytes and times against arrays that are sent from device to device, and
+counts by hand.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,15 @@ devices = st.integers(2, 16)
 
 
 def ring_all_reduce(arrays):
-    """Sum arrays by a ring: reduce-scatter, then all-gather -> (arrays, numbers that each device sent, steps)."""
+    """Sum arrays by a ring: reduce-scatter, then all-gather -> (arrays, numbers that each device
+    sent, steps).
+    """
     n, arrays = len(arrays), [np.array_split(a.copy(), len(arrays)) for a in arrays]
     sent_numbers, steps = [0] * n, 0
     for added in (True, False):
         for step in range(n - 1):
-            moved = [
-                (d, (d - step + (not added)) % n) for d in range(n)
-            ]  # each sends one piece to its right
+            # each sends one piece to its right
+            moved = [(d, (d - step + (not added)) % n) for d in range(n)]
             content = [arrays[d][piece].copy() for d, piece in moved]
             for (d, piece), piece_content in zip(moved, content, strict=True):
                 right = (d + 1) % n
@@ -61,7 +64,8 @@ def test_all_reduce_sends_the_bytes_of_a_ring(n):
 
 
 def busiest_link(n, piece):
-    """Bytes over the busiest directed link of a ring, when each device sends `piece` bytes to each other one.
+    """Bytes over the busiest directed link of a ring, when each device sends `piece` bytes to each
+    other one.
 
     A piece takes the shorter way; at equal distance, half of it takes each.
     """
@@ -115,13 +119,8 @@ def bytes_one_by_one(n, tokens, sampled):
     while rows % n:
         rows += 1
     for _row in range(rows):
-        for _number in (
-            "token",
-            "log-probability",
-            "rank",
-            *range(20),
-            *range(20),
-        ):  # and the 20 likeliest of both
+        # and the 20 likeliest of both
+        for _number in ("token", "log-probability", "rank", *range(20), *range(20)):
             counted["all-gather"] += 4
         for _entry in range(SIZES.vocabulary):
             counted["all-to-all"] += 4

@@ -163,7 +163,9 @@ GEMMA = {
     ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Gemma-2-2B"],
 )
 def test_models_of_every_family_have_the_published_sizes(config, total, used):
-    """All numbers, and those that a token uses (with experts, the chosen ones). Gemma's embedding is its head."""
+    """All numbers, and those that a token uses (with experts, the chosen ones). Gemma's embedding
+    is its head.
+    """
     shape = shape_of(config)
     assert shape.total_bytes / shape.weight_bytes / 1e9 == pytest.approx(total, rel=0.01)
     embedding = 0 if shape.tied else shape.head_numbers
@@ -232,13 +234,15 @@ def test_block_moves_cost_one_or_many_copies():
     assert many == pytest.approx(2 * 2 * 10 * 1e-3 + content)
 
 
-# --- a mesh -----------------------------------------------------------------------------------------------------------
+# --- a mesh ---------------------------------------------------------------------------------------
 
 TORUS = Network(1e5, neighbours=True, devices=8, hop=1e-3)
 
 
 def test_part_of_a_small_model_is_counted_by_hand():
-    """SMALL on two devices: one query head and a copy of the key head each, half the MLP and of the vocabulary."""
+    """SMALL on two devices: one query head and a copy of the key head each, half the MLP and of the
+    vocabulary.
+    """
     one = part(SMALL, MeshConfig(tensor=2))
     assert one == SMALL._replace(heads=1, kv_heads=1, intermediate=8, vocabulary=50)
     layer = 8 * 4 + 2 * 8 * 4 + 4 * 8 + 3 * 8 * 8  # q, k and v, out, three matrices
@@ -247,7 +251,9 @@ def test_part_of_a_small_model_is_counted_by_hand():
 
 
 def test_part_has_padded_heads_and_widths():
-    """SmolLM2's 9 heads, 3 key heads and vocabulary on 2 devices: 2 key heads each, with their groups of 3."""
+    """SmolLM2's 9 heads, 3 key heads and vocabulary on 2 devices: 2 key heads each, with their
+    groups of 3.
+    """
     one = part(SHAPES["smollm2-135m"], MeshConfig(tensor=2))
     assert (one.heads, one.kv_heads, one.intermediate, one.vocabulary) == (6, 2, 768, 24576)
 
@@ -315,7 +321,9 @@ def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, more):
 
 
 def test_exchanges_of_a_small_model_are_counted_by_hand():
-    """2 devices, 3 tokens, 2 samples: five sums of [8, 3], logits [50, 2], sampled [2, 43]; a link of 1e5 bytes/s."""
+    """2 devices, 3 tokens, 2 samples: five sums of [8, 3], logits [50, 2], sampled [2, 43]; a link
+    of 1e5 bytes/s.
+    """
     mesh = of_mesh(Roofline(SMALL, CHIP._replace(network=TORUS)), MeshConfig(tensor=2))
     work = Work(tokens=3, sequences=2, sampled=2, context=0, pairs=0)
     sums = 4 * 8 * 3 * 4 + 8 * 3 * 2  # two a layer in float32, and the embedding's in 16 bits
@@ -356,7 +364,9 @@ def test_chip_without_known_links_has_no_mesh(monkeypatch):
 
 
 def test_links_of_a_chip_are_those_of_its_data_sheet():
-    """Bytes/s of all links of a chip in both directions: NVIDIA's data sheets, Google Cloud's pages, Jouppi et al."""
+    """Bytes/s of all links of a chip in both directions: NVIDIA's data sheets, Google Cloud's
+    pages, Jouppi et al.
+    """
     links = {"tpu-v4": 6, "tpu-v5e": 4, "tpu-v5p": 6, "tpu-v6e": 4, "tpu7x": 6}
     sheets = {"a100-40g": 600e9, "a100-80g": 600e9, "h100": 900e9, "h200": 900e9}
     sheets |= {
@@ -374,7 +384,9 @@ def test_links_of_a_chip_are_those_of_its_data_sheet():
 
 
 def measured(count=60, noise=0.0, seed=0):
-    """Steps of a device whose times are known: by bucket, and so much a token of context and a pair."""
+    """Steps of a device whose times are known: by bucket, and so much a token of context and a
+    pair.
+    """
     draw, base, steps = random.Random(seed), {8: 0.010, 32: 0.012, 128: 0.030}, []
     for _ in range(count):
         size = draw.choice(sorted(base))

@@ -50,7 +50,9 @@ def test_steps_at_measured_points_take_the_measured_times():
     ("kind", "published"), [("a100", (48.797, 51.297)), ("h100", (35.482, 37.438))]
 )
 def test_a_longer_context_takes_what_it_took_one_sequence(kind, published):
-    """Measured with prompts of 1,024 and 8,192 tokens and 128 of output; the line fits all prompts, not these alone."""
+    """Measured with prompts of 1,024 and 8,192 tokens and 128 of output; the line fits all prompts,
+    not these alone.
+    """
     step = find(f"splitwise/bloom-176b/{kind}")
     assert [1e3 * step(decodes(1, n + 64)) for n in (1024, 8192)] == pytest.approx(
         published, rel=0.03

@@ -1,4 +1,6 @@
-"""The decoder of a mesh has what the simulator counts: its arrays, its cache and the sums in its program."""
+"""The decoder of a mesh has what the simulator counts: its arrays, its cache and the sums in its
+program.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +74,14 @@ def test_token_takes_the_bytes_of_the_cache_on_one_device(config, mesh):
     }
     pages = jax.eval_shape(lambda: cache.init(block_size=size, dtype="bfloat16", **sizes))
     stored = sum(2 * math.prod(array.shape) for array in (*pages.k, *pages.v))
-    assert (
-        part(shape_of(config), mesh).token_bytes * (blocks + 1) * size == stored
-    )  # the trash block too
+    # the trash block too
+    assert part(shape_of(config), mesh).token_bytes * (blocks + 1) * size == stored
 
 
 def sums(jaxpr: Any) -> Iterator[tuple[int, str]]:
-    """Numbers and dtype of every array that is summed over devices, in a program and those it calls."""
+    """Numbers and dtype of every array that is summed over devices, in a program and those it
+    calls.
+    """
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("psum"):
             yield from ((math.prod(x.aval.shape), str(x.aval.dtype)) for x in equation.invars)

@@ -39,9 +39,8 @@ RAW = {
 
 def items(count, seed=0, gap=0.0):
     draw = np.random.default_rng(seed)
-    common = tuple(
-        draw.integers(20, 300, 12).tolist()
-    )  # some prompts begin alike, so that blocks are shared
+    # some prompts begin alike, so that blocks are shared
+    common = tuple(draw.integers(20, 300, 12).tolist())
     return tuple(
         WorkItem(
             f"r{i}",
@@ -150,14 +149,8 @@ def test_whole_batch_is_computed_until_its_last_member_ends():
     assert [record.e2e for record in records] == [4.0, 4.0, 6.0]
     assert [record.ttft for record in records] == [4.0, 4.0, 6.0]
     assert [record.queue for record in records] == [0.0, 0.0, 4.0]
-    assert [w.context for w in asked] == [
-        5 + 3,
-        4 + 6,
-        5 + 7,
-        6 + 8,
-        2,
-        3,
-    ]  # "a" ended with the first step
+    # "a" ended with the first step
+    assert [w.context for w in asked] == [5 + 3, 4 + 6, 5 + 7, 6 + 8, 2, 3]
     assert [w.sequences for w in asked] == [2, 2, 2, 2, 1, 1]
     assert [w.sampled for w in asked] == [2, 2, 2, 2, 1, 1]
     assert [w.tokens for w in asked] == [8] * 6
@@ -248,9 +241,8 @@ def test_simulated_sweep_starts_no_jax_backend(tmp_path, capsys):
     assert faster < slower
     assert (tmp_path / "runs/simulated/report.html").is_file()
     capsys.readouterr()
-    assert (
-        run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    )  # nothing is left to measure
+    # nothing is left to measure
+    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     assert "another commit or device" not in capsys.readouterr().err
 
 
@@ -333,10 +325,11 @@ def meshed(model, n, chip="tpu-v5e", **engine):
 
 
 def test_mesh_has_the_blocks_of_one_devices_part():
-    """Llama-3-70B in 8 bits on eight TPU v5e: an eighth of the weights, and one of eight key heads, on each."""
-    weights = (
-        70_553_706_496 - 80 * 2 * 8192 - 8192
-    ) / 8  # Meta's number of parameters, without norms
+    """Llama-3-70B in 8 bits on eight TPU v5e: an eighth of the weights, and one of eight key heads,
+    on each.
+    """
+    # Meta's number of parameters, without norms
+    weights = (70_553_706_496 - 80 * 2 * 8192 - 8192) / 8
     free = CHIPS["tpu-v5e"].memory - weights
     llm = meshed("llama-3-70b", 8, max_num_seqs=64)
     assert llm.engine.config.num_blocks == int(0.9 * free / (16 * 2 * 80 * 1 * 128))
@@ -386,7 +379,9 @@ def test_run_on_a_mesh_is_faster_and_exchanges():
 
 
 def speculating(k: int, acceptance: float, **options):
-    """Seconds of one sequence of 2,000 tokens, and its accepted and drafted tokens; a step takes 1 s at any size."""
+    """Seconds of one sequence of 2,000 tokens, and its accepted and drafted tokens; a step takes 1
+    s at any size.
+    """
     adaptive = options.pop("adaptive", False)
     config = EngineConfig(
         num_blocks=200,

@@ -30,9 +30,8 @@ def test_interval_coverage(count):
 def test_interval_of_positive_numbers_uses_logarithms():
     one = interval([1.0, 2.0, 4.0])
     assert one.middle == pytest.approx(2.0)
-    half = (
-        4.302653 / 3**0.5
-    )  # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
+    # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
+    half = 4.302653 / 3**0.5
     assert (one.low, one.high) == pytest.approx((2.0 ** (1 - half), 2.0 ** (1 + half)))
     assert (one.kind, one.n) == ("interval", 3)
     zero = interval([0.0, 1.0, 2.0])
@@ -79,9 +78,8 @@ RATES = (1.0, 2.0, 4.0, 8.0)
 
 
 def test_rate_outside_grid_is_not_found():
-    assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(
-        8**0.5
-    )  # halfway in logarithms
+    # halfway in logarithms
+    assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)
     assert load.highest(RATES, (0.3, 0.1, 0.1, 0.1), 0.2) is None
     assert load.highest(RATES, (0.1, 0.1, 0.1, 0.1), 0.2) is None
     assert load.highest(RATES, (0.1, 0.4), 0.2) == pytest.approx(2**0.5), (

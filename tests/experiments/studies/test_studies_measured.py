@@ -26,7 +26,8 @@ decode_attention, sharing, prediction = map(
 )
 
 
-# 005 ------------------------------------------------------------------------------------------------------------------
+# 005
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_step_demand_by_hand():
@@ -53,7 +54,8 @@ def test_gpt2_xl_bounds_match_lecture():
     claims = decode_attention.lecture()
     assert len(claims) == 4
     assert all(claim.agrees for claim in claims)
-    # 2 x 1.475e9 operations a token and 3.1e9 bytes of weights: 153 operations a byte at a little over 150 tokens
+    # 2 x 1.475e9 operations a token and 3.1e9 bytes of weights: 153 operations a byte at a little
+    # over 150 tokens
     chip = Chip(2.039e12, 312e12, 0.0)
     assert 150 < decode_attention.crossing(SHAPES["gpt2-xl"], chip) < 180
 
@@ -129,7 +131,8 @@ def test_decode_attention_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path
     assert "without a cache" in found.answer[0]
 
 
-# 008 ------------------------------------------------------------------------------------------------------------------
+# 008
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def row(lengths, saved, paper):
@@ -166,7 +169,8 @@ def test_sharing_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     assert "2 beams save" in found.answer[1]
 
 
-# 010 ------------------------------------------------------------------------------------------------------------------
+# 010
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def summary(rate):

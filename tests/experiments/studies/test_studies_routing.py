@@ -22,7 +22,9 @@ def points() -> list[config.Point]:
 
 
 def test_config_is_the_source_s_load(points):
-    """9,000 requests with 256 tokens of output each in 840.2 s are 2,742 tokens/s, and in 358.7 s 6,423."""
+    """9,000 requests with 256 tokens of output each in 840.2 s are 2,742 tokens/s, and in 358.7 s
+    6,423.
+    """
     assert [point.swept["replicas.router"] for point in points] == list(routing.ROUTERS)
     for point in points:
         made, load = point.experiment, point.experiment.workload

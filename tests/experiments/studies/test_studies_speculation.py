@@ -24,7 +24,8 @@ oracle = importlib.import_module("experiments.studies.016_speculation_measured.o
 STUDIES = reproduce.STUDIES
 
 
-# 013 ------------------------------------------------------------------------------------------------------------------
+# 013
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_published_table_is_that_of_the_formulas():
@@ -64,7 +65,8 @@ def test_formula_claims_have_a_percent():
     assert all(claim.agrees and claim.factor == 1.01 for claim in claims)
 
 
-# 014 ------------------------------------------------------------------------------------------------------------------
+# 014
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,8 @@ def test_drafts_pay_for_one_sequence_and_cost_their_time():
     assert 1.5 < by_fit < by_roofline < tokens
 
 
-# 015 ------------------------------------------------------------------------------------------------------------------
+# 015
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def line_of(eagle, ngram, prompt=5, **more):
@@ -185,7 +188,9 @@ def test_step_time_by_hand():
 
 
 def test_recorded_gains_decide_the_steps():
-    """Of 9 tokens: 1 with the prompt, then 4 (its 5 are more than 3 drafts and one), 1, and 3 to the end."""
+    """Of 9 tokens: 1 with the prompt, then 4 (its 5 are more than 3 drafts and one), 1, and 3 to
+    the end.
+    """
     records = [recorded.Recorded(5, {"eagle": (5, 9, 9, 9, 1, 3, 9, 9, 9)})]
     engine = recorded.engine(
         STUDIES / "015_recorded_acceptance", recorded.Setting("gsm8k", "eagle", 2), records
@@ -237,7 +242,8 @@ def test_all_studies_go_on_without_recorded_files(tmp_path, monkeypatch, capsys)
     assert "error: there is no combined_gsm8k.jsonl" in capsys.readouterr().err
 
 
-# 016 ------------------------------------------------------------------------------------------------------------------
+# 016
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_oracle_errs_as_often_as_asked():

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def killed(code: str, *arguments: object) -> str:
-    """Run Python code that must end by SIGKILL, compiled as in this process. Returns what it printed."""
+    """Run Python code that must end by SIGKILL, compiled as in this process. Returns what it
+    printed.
+    """
     child = [sys.executable, "-c", quick_compiler.of_a_child() + code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

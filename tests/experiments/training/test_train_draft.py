@@ -1,4 +1,6 @@
-"""Training a draft head for a tiny model: its loss is what an engine will do, and a killed run resumes bit-exact."""
+"""Training a draft head for a tiny model: its loss is what an engine will do, and a killed run
+resumes bit-exact.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def stored(out: Path, model) -> dict[str, np.ndarray]:
     }
 
 
-# --- what the passes compute ------------------------------------------------------------------------------------------
+# --- what the passes compute ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,8 @@ def as_an_engine(
 ) -> dict:
     """{(pass, position): logits} of one window, token by token in float64.
 
-    From each token t on, the head drafts with its own features. The embeddings are those of the known tokens.
+    From each token t on, the head drafts with its own features. The embeddings are those of the
+    known tokens.
 
     Args:
         embedded: [S, H]. features: [S, taps * H].
@@ -216,7 +219,9 @@ def test_a_token_changes_no_logits_of_earlier_positions_in_any_pass(case, t):
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_a_draft_sees_no_true_feature_of_the_drafts_before_it(case, t):
-    """The feature of token t reaches position t + 1 in pass 0, and one more position later in each later pass."""
+    """The feature of token t reaches position t + 1 in pass 0, and one more position later in each
+    later pass.
+    """
     features = case.windows.features.copy()
     features[:, t] += 1
     before, after = case.logits(case.windows), case.logits(case.windows._replace(features=features))
@@ -269,7 +274,7 @@ def test_gradients_reach_every_parameter(setup, run, model):
     assert not [name for name, x in last.items() if (x == np.asarray(first[name])).all()]
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
@@ -277,9 +282,8 @@ def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
     rows = np.arange(n)
     windows = Windows(rows[:, None], rows[:, None, None], rows[:, None, None], rows[:, None, None])
     batches = [draft_data.batch(windows, setup, step) for step in range(9)]
-    assert all(
-        len(set(map(bytes, (x.reshape(-1) for x in one)))) == 1 for one in batches
-    )  # rows of all columns
+    # rows of all columns
+    assert all(len(set(map(bytes, (x.reshape(-1) for x in one)))) == 1 for one in batches)
     epochs = np.array([one.tokens.reshape(-1) for one in batches]).reshape(3, n)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(rows, (3, 1)))
     assert (epochs[0] != epochs[1]).any()
@@ -290,9 +294,8 @@ def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
 
 def test_vocabulary_has_the_ids_of_most_probability():
     ids = np.array([[[5, 2], [7, 5], [9, 2]]], np.int32)
-    shares = np.array(
-        [[[0.6, 0.3], [0.7, 0.2], [0.5, 0.4]]], np.float32
-    )  # 5: 0.8, 7: 0.7, 2: 0.7, 9: 0.5
+    # 5: 0.8, 7: 0.7, 2: 0.7, 9: 0.5
+    shares = np.array([[[0.6, 0.3], [0.7, 0.2], [0.5, 0.4]]], np.float32)
     windows = Windows(np.zeros((1, 3), np.int32), None, ids, shares)
     assert [draft_data.vocabulary(windows, size, 12).tolist() for size in (1, 3, 4)] == [
         [5],
@@ -329,7 +332,7 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     )
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -403,7 +406,7 @@ def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
     assert sorted(path.name for path in run.out.rglob("*")) == before
 
 
-# --- bad arguments ----------------------------------------------------------------------------------------------------
+# --- bad arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Training adapters: step 0 is the base, the engine gives the trainer's numbers, a stopped run resumes bit-exact."""
+"""Training adapters: step 0 is the base, the engine gives the trainer's numbers, a stopped run
+resumes bit-exact.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +215,7 @@ def test_peft_gives_the_same_log_probabilities(whole, model, module, several, tm
         chex.assert_trees_all_close(chosen[counts], wanted[:, 1:][counts], rtol=0, atol=1e-4)
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
@@ -263,7 +265,7 @@ def test_examples_depend_on_seed_and_step_alone(loaded, several):
         assert (examples.tokens != others[name].batch(3).tokens).any()
 
 
-# --- bad arguments ----------------------------------------------------------------------------------------------------
+# --- bad arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

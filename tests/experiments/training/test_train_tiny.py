@@ -93,7 +93,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def test_held_out_text_is_a_tenth_without_overlap():
@@ -135,7 +135,7 @@ def test_held_out_tokens_are_predicted_once(data):
     np.testing.assert_array_equal(parts[:, 1:].reshape(-1), data.held_out[1 : count + 1])
 
 
-# --- training and serving use the same forward pass -------------------------------------------------------------------
+# --- training and serving use the same forward pass -----------------------------------------------
 
 
 LOGITS = jax.jit(forward.logits)
@@ -212,9 +212,8 @@ def test_all_parameters_train_and_are_served_without_compilation(config, data):
     )
     texts = {train_tiny.sample(llm)}
     for step in range(4):
-        state, _ = trainer.update(
-            state, train_tiny.windows(data.train, SETUP, step)
-        )  # donates the old state
+        # donates the old state
+        state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))
         before = compilations.counts()
         text, compiled = train_tiny.updated(llm, state.params)
         assert (compiled, compilations.counts()) == (0, before)
@@ -228,7 +227,7 @@ def test_all_parameters_train_and_are_served_without_compilation(config, data):
     assert not [name for name, x in trained.items() if (x == first[name]).all()]
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def test_run_learns_and_writes_model(run):
@@ -330,7 +329,7 @@ def test_command_trains_on_english(tmp_path):
     assert sum(word in known for word in found) > 0.9 * len(found) > 5
 
 
-# --- bad arguments ----------------------------------------------------------------------------------------------------
+# --- bad arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The options of a cluster are checked before anything starts, and a mistake says what to do instead."""
+"""The options of a cluster are checked before anything starts, and a mistake says what to do
+instead.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def hung(made: Cluster) -> Iterator[None]:
 
 
 def stopped(made: Cluster, tokens: int, count: int) -> tuple[list, list, float]:
-    """Ask a cluster to stop while 2 * count requests are under way -> (answers, streams, seconds until the last)."""
+    """Ask a cluster to stop while 2 * count requests are under way -> (answers, streams, seconds
+    until the last).
+    """
 
     async def run() -> tuple[list, list]:
         async with httpx.AsyncClient(base_url=made.url, timeout=120) as client:

@@ -1,4 +1,6 @@
-"""An application that is called without a socket: all its messages, its errors, and a client that leaves."""
+"""An application that is called without a socket: all its messages, its errors, and a client that
+leaves.
+"""
 
 from __future__ import annotations
 

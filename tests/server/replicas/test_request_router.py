@@ -1,5 +1,6 @@
-"""Ray Serve's own request router, as our subclass, in one event loop without a cluster: what it does with calls whose
-clients leave at any moment, with replicas that come and go, and with a router that fails."""
+"""Ray Serve's own request router, as our subclass, in one event loop without a cluster: what it
+does with calls whose clients leave at any moment, with replicas that come and go, and with a router
+that fails."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_assignments_are_those_of_the_pure_router(tmp_path):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=12), st.booleans())
 def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
-    """The client of call i leaves after turns[i] turns of the event loop; -1: it stays until it has a replica."""
+    """The client of call i leaves after turns[i] turns of the event loop; -1: it stays until it has
+    a replica.
+    """
 
     async def run() -> PureRouter:
         made = router(kind=LeavesWhenChosen)

@@ -1,4 +1,6 @@
-"""A cluster that grows with its queue and shrinks again, behind a key: no answer is lost when a replica leaves."""
+"""A cluster that grows with its queue and shrinks again, behind a key: no answer is lost when a
+replica leaves.
+"""
 
 from __future__ import annotations
 

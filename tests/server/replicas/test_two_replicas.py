@@ -1,6 +1,8 @@
-"""Two replicas of SmolLM2 on Ray Serve under load, as a user starts them: `pagedjax serve --replicas 2`.
+"""Two replicas of SmolLM2 on Ray Serve under load, as a user starts them: `pagedjax serve
+--replicas 2`.
 
-Real processes, OpenAI's client, 200 requests of which a third leave, and a replica that is killed half-way.
+Real processes, OpenAI's client, 200 requests of which a third leave, and a replica that is killed
+half-way.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ OPTIONS = [
 
 
 class Sent(NamedTuple):
-    """What became of one request: `text` if it has an answer, and by which replica; `error` if it has none."""
+    """What became of one request: `text` if it has an answer, and by which replica; `error` if it
+    has none.
+    """
 
     number: int
     text: str | None = None
@@ -98,7 +102,8 @@ async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: boo
 
 
 async def load(url: str, kill, draw: random.Random) -> tuple[list[Sent], int, int]:
-    """200 requests, CLIENTS at a time -> (what became of those that stayed, how many left, how many before the kill).
+    """200 requests, CLIENTS at a time -> (what became of those that stayed, how many left, how many
+    before the kill).
 
     kill: called once, when half of them have been sent.
     """
