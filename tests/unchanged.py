@@ -53,7 +53,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "invariant": ("llama", {"batch_invariant": True}),
     "adapters": ("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
     "quest": ("llama", {"kv_policy": {"name": "quest", "tokens": 16, "dense_layers": 1}}),
-    "sink": ("llama", {"kv_policy": {"name": "sliding", "window": 24, "sinks": 4}}),
+    "streaming": ("llama", {"kv_policy": {"name": "streaming", "window": 24, "sinks": 4}}),
     "window groups": ("windows", {}),
     "eagle": ("llama", {"speculative": {"method": "eagle", "model": "head", "num_tokens": 3}}),
     "draft model": (

@@ -556,12 +556,23 @@ def test_an_old_jax_is_an_obstacle(monkeypatch):
     assert "needs JAX 0.11 or newer" in pallas_gpu.unsupported("bfloat16", 64, 16, 4)
 
 
-def test_devices_that_are_no_hopper_have_an_obstacle():
-    class Device(NamedTuple):
-        platform: str
-        device_kind: str
-        compute_capability: str = ""
+class Device(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str = ""
 
+
+def test_a_cache_of_another_dtype_than_the_queries_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "JAX_NEEDED", (0, 0))
+    sizes = {"head_dim": 64, "block_size": 16, "kv_heads": 2, "heads": 8}
+    hopper = Device("gpu", "NVIDIA H200", "9.0")
+    for dtype in ("bfloat16", "float16"):
+        assert pallas_gpu.obstacle(hopper, dtype=dtype, query_dtype=dtype, **sizes) == ""
+    obstacle = pallas_gpu.obstacle(hopper, dtype="bfloat16", query_dtype="float16", **sizes)
+    assert obstacle.endswith("they are bfloat16 and float16")
+
+
+def test_devices_that_are_no_hopper_have_an_obstacle():
     assert "'cpu'" in pallas_gpu.wrong_device(jax.devices("cpu")[0])
     assert "NVIDIA A100 has 8.0" in pallas_gpu.wrong_device(Device("gpu", "NVIDIA A100", "8.0"))
     assert pallas_gpu.wrong_device(Device("gpu", "NVIDIA H200", "9.0")) == ""
