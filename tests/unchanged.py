@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ SIZES: dict[str, Any] = {
     "token_buckets": (8, 32),
     "compilation": "eager",
 }
+# Two devices for a mesh. What both trees compile alike need not be fast.
+XLA_FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 NGRAM = {"method": "ngram", "num_tokens": 3}
 # By name: the model's folder, and the engine's options beside SIZES. A path in them is relative to
 # the models' folder.
@@ -69,7 +72,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ngram": ("llama", {"speculative": NGRAM}),
     "lookahead": ("llama", {"lookahead": 2}),
-    "lookahead and drafts": ("llama", {"lookahead": 1, "speculative": NGRAM}),
     "recomputed": ("llama", {"num_blocks": 26, "enable_prefix_caching": False}),
     "swapped": ("llama", {"num_blocks": 26, "preemption": "swap", "swap_space_gib": 0.01}),
     "mesh": ("llama", {"mesh": {"tensor": 2}}),
@@ -298,7 +300,7 @@ def run_tree(tree: Path, out: Path, models: Path) -> None:
     """Let a tree do the work of `describe`, and its simulated experiments."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = str(tree)
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    environment["XLA_FLAGS"] = XLA_FLAGS
     script = [sys.executable, str(Path(__file__).resolve()), "--describe", str(out), str(models)]
     subprocess.run(script, cwd=tree, env=environment, check=True)
     for name, settings in EXPERIMENTS.items():
@@ -353,9 +355,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         write_models(work / "models")
-        with tree_of(arguments.commit, work / "tree") as tree:
-            run_tree(tree, work / "before", work / "models")
-        run_tree(ROOT, work / "after", work / "models")
+        with tree_of(arguments.commit, work / "tree") as tree, ThreadPoolExecutor(2) as threads:
+            before = threads.submit(run_tree, tree, work / "before", work / "models")
+            after = threads.submit(run_tree, ROOT, work / "after", work / "models")
+            before.result()
+            after.result()
         report = list(differences(work / "before", work / "after"))
         if arguments.keep:
             for folder in ("before", "after"):
