@@ -217,8 +217,7 @@ class LLM:
         """
         self.engine.wake_up(tags)
 
-    # adapters (docs/design/adapters.md)
-    # -------------------------------------------------------------------------------
+    # adapters (docs/design/adapters.md) -----------------------------------------------------------
 
     def load_adapter(
         self,
@@ -333,8 +332,7 @@ class LLM:
         """What was loaded, with the parameters that the engine uses, on its devices."""
         return replace(self._loaded, model=self.engine.model)
 
-    # several processes (docs/design/processes.md)
-    # ---------------------------------------------------------------------
+    # several processes (docs/design/processes.md) -------------------------------------------------
 
     @property
     def follows(self) -> bool:
@@ -498,8 +496,7 @@ class LLM:
                     yield text[sent:]
                     sent = len(text)
 
-    # hidden states (docs/design/embeddings.md)
-    # ------------------------------------------------------------------------
+    # hidden states (docs/design/embeddings.md) ----------------------------------------------------
 
     def embed(
         self,

@@ -264,8 +264,7 @@ def describe_server(model: Path, out: Path) -> None:
     (out / "openapi.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-# The comparison
-# ------------------------------------------------------------------------------------------------------
+# The comparison -----------------------------------------------------------------------------------
 
 
 def write_models(folder: Path) -> None:

@@ -123,8 +123,7 @@ class Engine:
         """Whether `step` has something to do or to return."""
         return self._state.has_work
 
-    # requests
-    # -------------------------------------------------------------------------------------------------------
+    # requests -------------------------------------------------------------------------------------
 
     def new_ids(self, count: int) -> tuple[str, ...]:
         """Ids that this engine has not given before. Use them, or ids of another form, for all
@@ -191,8 +190,7 @@ class Engine:
         self._set(after)
         return events
 
-    # another engine goes on with a request (handover.py)
-    # -------------------------------------------------------------
+    # another engine goes on with a request (handover.py) ------------------------------------------
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -272,8 +270,7 @@ class Engine:
         """Forget what cached blocks hold. Unfinished requests continue."""
         self._set(state.forget(self._state))
 
-    # adapters (docs/design/adapters.md)
-    # -------------------------------------------------------------------------------
+    # adapters (docs/design/adapters.md) -----------------------------------------------------------
 
     @property
     def adapters(self) -> Mapping[str, InSlot]:
@@ -316,8 +313,7 @@ class Engine:
             raise adapters.no_adapters(name)
         return self.runtime.adapters
 
-    # parameters
-    # -------------------------------------------------------------------------------------------------------
+    # parameters -----------------------------------------------------------------------------------
 
     @property
     def params_version(self) -> int:
@@ -426,8 +422,7 @@ class Engine:
                 "sleep(level=2) dropped the model's parameters; call update_params(tree) first"
             )
 
-    # steps
-    # ----------------------------------------------------------------------------------------------------------
+    # steps ----------------------------------------------------------------------------------------
 
     @interrupts.in_turn
     def step(self) -> StepResult | None:

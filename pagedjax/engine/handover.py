@@ -261,8 +261,7 @@ def check_processes() -> None:
         raise ValueError(f"{what}; hand sequences over between engines of one process each")
 
 
-# pages
-# ----------------------------------------------------------------------------------------------------------------
+# pages --------------------------------------------------------------------------------------------
 
 
 def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:

@@ -106,8 +106,7 @@ def program(
     return made
 
 
-# the key
-# ---------------------------------------------------------------------------------------------------------
+# the key ------------------------------------------------------------------------------------------
 
 
 def _key(facts: Iterable[Any], arguments: Any, device: Any) -> str:
@@ -178,8 +177,7 @@ def _cpu_features() -> str:
     return ""
 
 
-# code as it was imported
-# -----------------------------------------------------------------------------------------
+# code as it was imported --------------------------------------------------------------------------
 
 
 # by module or class: its code, when it was first seen here
@@ -231,8 +229,7 @@ def _is_code(name: str, value: Any) -> bool:
 _as_imported()  # most modules are imported before this one
 
 
-# files
-# -----------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------------------
 
 
 def _keep(file: Path, made: Any) -> None:

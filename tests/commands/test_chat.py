@@ -49,8 +49,7 @@ def talk(llm, *lines: str, params=GREEDY, **options):
     return end, "".join(shown), notes
 
 
-# commands, without an engine
-# -----------------------------------------------------------------------------------------
+# commands, without an engine ----------------------------------------------------------------------
 
 
 def test_a_text_line_asks_for_an_answer_and_changes_nothing():
@@ -166,8 +165,7 @@ def test_a_conversation_that_is_too_long_names_the_limit_and_the_remedies():
     assert "/undo" not in (too_long(512, 512, 0) or "")
 
 
-# through an engine
-# ---------------------------------------------------------------------------------------------------
+# through an engine --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -313,8 +311,7 @@ def test_a_conversation_is_saved_as_messages(llm, tmp_path):
     assert notes[2].startswith("not saved: ")
 
 
-# as a command
-# --------------------------------------------------------------------------------------------------------
+# as a command -------------------------------------------------------------------------------------
 
 SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
 

@@ -21,8 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DESIGN = DOCS / "design"
 
 
-# keys
-# -----------------------------------------------------------------------------------------------------------------
+# keys ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
     } <= set(named)
 
 
-# command lines
-# --------------------------------------------------------------------------------------------------------
+# command lines ------------------------------------------------------------------------------------
 
 
 def test_no_command_takes_a_part_of_an_options_name():
@@ -163,8 +161,7 @@ def test_every_command_is_found_with_all_its_options():
     assert about == [], "a default is a path of this machine"
 
 
-# the server
-# -----------------------------------------------------------------------------------------------------------
+# the server ---------------------------------------------------------------------------------------
 
 
 def test_the_page_of_endpoints_has_every_route():
@@ -229,8 +226,7 @@ def test_metrics_are_those_that_prometheus_reads():
     assert told["pagedjax:request_success"].labels == ("model_name", "finished_reason")
 
 
-# links and pages
-# ------------------------------------------------------------------------------------------------------
+# links and pages ----------------------------------------------------------------------------------
 
 LINKED = """[in](b.md#x) [web](https://a.b/c) [`code`
 of](../../pagedjax/llm.py) ![picture](../../no.png) [top](../../README.md#one-step)

@@ -125,8 +125,7 @@ def test_a_warm_up_has_other_prompts_of_the_same_lengths_all_at_once():
     assert not prompts & {item.prompt for item in warm}
 
 
-# files
-# ---------------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------------------
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 TRACE = (

@@ -529,8 +529,7 @@ def test_a_long_run_of_a_large_pool_opens_and_seeks(chromium: Any, tmp_path: Pat
     one.page.close()
 
 
-# the running engine
-# ---------------------------------------------------------------------------------------------------
+# the running engine -------------------------------------------------------------------------------
 
 
 class Server:

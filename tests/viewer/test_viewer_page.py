@@ -179,8 +179,7 @@ def test_tokens_beyond_the_limit_are_left_out_and_marked(
     assert data["labels"]["0"] == "y" * 2000 + " …"
 
 
-# the commands
-# ---------------------------------------------------------------------------------------------------------
+# the commands -------------------------------------------------------------------------------------
 
 
 def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(

@@ -24,8 +24,7 @@ oracle = importlib.import_module("experiments.studies.016_speculation_measured.o
 STUDIES = reproduce.STUDIES
 
 
-# 013
-# ------------------------------------------------------------------------------------------------------------------
+# 013 ----------------------------------------------------------------------------------------------
 
 
 def test_published_table_is_that_of_the_formulas():
@@ -65,8 +64,7 @@ def test_formula_claims_have_a_percent():
     assert all(claim.agrees and claim.factor == 1.01 for claim in claims)
 
 
-# 014
-# ------------------------------------------------------------------------------------------------------------------
+# 014 ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,7 @@ def test_drafts_pay_for_one_sequence_and_cost_their_time():
     assert 1.5 < by_fit < by_roofline < tokens
 
 
-# 015
-# ------------------------------------------------------------------------------------------------------------------
+# 015 ----------------------------------------------------------------------------------------------
 
 
 def line_of(eagle, ngram, prompt=5, **more):
@@ -242,8 +239,7 @@ def test_all_studies_go_on_without_recorded_files(tmp_path, monkeypatch, capsys)
     assert "error: there is no combined_gsm8k.jsonl" in capsys.readouterr().err
 
 
-# 016
-# ------------------------------------------------------------------------------------------------------------------
+# 016 ----------------------------------------------------------------------------------------------
 
 
 def test_oracle_errs_as_often_as_asked():
