@@ -8,6 +8,7 @@ float64 over contiguous keys.
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from typing import NamedTuple
 
@@ -302,6 +303,26 @@ def test_several_key_heads_in_float16(rows):
 )
 def test_windows_and_caps(rows, options):
     check(Case(rows, group=2), **options)
+
+
+@interpreted
+@pytest.mark.parametrize("late", range(2))
+def test_a_warpgroup_that_is_late_finds_every_phase_of_a_barrier(late, monkeypatch):
+    """A warpgroup that is ahead must not complete a phase that another one has not seen."""
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+    wait = shared_memory.Barrier.wait
+    blocks = set()
+
+    def wait_late(barrier, thread, *args, **kwargs):
+        if thread.warpgroup_id == late and thread.block_id not in blocks:
+            blocks.add(thread.block_id)
+            time.sleep(2)
+        return wait(barrier, thread, *args, **kwargs)
+
+    monkeypatch.setattr(shared_memory.Barrier, "wait", wait_late)
+    # with a window, the first tile and the last one of an item have keys that no query sees
+    check(Case([(32, 200)], group=2), window=70)
 
 
 @interpreted

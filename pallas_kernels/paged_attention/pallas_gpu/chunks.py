@@ -184,9 +184,9 @@ def chunks(
                         real = at < length if window is None else (at >= earliest) & (at < length)
                         v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(clean)
+                        plgpu.barrier_arrive(clean.at[slot])
 
-                    plgpu.barrier_wait(clean)
+                    plgpu.barrier_wait(clean.at[slot])
 
                 y = product((LANES, d), weights, v_s.at[slot])
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(v_free.at[slot]))
@@ -230,7 +230,7 @@ def chunks(
             barrier_of_pages(tile, s, stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages),  # a slot is filled again when both have seen it clean
         ),
         grid=(heads, items),
         grid_names=("head", "item"),
