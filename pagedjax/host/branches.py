@@ -15,6 +15,12 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, SchedulerConfig, Seq
 
 
+def grouped(seqs: Sequence[Seq]) -> list[int]:
+    """The rows of requests with branches that have not forked yet, or with beams."""
+    in_groups = [i for i, seq in enumerate(seqs) if seq.group is not None]
+    return [i for i in in_groups if seqs[i].request.forks or seqs[i].request.beams]
+
+
 def fork(
     pool: BlockPool,
     seqs: tuple[Seq, ...],
@@ -25,6 +31,10 @@ def fork(
     """Fork the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
 
     A branch computes the last token of the prompt again, and samples with its own seed.
+
+    Args:
+        grouped: the rows that `grouped` returns.
+        samples: whether each row samples.
     """
     ready = [i for i in grouped if seqs[i].request.forks and samples[i]]
     if not ready:

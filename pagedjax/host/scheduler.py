@@ -45,7 +45,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from operator import add, sub
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from immutables import Map
 
@@ -274,111 +274,228 @@ def commit(
     A sequence that was cancelled after `schedule` gets no token: its blocks are already free.
     Events of the plan name it all the same (Admitted, Preempted, Resumed).
     """
+    rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
+    grouped = branches.grouped(rows.seqs)
+    rows = add_tokens(rows, grouped)
+    rows, ended = end_rows(rows, state.stops)
+
+    config = state.config
+    pool, seqs = prefix_sharing.publish(
+        state.pool, rows.seqs, rows.counts, rows.computed, hashes, config
+    )
+    drafted = [i for i, k in enumerate(rows.drafts) if k]
+    if drafted and config.reservation == "none":
+        unfinished = [i for i in drafted if i not in ended]
+        pool, seqs = give_back(pool, seqs, unfinished, rows.computed, config)
+    forks: tuple[Seq, ...] = ()
+    if grouped:
+        pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
+    rows = rows._replace(seqs=seqs)
+    active = advance_rows(state.running, rows, forks)
+    if ended:
+        given_back = [block for i in ended for block in reversed(seqs[i].blocks)]
+        pool = blocks.release(pool, given_back)
+        active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
+    beamed: list[Event] = []
+    if choices:
+        pool, active, beamed = branches.advance(pool, active, choices, plan.step)
+    if config.views:
+        pool, active = views.drop(config, pool, active)
+    forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()
+    unfinished_ids = state.ids
+    if ended:
+        unfinished_ids = _without(state.ids, [seqs[i].request_id for i in ended])
+    after = state._replace(
+        pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
+    )
+    events = [
+        *_events_of_plan(plan),
+        *branches.forked(plan.step, forks),
+        *_sampled(plan.step, rows),
+        *beamed,
+        *_verified(plan.step, rows, drafted, ended),
+        *_finished(plan.step, rows, ended),
+    ]
+    return after, tuple(events)
+
+
+class Rows(NamedTuple):
+    """The computed rows of a step, in columns, while `commit` goes through its stages.
+
+    lengths: known tokens of each; with the new one after `add_tokens`.
+    computed: tokens of each whose keys and values are in the cache.
+    counts: tokens that the step computed of each, without rejected drafts.
+    tokens: the last token that each row sampled.
+    samples: all that each row sampled.
+    drafts: of each row, how many it had; () if no row had one.
+    sampling: whether the tokens of each row become known.
+    """
+
+    seqs: tuple[Seq, ...]
+    lengths: tuple[int, ...]
+    computed: tuple[int, ...]
+    counts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    drafts: tuple[int, ...]
+    sampling: Sequence[bool] = ()
+
+
+def accept_drafts(plan: Plan, sampled: Sequence[Sample]) -> Rows:
+    """The rows of a plan, where accepted drafts are known tokens already (rule 8).
+
+    Raises:
+        ValueError: not a sample for each row.
+    """
     if len(sampled) != len(plan.seqs):
         raise ValueError(
             f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each"
         )
-    all_tokens: tuple[Any, ...] = cut_at_the_end(plan, sampled) if plan.drafts else tuple(sampled)
-    seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
-    lengths, counts, tokens = (
-        accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
-    )
-    step, c = plan.step, state.config
-    if state.running.seqs[: len(seqs)] != seqs:
-        alive = {seq.arrival: seq for seq in state.running.seqs}
-        keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
-        # a branch of them may have been cancelled, too
-        seqs = tuple([alive[seqs[i].arrival] for i in keep])
-        lengths, starts, counts, tokens = (
-            pick(column, keep) for column in (lengths, starts, counts, tokens)
-        )
-        drafts, all_tokens = pick(drafts, keep) if drafts else (), pick(all_tokens, keep)
+    if plan.drafts:
+        samples = cut_at_the_end(plan, sampled)
+        lengths, counts, tokens = accepted(plan, samples)
+    else:
+        samples = tuple(sampled)
+        lengths = plan.lengths
+        counts = plan.counts
+        tokens: Any = samples  # each is one token
+    computed = tuple(map(add, plan.starts, counts))
+    return Rows(plan.seqs, lengths, computed, counts, tokens, samples, plan.drafts)
 
-    computed = tuple(map(add, starts, counts))
-    caught_up = computed == lengths  # as in most steps: all rows sample
-    samples = (
-        [True] * len(seqs)
-        if caught_up
-        else [a == b for a, b in zip(computed, lengths, strict=True)]
+
+def drop_cancelled(rows: Rows, active: Running) -> Rows:
+    """The rows of the sequences that still run, with their present records.
+
+    A sequence may have been cancelled since `schedule`, and so may a branch before its fork.
+    """
+    if active.seqs[: len(rows.seqs)] == rows.seqs:
+        return rows
+    alive = {seq.arrival: seq for seq in active.seqs}
+    keep = [i for i, seq in enumerate(rows.seqs) if seq.arrival in alive]
+    return Rows(
+        seqs=tuple([alive[rows.seqs[i].arrival] for i in keep]),
+        lengths=pick(rows.lengths, keep),
+        computed=pick(rows.computed, keep),
+        counts=pick(rows.counts, keep),
+        tokens=pick(rows.tokens, keep),
+        samples=pick(rows.samples, keep),
+        drafts=pick(rows.drafts, keep) if rows.drafts else (),
     )
-    grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
-    grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
+
+
+def add_tokens(rows: Rows, grouped: Sequence[int]) -> Rows:
+    """Each row that has computed all its known tokens gets one more.
+
+    Args:
+        grouped: rows of a request with branches. A beam gets its token from the `choices` of
+            `commit` instead.
+    """
+    if rows.computed == rows.lengths:  # as in most steps: all rows sample
+        sampling = [True] * len(rows.seqs)
+    else:
+        pairs = zip(rows.computed, rows.lengths, strict=True)
+        sampling = [computed == length for computed, length in pairs]
     for i in grouped:
-        # a beam gets its token from `choices`
-        samples[i] = samples[i] and not seqs[i].request.beams
-    lengths = tuple(map(add, lengths, samples))
-    maybe = [
-        i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit
-    ]
-    if not state.stops.isdisjoint(tokens):  # most steps: no request is checked on its own
-        maybe = sorted(
-            {
-                *maybe,
-                *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids),
-            }
-        )
-    ended: dict[int, FinishReason] = {
-        i: reason
-        for i in maybe
-        if samples[i] and (reason := seqs[i].finish_reason(lengths[i], tokens[i]))
-    }
-    if silent := {i for i in ended if not seqs[i].request.max_tokens}:
-        samples = [one and i not in silent for i, one in enumerate(samples)]
-        lengths = tuple([length - (i in silent) for i, length in enumerate(lengths)])
+        if rows.seqs[i].request.beams:
+            sampling[i] = False
+    return rows._replace(lengths=tuple(map(add, rows.lengths, sampling)), sampling=sampling)
+
+
+def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishReason]]:
+    """The rows that end, and why, by the index of the row.
+
+    Rows of requests with max_tokens 0 end as well, and their token does not become known (rule 9).
+
+    Args:
+        stops: stop tokens of all requests. In most steps none of them is sampled, and no request is
+            checked on its own.
+    """
+    lengths = enumerate(zip(rows.seqs, rows.lengths, strict=True))
+    candidates = [i for i, (seq, length) in lengths if length >= seq.limit]
+    if not stops.isdisjoint(rows.tokens):
+        pairs = enumerate(zip(rows.seqs, rows.tokens, strict=True))
+        stopped = [i for i, (seq, token) in pairs if token in seq.request.stop_token_ids]
+        candidates = sorted({*candidates, *stopped})
+    ended: dict[int, FinishReason] = {}
+    for i in candidates:
+        if rows.sampling[i]:
+            reason = rows.seqs[i].finish_reason(rows.lengths[i], rows.tokens[i])
+            if reason:
+                ended[i] = reason
+    silent = {i for i in ended if not rows.seqs[i].request.max_tokens}
+    if silent:
         ended |= dict.fromkeys(silent, "length")
+        rows = rows._replace(
+            lengths=tuple([length - (i in silent) for i, length in enumerate(rows.lengths)]),
+            sampling=[samples and i not in silent for i, samples in enumerate(rows.sampling)],
+        )
+    return rows, ended
 
-    pool, seqs = prefix_sharing.publish(state.pool, seqs, counts, computed, hashes, c)
-    drafted = [i for i, k in enumerate(drafts) if k]
-    if drafted and c.reservation == "none":
-        pool, seqs = give_back(pool, seqs, [i for i in drafted if i not in ended], computed, c)
-    rows, old = len(seqs), state.running
-    forks: tuple[Seq, ...] = ()
-    if grouped:
-        pool, seqs, forks = branches.fork(pool, seqs, grouped, samples, c)
-    active = Running(
-        seqs + old.seqs[rows:] + forks,
-        lengths + old.lengths[rows:] + tuple([seq.length for seq in forks]),
-        computed + old.computed[rows:] + tuple([seq.computed for seq in forks]),
+
+def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running:
+    """The running sequences with the new columns of a step's rows, which are the first ones, and
+    with new branches behind them.
+    """
+    count = len(rows.seqs)
+    return Running(
+        rows.seqs + active.seqs[count:] + forks,
+        rows.lengths + active.lengths[count:] + tuple([seq.length for seq in forks]),
+        rows.computed + active.computed[count:] + tuple([seq.computed for seq in forks]),
     )
-    if ended:
-        pool = blocks.release(pool, [block for i in ended for block in reversed(seqs[i].blocks)])
-        active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
-    beamed: list[Event] = []
-    if choices:
-        pool, active, beamed = branches.advance(pool, active, choices, step)
-    if c.views:
-        pool, active = views.drop(c, pool, active)
-    forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()
 
-    ids = tuple([seq.request.request_id for seq in seqs])
-    if not all(samples):
-        new = [i for i, one in enumerate(samples) if one]
-        ids, all_tokens = pick(ids, new), pick(all_tokens, new)
-    if drafted:
-        ids, all_tokens = flat(ids, all_tokens)
-    events: list[Event] = [Preempted(step, i, i in plan.swapped) for i in plan.preempted]
-    events += [Resumed(step, i) for i in plan.resumed]
-    entered = zip(plan.admitted, plan.known, plan.cached, strict=True)
-    events += [Admitted(step, *one) for one in entered if one[0] not in plan.resumed]
-    events += branches.forked(step, forks) if forks else []
-    if ids:
-        events.append(Sampled(step, ids, all_tokens))
-    events += beamed
-    if drafted:
-        names, right = (
-            tuple([seqs[i].request_id for i in drafted]),
-            tuple([counts[i] - 1 for i in drafted]),
+
+def _events_of_plan(plan: Plan) -> list[Event]:
+    """Who stopped running and who began, as `schedule` decided."""
+    events: list[Event] = [
+        Preempted(plan.step, request_id, request_id in plan.swapped)
+        for request_id in plan.preempted
+    ]
+    events += [Resumed(plan.step, request_id) for request_id in plan.resumed]
+    for request_id, num_tokens, num_cached in zip(
+        plan.admitted, plan.known, plan.cached, strict=True
+    ):
+        if request_id not in plan.resumed:
+            events.append(Admitted(plan.step, request_id, num_tokens, num_cached))
+    return events
+
+
+def _sampled(step: int, rows: Rows) -> list[Event]:
+    """The event of the new tokens; none if no row samples."""
+    ids = tuple([seq.request.request_id for seq in rows.seqs])
+    samples: tuple[Any, ...] = rows.samples
+    if not all(rows.sampling):
+        ids = tuple(itertools.compress(ids, rows.sampling))
+        samples = tuple(itertools.compress(samples, rows.sampling))
+    if any(rows.drafts):
+        ids, samples = flat(ids, samples)
+    return [Sampled(step, ids, samples)] if ids else []
+
+
+def _verified(
+    step: int, rows: Rows, drafted: Sequence[int], ended: Mapping[int, FinishReason]
+) -> list[Event]:
+    """The event of the rows with drafts; none if no row had one."""
+    if not drafted:
+        return []
+    num_blocks = [0 if i in ended else len(rows.seqs[i].blocks) for i in drafted]
+    return [
+        Verified(
+            step,
+            request_ids=tuple([rows.seqs[i].request_id for i in drafted]),
+            drafts=pick(rows.drafts, drafted),
+            accepted=tuple([rows.counts[i] - 1 for i in drafted]),
+            num_blocks=tuple(num_blocks),
         )
-        left = tuple([0 if i in ended else len(seqs[i].blocks) for i in drafted])
-        events.append(Verified(step, names, pick(drafts, drafted), right, left))
+    ]
+
+
+def _finished(step: int, rows: Rows, ended: Mapping[int, FinishReason]) -> list[Event]:
+    events: list[Event] = []
     for i, reason in ended.items():
-        events.append(
-            Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len)
-        )
-    unfinished = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
-    return state._replace(
-        pool=pool, running=active, step=step + 1, forked=forked, ids=unfinished
-    ), tuple(events)
+        request = rows.seqs[i].request
+        num_output = rows.lengths[i] - request.prompt_len
+        events.append(Finished(step, request.request_id, reason, num_output))
+    return events
 
 
 def cancel(

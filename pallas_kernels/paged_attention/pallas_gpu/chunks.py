@@ -230,7 +230,9 @@ def chunks(
             barrier_of_pages(tile, s, stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),  # a slot is filled again when both have seen it clean
+            plgpu.Barrier(
+                num_barriers=stages
+            ),  # a slot is filled again when both have seen it clean
         ),
         grid=(heads, items),
         grid_names=("head", "item"),
