@@ -9,16 +9,13 @@ a row that wants them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from immutables import Map
 
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine.lookahead import SentStep
-from pagedjax.engine.results import first_samples
-from pagedjax.host.types import Plan
+from pagedjax.engine.outcome import Outcome
 from pagedjax.params import PoolingParams
 
 LEAST_LENGTH = 1e-12  # of a vector that is normalised, so that zeros stay zeros
@@ -59,57 +56,56 @@ def wanted(params: PoolingParams, layers: int) -> Wanted:
     return NOTHING if params.kind == "LAST" else Wanted(hidden=(layers,))
 
 
-def advance(
-    plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[int]
-) -> tuple[Map[str, Pool], Pooled]:
+def advance(pools: Map[str, Pool], outcome: Outcome) -> tuple[Map[str, Pool], Pooled]:
     """Take the states of a step.
-
-    Args:
-        sent: the step that computed the plan.
-        rows: the rows of the sent step that are the plan's.
 
     Returns:
         (pools, vectors of the prompts that are computed now)
     """
-    mine = [(i, seq.request_id) for i, seq in enumerate(plan.seqs) if seq.request_id in pools]
-    if not mine:
+    plan = outcome.plan
+    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools] if pools else []
+    if not rows:
         return pools, ()
-    output, done = sent.output, []
-    hidden = np.asarray(output.hidden)
-    states = None
-    if any([pools[name].params.kind != "LAST" for _, name in mine]):
+    output = outcome.sent.output
+    last_states = np.asarray(output.hidden)
+    all_states = None
+    if any([pools[plan.seqs[i].request_id].params.kind != "LAST" for i in rows]):
         assert output.taps is not None, "`wanted` chose the program"
-        states = np.asarray(output.taps.hidden[max(output.taps.hidden)])  # after the final norm
-    samples = first_samples(plan) if plan.drafts else rows
-    cu_q_lens = sent.cu_q_lens
-    for i, name in mine:
-        pool, first, count = pools[name], plan.starts[i], plan.counts[i]
-        ends = first + count >= plan.lengths[i]
+        after_final_norm = max(output.taps.hidden)
+        all_states = np.asarray(output.taps.hidden[after_final_norm])
+    first_samples = outcome.first_samples
+    first_tokens = outcome.first_tokens
+    pooled = []
+    for i in rows:
+        request_id = plan.seqs[i].request_id
+        pool = pools[request_id]
         if pool.params.kind != "LAST":
-            assert states is not None
-            at = cu_q_lens[rows[i]]
-            pool = added(pool, first, states[at : at + count])
-        elif ends:
-            pool = added(pool, first, hidden[samples[i]][None])
-        if ends:
-            done.append((name, vectors(pool, plan.lengths[i])))
-        pools = pools.set(name, pool)
-    return pools, tuple(done)
+            assert all_states is not None
+            states = all_states[first_tokens[i] : first_tokens[i] + plan.counts[i]]
+            pool = added(pool, plan.starts[i], states)
+        elif outcome.reaches_end(i):
+            pool = added(pool, plan.starts[i], last_states[first_samples[i]][None])
+        if outcome.reaches_end(i):
+            pooled.append((request_id, vectors(pool, plan.lengths[i])))
+        pools = pools.set(request_id, pool)
+    return pools, tuple(pooled)
 
 
 def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
     """The pool with the states [n, H] of its tokens from `first` on. A prompt that is computed
     again begins again.
     """
-    kept = pool.parts if first else ()
+    parts = pool.parts if first else ()
     match pool.params.kind:
         case "MEAN":  # in float64, so that the chunks make no difference
-            return pool._replace(parts=(sum(kept, states.sum(0, dtype=np.float64, keepdims=True)),))
+            return pool._replace(
+                parts=(sum(parts, states.sum(0, dtype=np.float64, keepdims=True)),)
+            )
         case "CLS":
-            return pool._replace(parts=kept or (states[:1].astype(np.float32),))
+            return pool._replace(parts=parts or (states[:1].astype(np.float32),))
         case "LAST":
             return pool._replace(parts=(states[-1:].astype(np.float32),))
-    return pool._replace(parts=(*kept, states.astype(np.float32)))
+    return pool._replace(parts=(*parts, states.astype(np.float32)))
 
 
 def vectors(pool: Pool, tokens: int) -> np.ndarray:
@@ -117,10 +113,11 @@ def vectors(pool: Pool, tokens: int) -> np.ndarray:
     tokens.
     """
     params = pool.params
-    found = np.concatenate(pool.parts)[:, : params.dimensions].astype(np.float64)
+    states = np.concatenate(pool.parts)[:, : params.dimensions].astype(np.float64)
     if params.kind == "MEAN":
-        found = found / tokens
+        states = states / tokens
     if params.normalized:
-        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), LEAST_LENGTH)
-    found = found.astype(np.float32)
-    return found if params.kind == "ALL" else found[0]
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        states = states / np.maximum(lengths, LEAST_LENGTH)
+    states = states.astype(np.float32)
+    return states if params.kind == "ALL" else states[0]

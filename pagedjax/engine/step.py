@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
 from pagedjax.device.cache import KVCache
-from pagedjax.device.taps import NOTHING
 from pagedjax.engine import (
     adapters,
     compilations,
@@ -25,11 +24,13 @@ from pagedjax.engine import (
 )
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
+from pagedjax.engine.outcome import Outcome
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
-from pagedjax.engine.state import EngineState, cancel, with_events
+from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
 from pagedjax.host import scheduler
+from pagedjax.host.drafts import Sample
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import NO_DRAFTS, FinishReason, Plan, StepResult
 
@@ -59,17 +60,35 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
         drafts: of each decode; None: as many as pay by the times of past steps. Nothing else
             depends on a clock.
     """
-    began = time.perf_counter(), compilations.compilations()
-    learned, offered = state.drafting, NO_DRAFTS
+    started = time.perf_counter()
+    compiled = compilations.compilations()
+    offered = NO_DRAFTS
+    learned = state.drafting
     if learned:
         draftable, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
         drafts = paying if drafts is None else drafts
         offered = drafting.offer(
             learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size
         )
-    return ScheduledStep(
-        *scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, *began
-    )
+    after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
+    return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
+
+
+class Computed(NamedTuple):
+    """A plan that the device computes, and what was sent to the device behind it.
+
+    rows: of each row of the plan, its row in the sent step. A predicted step may have others too.
+    """
+
+    cache: KVCache
+    sent: SentStep
+    rows: Sequence[int]
+    ahead: Lookahead
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device goes on with predicted steps when this one is done."""
+        return any(step.sent_at > self.sent.sent_at for step in self.ahead.sent)
 
 
 def step(
@@ -80,77 +99,115 @@ def step(
     Args:
         scheduled: what `schedule` returned for this state; None calls it.
     """
-    config, sequences, learned = runtime.config, state.sequences, state.drafting
-    after_schedule, plan, _, offered, started, compiled = scheduled or schedule(runtime, state)
-    cache = runtime.new_cache() if state.cache is None else state.cache
+    scheduled = scheduled or schedule(runtime, state)
+    plan = scheduled.plan
+    computed = compute(runtime, state, scheduled)
+    sent = computed.sent
+    was_done = not computed.overlaps and sent.sent_at < scheduled.started and sent.ready
+    tokens = np.asarray(sent.output.sampled.tokens)
+    arrived = time.perf_counter()
 
-    ahead, sent, rows = (
-        lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
+    if plan.drafts:
+        sampled = drafting.verified(plan, state.sequences, tokens)
+    else:
+        sampled = tokens[list(computed.rows)].tolist()
+    hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
+    data = requests.of_rows(plan, state.sequences)
+    outcome = Outcome(plan, sent, computed.rows, sampled, data)
+    searches, choices, beams = results.advance_searches(state.searches, outcome)
+    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, choices)
+    logprobs = results.logprobs(outcome)
+    pools, pooled = pooling.advance(state.pools, outcome)
+    tap_parts = taps.parts(state.wants, outcome)
+
+    log: list[LogEntry] = [("taps", (tap_parts,))] if tap_parts else []
+    log.append(("schedule", (plan, scheduled.started, scheduled.offered)))
+    log.append(("commit", (sampled, hashes, choices, events)))
+    state = state._replace(
+        scheduler=after,
+        searches=searches,
+        pools=pools,
+        ahead=computed.ahead,
+        cache=computed.cache,
+        log=(*state.log, *log),
     )
+    state = with_events(state, events, scheduled.scheduler, runtime.spare)
+    ends: dict[str, FinishReason] = {
+        search.request_id: search.sequences[0].reason for search in beams
+    }
+    ends |= token_masks.failed(plan, data, state.sequences, after)
+    for request_id, reason in ends.items():
+        state, cancelled = cancel(state, request_id, reason)
+        events += cancelled
+
+    finished = time.perf_counter()
+    device_seconds = 0.0
+    if not was_done:
+        until = finished if computed.overlaps else arrived
+        device_seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
+    result = StepResult(
+        plan=plan,
+        events=events,
+        started=scheduled.started,
+        finished=finished,
+        device_seconds=device_seconds,
+        draft_seconds=sent.draft_seconds,
+        draft_rows=sent.draft_rows,
+        padded_tokens=sent.padded_tokens,
+        compilations=compilations.compilations() - scheduled.compiled,
+        logprobs=logprobs,
+        beams=beams,
+        pooled=pooled,
+        taps=tap_parts,
+        params_version=state.params_version,
+    )
+    if state.drafting:
+        state = state._replace(drafting=drafting.learned(state.drafting, result))
+    return state, result
+
+
+def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> Computed:
+    """Take the predicted step that has computed the plan, or send the plan to the device; then send
+    predicted steps behind it.
+    """
+    plan = scheduled.plan
+    depth = runtime.config.lookahead
+    cache = runtime.new_cache() if state.cache is None else state.cache
+    ahead = Lookahead()
+    sent = None
+    rows: Sequence[int] = ()
+    if depth:
+        ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
-        rows = tuple(range(len(plan.seqs)))
-    if config.lookahead and not state.searches:
+        rows = range(len(plan.seqs))
+    if depth and not state.searches:
 
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
 
-        here = ahead, sent, after_schedule, plan, runtime.policy, sequences
-        cache, ahead = lookahead.extend(*here, config.lookahead, cache, send_predicted)
-    # the device computes predicted steps
-    overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)
-    was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
-    tokens = np.asarray(sent.output.sampled.tokens)
-    arrived = time.perf_counter()
+        cache, ahead = lookahead.extend(
+            ahead,
+            sent,
+            scheduled.scheduler,
+            plan,
+            runtime.policy,
+            state.sequences,
+            depth,
+            cache,
+            send_predicted,
+        )
+    return Computed(cache, sent, rows, ahead)
 
-    sampled = (
-        drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
-    )
+
+def _hashes_of_filled(
+    runtime: Runtime, plan: Plan, sequences: Sequences, sampled: Sequence[Sample]
+) -> dict[str, tuple[str, ...]]:
+    """By sequence id, the hashes of the blocks that a step filled with generated tokens."""
+    size = runtime.config.block_size
     selection = runtime.shapes.selection
-    selected = selection is not None and selection.dense_prompts
-    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled, selected)
-    searches, choices, ended = state.searches, {}, ()
-    if searches:
-        searches, choices, ended = results.advance_searches(plan, searches, sent.output)
-    after, events = scheduler.commit(after_schedule, plan, sampled, hashes, choices)
-    mine = requests.of_rows(plan, sequences)
-    wanted = any([data.wants_logprobs for data in mine])
-    logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
-    pools, pooled = (
-        pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
-    )
-    tapped = taps.parts(plan, state.wants, sequences, sent, rows, sampled) if state.wants else ()
-    log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
-    log = (*state.log, *((("taps", (tapped,)),) if tapped else ()), *log)
-    state = state._replace(
-        scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log
-    )
-    state = with_events(state, events, after_schedule, runtime.spare)
-    reasons: dict[str, FinishReason] = {
-        search.request_id: search.sequences[0].reason for search in ended
-    }
-    for name, reason in (reasons | token_masks.failed(plan, mine, state.sequences, after)).items():
-        state, cancelled = cancel(state, name, reason)
-        events += cancelled
-    finished = time.perf_counter()
-    until = finished if overlaps else arrived
-    result = StepResult(
-        plan=plan,
-        events=events,
-        started=started,
-        finished=finished,
-        device_seconds=0.0 if was_done else sent.draft_seconds + until - max(started, sent.sent_at),
-        draft_seconds=sent.draft_seconds,
-        draft_rows=sent.draft_rows,
-        padded_tokens=sent.padded_tokens,
-        compilations=compilations.compilations() - compiled,
-        logprobs=logprobs,
-        beams=ended,
-        pooled=pooled,
-        taps=tapped,
-        params_version=state.params_version,
-    )
-    return state._replace(drafting=learned and drafting.learned(learned, result)), result
+    dense_prompts = selection is not None and selection.dense_prompts
+    return requests.hashes_of_filled(plan, sequences, size, sampled, dense_prompts)
 
 
 def send(
@@ -167,20 +224,24 @@ def send(
         previous: of a predicted plan, the step before it, which samples the unknown tokens.
         unknown: arrivals of the sequences whose newest token is not known on the host.
     """
-    cache, rows, seconds, probs = moved(runtime, state, cache, plan), 0, 0.0, None
+    cache = move_blocks(runtime, state, cache, plan)
+    draft_rows = 0
+    draft_seconds = 0.0
+    draft_probs = None
     if plan.drafts and runtime.draft_model:
-        cache, seconds, probs = drafted(runtime, state.sequences, cache, plan)
-        rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
+        cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
+        draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
+    batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
-    wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
+    wanted = taps.of_plan(plan, state.wants)
+    programs = runtime.tapped[wanted] if wanted else runtime.programs
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
-    program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
-    cache, output = program(runtime.leaves, cache, joined(batch))
-    return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)
+    cache, output = programs[shape](runtime.leaves, cache, joined(batch))
+    sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, wanted)
+    return cache, sent
 
 
-def drafted(
+def run_drafter(
     runtime: Runtime, sequences: Sequences, cache: KVCache, plan: Plan
 ) -> tuple[KVCache, float, jax.Array | None]:
     """Have the device draft, and write the drafts behind the known tokens.
@@ -191,46 +252,47 @@ def drafted(
     shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
     began = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
-    drafts, seconds = np.asarray(output.tokens), time.perf_counter() - began
-    rows = (i for i, k in enumerate(plan.drafts) if k)
-    for column, i in enumerate(rows):
-        length, k = plan.lengths[i], plan.drafts[i]
+    drafts = np.asarray(output.tokens)
+    seconds = time.perf_counter() - began
+    drafted = (i for i, k in enumerate(plan.drafts) if k)
+    for column, i in enumerate(drafted):
+        length = plan.lengths[i]
+        k = plan.drafts[i]
         sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
     return cache, seconds, output.probs
 
 
-def packed(
+def batch_of(
     runtime: Runtime,
     sequences: Sequences,
     plan: Plan,
     previous: SentStep | None,
     unknown: Set[int],
-    probs: jax.Array | None = None,
+    draft_probs: jax.Array | None = None,
 ) -> Batch:
-    """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.chain)
+    """The arrays of a plan; arguments as in `send`, and what `run_drafter` returns."""
+    batch = pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain)
+    tokens = len(batch.tokens)
     if runtime.adapters:
-        batch = batch._replace(
-            adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens))
-        )
+        slots = adapters.of_tokens(runtime.adapters, plan, sequences, tokens)
+        batch = batch._replace(adapters=slots)
     if runtime.undrafted:
-        blank = runtime.undrafted[len(batch.last)]
+        drafted = runtime.undrafted[len(batch.last)]
         if plan.drafts:
-            blank = Drafted(drafted_tokens(plan, batch), probs)
-        batch = batch._replace(drafted=blank)
+            drafted = Drafted(drafted_tokens(plan, batch), draft_probs)
+        batch = batch._replace(drafted=drafted)
     if not runtime.config.lookahead:
         return batch
-    t = len(batch.tokens)
     if previous is None:
-        return batch._replace(feed=blank_feed(runtime.shapes, t))
-    return batch._replace(
-        feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed)
-    )
+        return batch._replace(feed=blank_feed(runtime.shapes, tokens))
+    rows = lookahead.fed_rows(plan, previous.plan, unknown, tokens)
+    return batch._replace(feed=Feed(rows, previous.output.fed))
 
 
-def present(runtime: Runtime) -> Shapes:
+def present_shapes(runtime: Runtime) -> Shapes:
     """The shapes of the runtime, with those buckets alone that a step may have now. It is read once
-    a step, because programs that are compiled behind the steps come in at any time."""
+    a step, because programs that are compiled behind the steps come in at any time.
+    """
     programs = runtime.programs
     if not isinstance(programs, BackgroundPrograms):
         return runtime.shapes
@@ -238,7 +300,7 @@ def present(runtime: Runtime) -> Shapes:
     return programs.present
 
 
-def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:
+def move_blocks(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:
     """Move whole blocks before the step writes any: to the host, back from the host, then copies on
     the device.
     """
@@ -247,7 +309,8 @@ def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> K
             runtime.swap.out(cache, state.host_cache, plan.swap_out)
         if plan.swap_in:
             cache = runtime.swap.back(cache, state.host_cache, plan.swap_in)
-    # to free blocks, so none of them reads what another one writes
-    for i in range(0, len(plan.copies), COPIES):
-        cache = runtime.copy(cache, *padded_pairs(plan.copies[i : i + COPIES], COPIES))
+    # copies go to free blocks, so none of them reads what another one writes
+    for start in range(0, len(plan.copies), COPIES):
+        pairs = padded_pairs(plan.copies[start : start + COPIES], COPIES)
+        cache = runtime.copy(cache, *pairs)
     return cache

@@ -18,11 +18,8 @@ import numpy as np
 from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.taps import NOTHING, Tapped, Wanted, union
-from pagedjax.engine.lookahead import SentStep
-from pagedjax.engine.requests import SequenceData
-from pagedjax.engine.results import first_samples
+from pagedjax.engine.outcome import Outcome
 from pagedjax.engine.runtime import Runtime
-from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Plan
 from pagedjax.params import Taps
 
@@ -47,53 +44,54 @@ def wanted_by(
             attention whose probabilities the engine does not have, or arrays of more than
             `max_tap_bytes`.
     """
-    model, config = runtime.model, runtime.config
-    c, impl, most = model.config, config.attention_impl, config.max_tap_bytes
+    model = runtime.model
+    config = runtime.config
+    layers = model.config.layers
     wanted = Wanted(taps.hidden_states, taps.attention, taps.experts)
-    what = f"request {name!r}: taps"
+    subject = f"request {name!r}: taps"
 
-    def check(field: str, values: Iterable[int], limit: int, of: str) -> None:
+    def check(field: str, values: Iterable[int], limit: int, kind: str) -> None:
         for value in values:
             if value >= limit:
-                raise ValueError(f"{what}.{field} has {value}; {of} are 0 to {limit - 1}")
+                raise ValueError(f"{subject}.{field} has {value}; {kind} are 0 to {limit - 1}")
 
-    check("hidden_states", wanted.hidden, c.layers + 1, "hidden states of this model")
-    check("attention", [layer for layer, _ in wanted.attention], c.layers, "layers of this model")
-    check(
-        "attention",
-        [head for _, heads in wanted.attention for head in heads],
-        c.heads,
-        "heads of this model",
-    )
-    check("experts", wanted.experts, c.layers, "layers of this model")
-    sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
-    if dense := [layer for layer in wanted.experts if layer not in sparse]:
-        which = (
-            f"those with experts are {', '.join(map(str, sparse))}"
-            if sparse
-            else "this model has no experts"
-        )
-        raise ValueError(f"{what}.experts has layer {dense[0]}, which is dense; {which}")
+    attention_layers = [layer for layer, _ in wanted.attention]
+    attention_heads = [head for _, heads in wanted.attention for head in heads]
+    check("hidden_states", wanted.hidden, layers + 1, "hidden states of this model")
+    check("attention", attention_layers, layers, "layers of this model")
+    check("attention", attention_heads, model.config.heads, "heads of this model")
+    check("experts", wanted.experts, layers, "layers of this model")
+    sparse = [i for i, kind in enumerate(model.config.kinds) if kind.sparse]
+    dense = [layer for layer in wanted.experts if layer not in sparse]
+    if dense:
+        choice = "this model has no experts"
+        if sparse:
+            choice = f"those with experts are {', '.join(map(str, sparse))}"
+        raise ValueError(f"{subject}.experts has layer {dense[0]}, which is dense; {choice}")
     if wanted.attention and model.placement:
         raise ValueError(
-            f"{what}.attention needs a model on one device, which has all heads; leave mesh and devices out"
+            f"{subject}.attention needs a model on one device, which has all heads; leave mesh and "
+            "devices out"
         )
     if wanted.attention and (runtime.shapes.view or runtime.shapes.selection):
         raise ValueError(
-            f"{what}.attention gives probabilities by position, and with kv_policy "
-            f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"
+            f"{subject}.attention gives probabilities by position, and with kv_policy "
+            f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use "
+            "kv_policy='full'"
         )
-    if wanted.attention and attention.find(impl).probabilities is None:
-        remedy = "give its Implementation the field `probabilities`, or use 'xla'"
+    if wanted.attention and attention.find(config.attention_impl).probabilities is None:
         raise ValueError(
-            f"{what}.attention: attention_impl {impl!r} does not say what it weighs values with; {remedy}"
+            f"{subject}.attention: attention_impl {config.attention_impl!r} does not say what it "
+            "weighs values with; give its Implementation the field `probabilities`, or use 'xla'"
         )
-    size = nbytes(wanted, c, prompt_len, tokens, branches)
-    if size > most:
+    size = nbytes(wanted, model.config, prompt_len, tokens, branches)
+    if size > config.max_tap_bytes:
+        in_branches = f" in {branches} branches" if branches > 1 else ""
         raise ValueError(
-            f"{what} would be {size} bytes, for {prompt_len} tokens of prompt and up to {tokens - prompt_len} of output"
-            f"{f' in {branches} branches' if branches > 1 else ''}; max_tap_bytes is {most}; lower max_tokens, name "
-            "fewer layers or heads, or raise LLM(max_tap_bytes=...)"
+            f"{subject} would be {size} bytes, for {prompt_len} tokens of prompt and up to "
+            f"{tokens - prompt_len} of output{in_branches}; max_tap_bytes is "
+            f"{config.max_tap_bytes}; lower max_tokens, name fewer layers or heads, or raise "
+            "LLM(max_tap_bytes=...)"
         )
     return wanted
 
@@ -106,11 +104,12 @@ def nbytes(
     if wanted.experts:
         assert c.experts is not None
         position += 2 * NUMBER * c.experts.chosen * len(wanted.experts)
-    outputs, heads = tokens - prompt_len, sum(len(some) for _, some in wanted.attention)
-    # prompt_len, prompt_len + 1, ...
+    outputs = tokens - prompt_len
+    heads = sum(len(heads_of_layer) for _, heads_of_layer in wanted.attention)
+    # of the outputs: prompt_len, prompt_len + 1, ...
     contexts = outputs * prompt_len + outputs * (outputs - 1) // 2
-    own = position * (outputs - 1) + NUMBER * heads * contexts
-    return position * prompt_len + branches * own
+    of_branch = position * (outputs - 1) + NUMBER * heads * contexts
+    return position * prompt_len + branches * of_branch
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -136,72 +135,76 @@ class TapPart(NamedTuple):
 
 def of_plan(plan: Plan, wants: Wants) -> Wanted:
     """What the rows of a plan want together."""
-    mine = {wants[seq.request_id] for seq in plan.seqs if seq.request_id in wants}
-    return union(mine) if mine else NOTHING
+    if not wants:  # as in most steps
+        return NOTHING
+    wants_of_rows = {wants[seq.request_id] for seq in plan.seqs if seq.request_id in wants}
+    return union(wants_of_rows) if wants_of_rows else NOTHING
 
 
-def parts(
-    plan: Plan,
-    wants: Wants,
-    sequences: Mapping[str, SequenceData],
-    sent: SentStep,
-    rows: Sequence[int],
-    sampled: Sequence[Sample],
-) -> tuple[TapPart, ...]:
-    """What a step gives the requests that asked.
+def parts(wants: Wants, outcome: Outcome) -> tuple[TapPart, ...]:
+    """What a step gives the requests that asked for taps. Pooled prompts want states too
+    (pooling.py).
+    """
+    if not wants:  # as in most steps
+        return ()
+    seqs = outcome.plan.seqs
+    rows = [i for i, seq in enumerate(seqs) if seq.request_id in wants]
+    rows = [i for i in rows if outcome.data[i].params.taps]
+    if not rows:
+        return ()
+    assert outcome.sent.output.taps is not None, "`of_plan` chose the program"
+    wanted = union(wants[seqs[i].request_id] for i in rows)
+    taps = _on_host(outcome.sent.output.taps, wanted)
+    return tuple(_part_of(wants[seqs[i].request_id], outcome, i, taps) for i in rows)
+
+
+def _part_of(wanted: Wanted, outcome: Outcome, row: int, taps: Any) -> TapPart:
+    """What a step gives the sequence of a row.
 
     Args:
-        rows: the rows of the sent step that are the plan's.
-        sampled: as for `scheduler.commit`.
+        taps: a `Tapped` with numpy arrays.
     """
-    names = [(i, seq.request_id) for i, seq in enumerate(plan.seqs)]
-    # the others are pooled
-    mine = [(i, name) for i, name in names if name in wants and sequences[name].params.taps]
-    if not mine:
-        return ()
-    assert sent.output.taps is not None, "`of_plan` chose the program"
-    host = _on_host(sent.output.taps, union(wants[name] for _, name in mine))
-    heads_of = dict(sent.wanted.attention)
-    first, cu_q_lens = first_samples(plan) if plan.drafts else rows, sent.cu_q_lens
-    found = []
-    for i, name in mine:
-        wanted, sample = wants[name], sampled[i]
-        kept = len(sample) if isinstance(sample, tuple) else 1
-        rejected = plan.drafts[i] + 1 - kept if plan.drafts else 0
-        begin = int(cu_q_lens[rows[i]])
-        at = slice(begin, begin + plan.counts[i] - rejected)
-        states = {layer: host.hidden[layer][at].astype(np.float32) for layer in wanted.hidden}
-        routes = {layer: host.experts[layer] for layer in wanted.experts}
-        experts = {
-            layer: (one.experts[at].copy(), one.weights[at].copy()) for layer, one in routes.items()
-        }
-        seen = {}
-        if wanted.attention and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
-            for layer, heads in wanted.attention:
-                own = [heads_of[layer].index(head) for head in heads]
-                samples = host.attention[layer][first[i] : first[i] + kept]
-                seen[layer] = [one[own, : plan.lengths[i] + j] for j, one in enumerate(samples)]
-        found.append(
-            TapPart(
-                name,
-                plan.starts[i],
-                states,
-                experts,
-                plan.lengths[i] - sequences[name].prompt_len,
-                seen,
-            )
-        )
-    return tuple(found)
+    plan = outcome.plan
+    sample = outcome.sampled[row]
+    num_samples = len(sample) if isinstance(sample, tuple) else 1
+    rejected = plan.drafts[row] + 1 - num_samples if plan.drafts else 0
+    first_token = outcome.first_tokens[row]
+    tokens = slice(first_token, first_token + plan.counts[row] - rejected)
+    attention = {}
+    if wanted.attention and outcome.reaches_end(row):
+        first_sample = outcome.first_samples[row]
+        samples = slice(first_sample, first_sample + num_samples)
+        heads_of = dict(outcome.sent.wanted.attention)
+        for layer, heads in wanted.attention:
+            columns = [heads_of[layer].index(head) for head in heads]
+            attention[layer] = [
+                weights[columns, : plan.lengths[row] + j]
+                for j, weights in enumerate(taps.attention[layer][samples])
+            ]
+    routes = {layer: taps.experts[layer] for layer in wanted.experts}
+    return TapPart(
+        request_id=plan.seqs[row].request_id,
+        start=plan.starts[row],
+        hidden_states={
+            layer: taps.hidden[layer][tokens].astype(np.float32) for layer in wanted.hidden
+        },
+        experts={
+            layer: (route.experts[tokens].copy(), route.weights[tokens].copy())
+            for layer, route in routes.items()
+        },
+        output=plan.lengths[row] - outcome.data[row].prompt_len,
+        attention=attention,
+    )
 
 
 def _on_host(taps: Tapped, asked: Wanted) -> Any:
     """`Tapped` with numpy arrays, of what is asked for."""
-    some = Tapped(
+    chosen = Tapped(
         {i: taps.hidden[i] for i in asked.hidden},
         {layer: taps.attention[layer] for layer, _ in asked.attention},
         {layer: taps.experts[layer] for layer in asked.experts},
     )
-    return jax.device_get(some)
+    return jax.device_get(chosen)
 
 
 # --- together -------------------------------------------------------------------------------------
@@ -230,7 +233,8 @@ class _Column:
     """Rows by position, which grows."""
 
     def __init__(self) -> None:
-        self._rows, self.count = np.zeros(0), 0
+        self._rows = np.zeros(0)
+        self.count = 0
 
     def put(self, start: int, rows: np.ndarray) -> None:
         end = start + len(rows)
@@ -249,7 +253,8 @@ class Collected:
     """The parts of one branch so far. The branches of a request share those of the prompt's tokens."""
 
     def __init__(self, prompt_len: int, prompt: dict[Any, _Column]) -> None:
-        self.prompt_len, self._prompt = prompt_len, prompt
+        self.prompt_len = prompt_len
+        self._prompt = prompt
         self._output: dict[Any, _Column] = {}
         self._attention: dict[int, dict[int, np.ndarray]] = {}
 
@@ -259,39 +264,40 @@ class Collected:
         for layer, arrays in part.experts.items():
             for kind, array in zip(("ids", "weights"), arrays, strict=True):
                 self._put((kind, layer), part.start, array)
-        for layer, seen in part.attention.items():
-            self._attention.setdefault(layer, {}).update(
-                {part.output + j: one for j, one in enumerate(seen)}
-            )
+        for layer, samples in part.attention.items():
+            weights = {part.output + j: sample for j, sample in enumerate(samples)}
+            self._attention.setdefault(layer, {}).update(weights)
 
     def _put(self, key: Any, start: int, rows: np.ndarray) -> None:
-        own = max(self.prompt_len - start, 0)  # rows of the prompt
-        if own:
-            self._prompt.setdefault(key, _Column()).put(start, rows[:own])
-        if len(rows) > own:
-            self._output.setdefault(key, _Column()).put(max(start - self.prompt_len, 0), rows[own:])
+        prompt_rows = max(self.prompt_len - start, 0)
+        if prompt_rows:
+            self._prompt.setdefault(key, _Column()).put(start, rows[:prompt_rows])
+        if len(rows) > prompt_rows:
+            first = max(start - self.prompt_len, 0)
+            self._output.setdefault(key, _Column()).put(first, rows[prompt_rows:])
 
     def arrays(self, outputs: int) -> TapArrays:
         """The arrays of a branch with so many tokens of output; a step may have computed more."""
 
         def rows(key: Any) -> np.ndarray:
-            found = [self._prompt[key].first()]
+            pieces = [self._prompt[key].first()]
             if key in self._output:
-                found.append(self._output[key].first(max(outputs - 1, 0)))
-            return np.concatenate(found)
+                pieces.append(self._output[key].first(max(outputs - 1, 0)))
+            return np.concatenate(pieces)
 
-        layers = {
-            kind: sorted(layer for one, layer in self._prompt if one == kind)
-            for kind in ("hidden", "ids")
-        }
-        seen = {
-            layer: tuple(by[i] for i in range(outputs) if i in by)
-            for layer, by in self._attention.items()
-        }
+        def layers(kind: str) -> list[int]:
+            return sorted(layer for kind_of, layer in self._prompt if kind_of == kind)
+
+        attention = {}
+        for layer in sorted(self._attention):
+            samples = self._attention[layer]
+            attention[layer] = tuple(samples[i] for i in range(outputs) if i in samples)
         return TapArrays(
-            {layer: rows(("hidden", layer)) for layer in layers["hidden"]},
-            {layer: seen[layer] for layer in sorted(seen)},
-            {layer: (rows(("ids", layer)), rows(("weights", layer))) for layer in layers["ids"]},
+            hidden_states={layer: rows(("hidden", layer)) for layer in layers("hidden")},
+            attention=attention,
+            experts={
+                layer: (rows(("ids", layer)), rows(("weights", layer))) for layer in layers("ids")
+            },
         )
 
 

@@ -19,31 +19,31 @@ log = logging.getLogger("pagedjax.engine")
 Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
 
-def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
+def of_samples(plan: Plan, rows: Sequence[SequenceData]) -> Mapping[int, bytes]:
     """By the index of the sample, the mask of each sample of a row that has a grammar and samples
     in this step.
 
     Args:
-        mine: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
+        rows: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
     """
-    if not any([data.matcher for data in mine]):  # as in most steps
+    if not any([data.matcher for data in rows]):  # as in most steps
         return {}
-    rows, drafts, at = [], plan.drafts or (0,) * len(mine), 0
+    mask_rows = []
+    drafts = plan.drafts or (0,) * len(rows)
+    first = 0
     for data, start, count, length, k in zip(
-        mine, plan.starts, plan.counts, plan.lengths, drafts, strict=True
+        rows, plan.starts, plan.counts, plan.lengths, drafts, strict=True
     ):
         if data.matcher is not None and start + count >= length:
-            guessed = data.tokens[length : length + k]
-            rows.append(MaskRow(data.matcher, _output(data, length), guessed, at, data.stop_ids))
-        at += k + 1
-    if not rows:
+            guesses = data.tokens[length : length + k]
+            output = _output(data, length)
+            mask_rows.append(MaskRow(data.matcher, output, guesses, first, data.stop_ids))
+        first += k + 1
+    if not mask_rows:
         return {}
-    found = masks(rows, at)
-    return {
-        row.first + i: found[row.first + i].tobytes()
-        for row in rows
-        for i in range(1 + len(row.drafts))
-    }
+    table = masks(mask_rows, first)
+    samples = [row.first + i for row in mask_rows for i in range(1 + len(row.drafts))]
+    return {sample: table[sample].tobytes() for sample in samples}
 
 
 def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
@@ -57,18 +57,17 @@ def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequenc
     if data.matcher is None:
         return propose(tokens, k)[:k]
     output = _output(data, length)
-    found = data.matcher.forced(output, k)
-    if len(found) < k:
-        found = [
-            *found,
-            *propose(np.concatenate([tokens, np.array(found, np.int32)]), k - len(found)),
-        ][:k]
-    return found[: data.matcher.allowed(output, found)]
+    tokens_ahead = data.matcher.forced(output, k)
+    if len(tokens_ahead) < k:
+        text = np.concatenate([tokens, np.array(tokens_ahead, np.int32)])
+        proposed = propose(text, k - len(tokens_ahead))
+        tokens_ahead = [*tokens_ahead, *proposed][:k]
+    return tokens_ahead[: data.matcher.allowed(output, tokens_ahead)]
 
 
 def failed(
     plan: Plan,
-    mine: Sequence[SequenceData],
+    rows: Sequence[SequenceData],
     sequences: Mapping[str, SequenceData],
     after: SchedulerState,
 ) -> dict[str, FinishReason]:
@@ -78,31 +77,27 @@ def failed(
     The matchers take the new tokens here. The log says why one has failed.
 
     Args:
-        mine: the records of the plan's rows, from before the step.
+        rows: the records of the plan's rows, from before the step.
         sequences: those of the unfinished sequences after it.
         after: the state after the commit, whose running sequences know their lengths.
     """
-    names = [seq.request_id for seq, data in zip(plan.seqs, mine, strict=True) if data.matcher]
+    names = [seq.request_id for seq, data in zip(plan.seqs, rows, strict=True) if data.matcher]
     names = [name for name in names if name in sequences]
     if not names:
         return {}
-    lengths = {
-        seq.request_id: length
-        for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)
-    }
-    found: dict[str, FinishReason] = {}
+    running = zip(after.running.seqs, after.running.lengths, strict=True)
+    lengths = {seq.request_id: length for seq, length in running}
+    reasons: dict[str, FinishReason] = {}
     for name in names:
-        matcher, length = sequences[name].matcher, lengths.get(name)
-        if (
-            matcher
-            and length is not None
-            and matcher.after(_output(sequences[name], length)) is None
-        ):
+        matcher = sequences[name].matcher
+        if matcher is None or name not in lengths:
+            continue
+        if matcher.after(_output(sequences[name], lengths[name])) is None:
             log.warning(
                 "request %r is cancelled: its structured output failed: %s", name, matcher.error
             )
-            found[name] = "abort"
-    return found
+            reasons[name] = "abort"
+    return reasons
 
 
 def _output(data: SequenceData, length: int) -> np.ndarray:

@@ -309,7 +309,7 @@ def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_
     assert engine.config.compilation == "eager"
     assert engine.background is None
     assert len(engine.runtime.programs) == 3
-    assert step.present(engine.runtime) == engine.runtime.shapes
+    assert step.present_shapes(engine.runtime) == engine.runtime.shapes
 
 
 def test_it_is_refused_with_drafts_and_in_several_processes(one_layer, monkeypatch):

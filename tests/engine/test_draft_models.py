@@ -228,7 +228,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
     (folder / "config.json").write_text(json.dumps(stored | {"window": 16}))
     folders = folders._replace(head=str(folder))
     seen: list[tuple[list[int], list[int]]] = []
-    original = engine_step.drafted
+    original = engine_step.run_drafter
 
     def watched(runtime, sequences, pages, plan):
         out = original(runtime, sequences, pages, plan)
@@ -238,7 +238,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
                 seen.append((data[:length], data[length : length + k]))
         return out
 
-    monkeypatch.setattr(engine_step, "drafted", watched)
+    monkeypatch.setattr(engine_step, "run_drafter", watched)
     engine = speculating(tiny, folders, "head", 3, **config)
     shared = tokens(12, 0)
     for i in range(6):
@@ -523,7 +523,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
     wanted = asks(1)
     expected = run(LLM(tiny, progress=False, **CONFIG).engine, wanted, 1).tokens
     engine = speculating(tiny, folders, "itself", 3)
-    original, calls = engine_step.packed, []
+    original, calls = engine_step.batch_of, []
 
     def failing(*arguments):
         calls.append(1)
@@ -531,7 +531,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
             raise RuntimeError("out of luck")
         return original(*arguments)
 
-    monkeypatch.setattr(engine_step, "packed", failing)
+    monkeypatch.setattr(engine_step, "batch_of", failing)
     for ask in wanted:
         engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
     found: dict[str, list[int]] = {name: [] for ask in wanted for name in ask.names}
