@@ -93,20 +93,23 @@ def offer(
     propose = drafting.drafter.propose
     if propose is None:
         return {name: k for name, _ in draftable} if k else NO_DRAFTS
+    if not k:
+        return NO_DRAFTS
     offered = {}
-    for name, length in draftable if k else ():
+    for name, length in draftable:
         data = sequences[name]
-        drafts = np.asarray(
-            token_masks.drafts(data, length, k, partial(propose, drafting.memory, name))
-        )
-        if len(drafts):
-            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
-                raise ValueError(
-                    f"drafter {drafting.drafter.name!r} drafted {drafts.tolist()} for {name!r}; the vocabulary is 0 to "
-                    f"{vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
-                )
-            data.tokens[length : length + len(drafts)] = drafts
-            offered[name] = len(drafts)
+        propose_for = partial(propose, drafting.memory, name)
+        drafts = np.asarray(token_masks.drafts(data, length, k, propose_for))
+        if not len(drafts):
+            continue
+        if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
+            raise ValueError(
+                f"drafter {drafting.drafter.name!r} drafted {drafts.tolist()} for {name!r}; the "
+                f"vocabulary is 0 to {vocab_size - 1}, in integers; use a drafter with the model's "
+                "own tokenizer"
+            )
+        data.tokens[length : length + len(drafts)] = drafts
+        offered[name] = len(drafts)
     return offered
 
 
@@ -123,15 +126,15 @@ def wanted(
         for seq, length, computed in zip(*running, strict=True)
         if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
     ]
-    most = drafting.options.num_tokens
+    num_tokens = drafting.options.num_tokens
     if not (drafting.options.adaptive and draftable):
-        return draftable, most
-    rest = sum(running.lengths) - sum(running.computed) - len(draftable)
-    return draftable, paying(drafting, most, len(draftable), rest, buckets)
+        return draftable, num_tokens
+    prompt_tokens = sum(running.lengths) - sum(running.computed) - len(draftable)
+    return draftable, paying(drafting, num_tokens, len(draftable), prompt_tokens, buckets)
 
 
 def paying(
-    drafting: Drafting, most: int, num_decodes: int, rest: int, buckets: Sequence[int]
+    drafting: Drafting, limit: int, num_decodes: int, prompt_tokens: int, buckets: Sequence[int]
 ) -> int:
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024,
     arXiv 2406.14066).
@@ -141,15 +144,17 @@ def paying(
     took (`cost`), and each draft what drafts took on the device.
 
     Args:
+        limit: of drafts.
         num_decodes: sequences that may have drafts.
-        rest: prompt tokens to compute. They come before drafts, so a step that is full of them has
-            no drafts.
+        prompt_tokens: to compute. They come before drafts, so a step that is full of them has no
+            drafts.
         buckets: the padded tokens of steps, ascending.
     """
     a = min(drafting.acceptance, 0.999)
-    best, rate = 0, 0.0
-    for k in range(most + 1):
-        tokens = num_decodes * (1 + k) + rest
+    best = 0
+    rate = 0.0
+    for k in range(limit + 1):
+        tokens = num_decodes * (1 + k) + prompt_tokens
         if k and tokens > buckets[-1]:
             break
         size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
@@ -160,7 +165,8 @@ def paying(
         seconds += k * draft_cost(drafting.draft_seconds, rows)
         gained = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
-            best, rate = k, gained
+            best = k
+            rate = gained
     return best if best or drafting.idle < RETRY else 1
 
 
@@ -168,8 +174,10 @@ def draft_cost(seconds: Mapping[int, float], rows: int) -> float:
     """The time of one draft of `rows` padded rows on the device. 0 if none was timed, so that it is
     tried.
     """
-    known = cost(seconds, rows)
-    return min(seconds.items())[1] if known is None and seconds else known or 0.0
+    timed = cost(seconds, rows)
+    if timed is None and seconds:  # only larger ones were timed
+        return min(seconds.items())[1]
+    return timed or 0.0
 
 
 def cost(seconds: Mapping[int, float], size: int) -> float | None:
@@ -197,20 +205,20 @@ def verified(
     Args:
         tokens: [R] the samples of the step.
     """
-    found: list[Sample] = []
-    at = 0
+    samples: list[Sample] = []
+    first = 0
     for seq, length, k in zip(plan.seqs, plan.lengths, plan.drafts, strict=True):
-        sampled = tokens[at : at + k + 1].tolist()
-        at += k + 1
-        if k:
-            drafts = sequences[seq.request.request_id].tokens[length : length + k].tolist()
-            right = next(
-                (i for i, (a, b) in enumerate(zip(sampled, drafts, strict=False)) if a != b), k
-            )
-            found.append(tuple(sampled[: right + 1]))
-        else:
-            found.append(sampled[0])
-    return cut_at_the_end(plan, found)
+        sampled = tokens[first : first + k + 1].tolist()
+        first += k + 1
+        if not k:
+            samples.append(sampled[0])
+            continue
+        drafts = sequences[seq.request.request_id].tokens[length : length + k].tolist()
+        accepted = 0
+        while accepted < k and sampled[accepted] == drafts[accepted]:
+            accepted += 1
+        samples.append(tuple(sampled[: accepted + 1]))
+    return cut_at_the_end(plan, samples)
 
 
 def learned(drafting: Drafting, result: StepResult) -> Drafting:
@@ -220,24 +228,27 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
         drafting = drafting._replace(idle=drafting.idle + bool(result.plan.seqs))
     else:
         # the first rejected draft was tried, and those behind it were not
-        tried = sum(
-            min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True)
+        pairs = zip(event.accepted, event.drafts, strict=True)
+        tried = sum(min(accepted + 1, k) for accepted, k in pairs)
+        doubt = 0.5 if drafting.idle >= RETRY else 1.0
+        tried_before = drafting.tried * 0.5 ** (tried / HALF_LIFE) * doubt
+        accepted_drafts = drafting.acceptance * tried_before + sum(event.accepted)
+        drafting = drafting._replace(
+            acceptance=accepted_drafts / (tried_before + tried), tried=tried_before + tried, idle=0
         )
-        old = drafting.tried * 0.5 ** (tried / HALF_LIFE) * (0.5 if drafting.idle >= RETRY else 1.0)
-        acceptance = (drafting.acceptance * old + sum(event.accepted)) / (old + tried)
-        drafting = drafting._replace(acceptance=acceptance, tried=old + tried, idle=0)
     if result.compilations:
         return drafting
-    new = result.finished - result.started - result.draft_seconds
-    if result.padded_tokens in drafting.warm:
-        drafting = drafting._replace(seconds=_averaged(drafting.seconds, result.padded_tokens, new))
+    size = result.padded_tokens
+    if size in drafting.warm:
+        step_seconds = result.finished - result.started - result.draft_seconds
+        drafting = drafting._replace(seconds=_averaged(drafting.seconds, size, step_seconds))
     else:
-        drafting = drafting._replace(warm=drafting.warm | {result.padded_tokens})
+        drafting = drafting._replace(warm=drafting.warm | {size})
     if not result.draft_seconds:
         return drafting
-    one = result.draft_seconds / max(result.plan.drafts)
+    seconds_of_draft = result.draft_seconds / max(result.plan.drafts)
     return drafting._replace(
-        draft_seconds=_averaged(drafting.draft_seconds, result.draft_rows, one)
+        draft_seconds=_averaged(drafting.draft_seconds, result.draft_rows, seconds_of_draft)
     )
 
 

@@ -64,32 +64,31 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     """What decides on the content of blocks, and on the tokens that follow. The weights are not
     looked at.
     """
-    c, model = runtime.config, runtime.model.config
-    found: dict[str, Any] = {f"model.{name}": value for name, value in vars(model).items()}
+    config = runtime.config
+    model = runtime.model.config
+    facts: dict[str, Any] = {f"model.{name}": value for name, value in vars(model).items()}
     for name in ("model.linear", "model.axes"):  # how a device computes, and not what
-        del found[name]
-    same = "block_size", "max_model_len", "kv_cache_dtype", "dtype", "weight_dtype", "seed"
-    found |= {name: getattr(c, name) for name in same}
-    found |= {"eos_token_ids": sorted(runtime.eos_token_ids)}
-    found |= {"row_features": sorted(feature.name for feature in runtime.chain.features)}
-    found |= {"kv_policy": runtime.scheduler_config.views, "selection": runtime.shapes.selection}
+        del facts[name]
+    equal_options = "block_size", "max_model_len", "kv_cache_dtype", "dtype", "weight_dtype", "seed"
+    facts |= {name: getattr(config, name) for name in equal_options}
+    facts["eos_token_ids"] = sorted(runtime.eos_token_ids)
+    facts["row_features"] = sorted(feature.name for feature in runtime.chain.features)
+    facts["kv_policy"] = runtime.scheduler_config.views
+    facts["selection"] = runtime.shapes.selection
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
-    found |= {
-        "pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages],
-        "kinds of pages": str(structure),
-    }
-    return found | {"params_version": state.params_version}
+    facts["pages"] = [f"{page.dtype}{list(page.shape[1:])}" for page in pages]
+    facts["kinds of pages"] = str(structure)
+    facts["params_version"] = state.params_version
+    return facts
 
 
 def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raises ValueError for the first fact that differs; the message has both values."""
     for name, value in there.items():
         if name not in here or here[name] != value:
-            what = (
-                f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} here"
-            )
             raise ValueError(
-                f"{what}; engines that hand sequences over need the same model, cache and seed"
+                f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} "
+                "here; engines that hand sequences over need the same model, cache and seed"
             )
 
 
@@ -109,25 +108,22 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
         )
     content_hash = ""
     if data.adapter_slot and runtime.adapters:
-        loaded = runtime.adapters.names.values()
-        content_hash = next(
-            (one.content_hash for one in loaded if one.slot == data.adapter_slot), ""
-        )
+        for loaded in runtime.adapters.names.values():
+            if loaded.slot == data.adapter_slot:
+                content_hash = loaded.content_hash
         if not content_hash:
             raise ValueError(
                 f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here"
             )
-    grammar = data.matcher.grammar if data.matcher else None
-    tokens = data.tokens[: released.length].copy()
     return Handover(
-        released,
-        tokens,
-        data.params,
-        data.seed,
-        data.root,
-        content_hash,
-        grammar,
-        facts(runtime, state),
+        released=released,
+        tokens=data.tokens[: released.length].copy(),
+        params=data.params,
+        seed=data.seed,
+        root=data.root,
+        adapter=content_hash,
+        grammar=data.matcher.grammar if data.matcher else None,
+        facts=facts(runtime, state),
     )
 
 
@@ -179,12 +175,11 @@ def adopt(
     """
     check_processes()
     check_equal(facts(runtime, state), handover.facts)
-    released, before = handover.released, state.scheduler
-    request, prompt = released.request, handover.tokens[: released.request.prompt_len].tolist()
+    request = handover.released.request
     prepared = prepare(
-        before,
+        state.scheduler,
         (name,),
-        prompt,
+        handover.tokens[: request.prompt_len].tolist(),
         handover.params,
         eos_token_ids=runtime.eos_token_ids,
         vocab_size=runtime.model.config.vocab_size,
@@ -200,39 +195,33 @@ def adopt(
     )
     data = prepared.sequences[name]
     data.tokens = np.concatenate([handover.tokens, np.zeros(runtime.spare + 1, np.int32)])
-    mine = released._replace(request=prepared.request)
+    released = handover.released._replace(request=prepared.request)
     if data.root is None or data.root != handover.root:
-        data, mine = (
-            without_hashes(data),
-            mine._replace(request=prepared.request._replace(hashes=()), hashes=()),
-        )
-    after, adopted = scheduler.adopt(before, runtime.policy, mine)
+        data = without_hashes(data)
+        request = prepared.request._replace(hashes=())
+        released = released._replace(request=request, hashes=())
+    after, adopted = scheduler.adopt(state.scheduler, runtime.policy, released)
     cache = state.cache
     if adopted.copies:
         cache = runtime.new_cache() if cache is None else cache
         try:
-            cache = put(
-                cache,
-                [to for _, to in adopted.copies],
-                fetch([source for source, _ in adopted.copies]),
-            )
+            pages = fetch([source for source, _ in adopted.copies])
+            cache = put(cache, [target for _, target in adopted.copies], pages)
         except Exception as error:
             log.warning(
                 "sequence %r is computed again, because its blocks did not arrive: %r", name, error
             )
             if cache is not state.cache or any(x.is_deleted() for x in jax.tree.leaves(cache)):
                 state = roll_back(state)
-            mine = mine._replace(computed=0, blocks=())
-            (after, adopted), cache = (
-                scheduler.adopt(state.scheduler, runtime.policy, mine),
-                state.cache,
-            )
+            released = released._replace(computed=0, blocks=())
+            after, adopted = scheduler.adopt(state.scheduler, runtime.policy, released)
+            cache = state.cache
     state = state._replace(
         scheduler=after,
         sequences=state.sequences.set(name, data),
         cache=cache,
         ahead=Lookahead(),  # what was predicted does not know of these blocks
-        log=(*state.log, ("adopt", (mine, adopted))),
+        log=(*state.log, ("adopt", (released, adopted))),
     )
     return state, adopted
 
@@ -243,22 +232,25 @@ def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
     """
     if not content_hash:
         return 0, ""
-    known = runtime.adapters.names if runtime.adapters else {}
-    for one in known.values():
-        if one.content_hash == content_hash:
-            return one.slot, content_hash
-    here = (
-        ", ".join(f"{key!r} ({one.content_hash})" for key, one in sorted(known.items())) or "none"
+    loaded = runtime.adapters.names if runtime.adapters else {}
+    for adapter in loaded.values():
+        if adapter.content_hash == content_hash:
+            return adapter.slot, content_hash
+    pairs = [f"{name!r} ({adapter.content_hash})" for name, adapter in sorted(loaded.items())]
+    raise ValueError(
+        f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with "
+        f"it has {', '.join(pairs) or 'none'}; load the adapter into both engines (load_adapter)"
     )
-    what = f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with it has {here}"
-    raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
 
 def check_processes() -> None:
     """Raises ValueError for engines of several processes."""
-    if (number := jax.process_count()) > 1:
-        what = f"an engine of {number} processes keeps its sequences"
-        raise ValueError(f"{what}; hand sequences over between engines of one process each")
+    number = jax.process_count()
+    if number > 1:
+        raise ValueError(
+            f"an engine of {number} processes keeps its sequences; hand sequences over between "
+            "engines of one process each"
+        )
 
 
 # pages --------------------------------------------------------------------------------------------
@@ -275,14 +267,18 @@ def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:
 
 def _checked(cache: KVCache, blocks: Sequence[int]) -> np.ndarray:
     """The ids of blocks as int32 [n]. Raises ValueError unless they are ids of the cache."""
-    ids, count = np.asarray(blocks), len(cache.tokens)
+    ids = np.asarray(blocks)
+    count = len(cache.tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"blocks is {blocks!r:.80}; give a sequence of block ids, integers from 0 to {count - 1}"
+            f"blocks is {blocks!r:.80}; give a sequence of block ids, integers from 0 to "
+            f"{count - 1}"
         )
-    if other := ids[(ids < 0) | (ids >= count)].tolist():
+    outside = ids[(ids < 0) | (ids >= count)].tolist()
+    if outside:
         raise ValueError(
-            f"block {other[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of these"
+            f"block {outside[0]} is not in the cache; its blocks are 0 to {count - 1}: use ids of "
+            "these"
         )
     return ids.astype(np.int32)
 
@@ -301,13 +297,13 @@ def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
     devices; the cache is donated."""
     exact = len(pages.tokens) == len(blocks)
     rows = np.asarray(blocks, np.int32) if exact else _padded(blocks)
-    near = jax.device_put(pages, jax.tree.map(lambda own: own.sharding, cache))
+    near = jax.device_put(pages, jax.tree.map(lambda page: page.sharding, cache))
     jax.block_until_ready(near)  # before the cache is donated: what fails, fails here
     return into_cache(cache, rows, near)
 
 
 def _padded(blocks: Sequence[int] | np.ndarray) -> np.ndarray:
     """Block ids, and the trash block up to a power of two, so that few programs are compiled."""
-    found = np.zeros(1 << max(len(blocks) - 1, 0).bit_length(), np.int32)
-    found[: len(blocks)] = blocks
-    return found
+    padded = np.zeros(1 << max(len(blocks) - 1, 0).bit_length(), np.int32)
+    padded[: len(blocks)] = blocks
+    return padded

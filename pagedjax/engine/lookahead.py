@@ -80,13 +80,13 @@ def take_predicted(
     """
     if not ahead.sent:
         return Lookahead(), None, ()
-    step, *rest = ahead.sent
+    step, *later = ahead.sent
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
     # else later predicted steps have rows of ended sequences
     exact = len(rows) == len(step.plan.seqs)
-    return Lookahead(tuple(rest), ahead.last if exact and rest else None), step, rows
+    return Lookahead(tuple(later), ahead.last if exact and later else None), step, rows
 
 
 def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
@@ -100,14 +100,15 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     rows = [row_of.get((seq.arrival, seq.request.request_id), -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
         return None
-    seqs, numbers = predicted.seqs, (predicted.starts, predicted.counts, predicted.lengths)
+    seqs = predicted.seqs
+    columns = (predicted.starts, predicted.counts, predicted.lengths)
     if len(rows) < len(seqs):
-        seqs, numbers = pick(seqs, rows), tuple([pick(column, rows) for column in numbers])
-    if numbers != (plan.starts, plan.counts, plan.lengths):
+        seqs = pick(seqs, rows)
+        columns = tuple([pick(column, rows) for column in columns])
+    if columns != (plan.starts, plan.counts, plan.lengths):
         return None
-    return (
-        tuple(rows) if [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs] else None
-    )
+    same_blocks = [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs]
+    return tuple(rows) if same_blocks else None
 
 
 def extend(
@@ -132,19 +133,28 @@ def extend(
     if sent and last is None:
         return cache, ahead  # these have rows of sequences that have ended
     last = last or (state, plan)
-    unknown = {
-        arrival for each in (plan, *(step.plan for step in sent[:-1])) for arrival in sampling(each)
-    }
+    unknown = set(sampling(plan))
+    for step in sent[:-1]:
+        unknown.update(sampling(step.plan))
     while len(sent) < depth:
         if sent:
             unknown.update(sampling(sent[-1].plan))
+        last_state, last_plan = last
         predicted = predict(
-            *last, policy, sequences, unknown, plan_is_real=not sent, last=depth == 1
+            last_state,
+            last_plan,
+            policy,
+            sequences,
+            unknown,
+            plan_is_real=not sent,
+            last=depth == 1,
         )
         if predicted is None:
             break
-        cache, step = send(cache, predicted[1], sent[-1] if sent else current, unknown)
-        sent, last = (*sent, step), predicted
+        _, predicted_plan = predicted
+        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown)
+        sent = (*sent, step)
+        last = predicted
     return cache, Lookahead(sent, last if sent else None)
 
 
@@ -173,12 +183,12 @@ def predict(
         plan_is_real: else it is a prediction itself.
         last: no other prediction starts from this one.
     """
-    mine = of_rows(plan, sequences)
-    if state.waiting and any(map(_may_stop, mine)):
+    rows = of_rows(plan, sequences)
+    if state.waiting and any(map(_may_stop, rows)):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    if any([data.matcher for data in mine]):
+    if any([data.matcher for data in rows]):
         return None  # what a grammar allows next depends on the token that is not known yet
-    hashes = _placeholder_hashes(plan, mine, state.config, last)
+    hashes = _placeholder_hashes(plan, rows, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         # a plan sent in place of a wrong prediction would still read the blocks that are given back
@@ -203,7 +213,7 @@ def predict(
 
 
 def _placeholder_hashes(
-    plan: Plan, mine: Sequence[SequenceData], config: SchedulerConfig, last: bool
+    plan: Plan, rows: Sequence[SequenceData], config: SchedulerConfig, last: bool
 ) -> dict[str, tuple[str, ...]]:
     """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens
     are unknown.
@@ -212,17 +222,18 @@ def _placeholder_hashes(
     or does not see it any more, and be written. So the last prediction needs those of sequences
     that end in it alone.
     """
-    found, size = {}, config.block_size
+    hashes = {}
+    size = config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
         seq = plan.seqs[i]
         if last and plan.lengths[i] + 1 < seq.limit and not config.views:
             continue
-        full, named = (plan.starts[i] + plan.counts[i]) // size, len(seq.hashes)
-        if full > named and mine[i].root is not None:
-            found[seq.request_id] = tuple(
-                f"? {seq.arrival} {block}" for block in range(named, full)
-            )
-    return found
+        full = (plan.starts[i] + plan.counts[i]) // size
+        hashed = len(seq.hashes)
+        if full > hashed and rows[i].root is not None:
+            blocks = range(hashed, full)
+            hashes[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in blocks)
+    return hashes
 
 
 def _may_stop(data: SequenceData) -> bool:
@@ -239,6 +250,6 @@ def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:
     """
     rows = np.full(t, -1, np.int32)
     row_of = {seq.arrival: i for i, seq in enumerate(before.seqs)}
-    found = [row_of[seq.arrival] if seq.arrival in unknown else -1 for seq in plan.seqs]
-    rows[np.cumsum(plan.counts) - 1] = found  # of the last token of each, and only that
+    last_tokens = np.cumsum(plan.counts) - 1
+    rows[last_tokens] = [row_of[seq.arrival] if seq.arrival in unknown else -1 for seq in plan.seqs]
     return rows

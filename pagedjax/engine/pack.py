@@ -50,78 +50,104 @@ def pack(
             row of the step uses are taken from there and cost nothing.
         chain: the sampling options of the engine.
     """
-    rows, s = len(plan.seqs), shapes.block_size
-    t = shapes.bucket(sum(plan.counts))
+    rows = len(plan.seqs)
+    data = of_rows(plan, sequences)
+    total = sum(plan.counts)
+    t = shapes.bucket(total)
     b = shapes.rows(t)
-    mine = of_rows(plan, sequences)
-    starts, counts = np.asarray(plan.starts, np.int32), np.asarray(plan.counts, np.int32)
+    starts = np.asarray(plan.starts, np.int32)
+    counts = np.asarray(plan.counts, np.int32)
 
+    tokens = _tokens(plan, data, t, total)
     cu_q_lens = np.zeros(b + 1, np.int32)
     np.cumsum(counts, out=cu_q_lens[1 : rows + 1])
-    cu_q_lens[rows + 1 :] = total = int(cu_q_lens[rows])
-    row = np.repeat(np.arange(rows), counts)
-    positions = np.zeros(t, np.int32)
-    positions[:total] = np.arange(total) - cu_q_lens[row] + starts[row]
-    tokens = np.zeros(t, np.int32)
-    if total == rows:  # decodes alone
-        tokens[:total] = [m.tokens.item(i) for m, i in zip(mine, plan.starts, strict=True)]
-    else:
-        tokens[:total] = np.concatenate(
-            [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
-        )
-
-    by_group = _tables(plan.seqs, mine, b, shapes)
-    all_slots = np.zeros((len(by_group), t), np.int32)
-    all_slots[:, :total] = by_group[:, row, positions[:total] // s] * s + positions[:total] % s
-    (tables, *others), (slots, *other_slots) = by_group, all_slots
-    groups = (
-        GroupTables(shapes.layout, tuple(other_slots), tuple(others)) if shapes.layout else None
-    )
-
+    cu_q_lens[rows + 1 :] = total
     seq_lens = np.zeros(b, np.int32)
     seq_lens[:rows] = starts + counts
+    row_of_token = np.repeat(np.arange(rows), counts)
+    positions = np.zeros(t, np.int32)
+    positions[:total] = np.arange(total) - cu_q_lens[row_of_token] + starts[row_of_token]
+    tables = _tables(plan.seqs, data, b, shapes)
+    slots = _slots(tables, row_of_token, positions[:total], t, shapes.block_size)
+    groups = None
+    if shapes.layout:
+        groups = GroupTables(shapes.layout, tuple(slots[1:]), tuple(tables[1:]))
+
     r = shapes.samples(t, bool(plan.drafts))
-    row_of, relative = _samples(plan)
-    last, sampled_row = np.zeros(r, np.int32), np.zeros(r, np.int32)
-    sampled_row[: len(row_of)] = row_of
-    last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + relative
-    records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
-    targets, prompt_lens = (
-        _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens),
-        records["prompt_len"],
-    )
-    known, masks = np.asarray(plan.lengths, np.int32), token_masks.of_samples(plan, mine)
+    row_of_sample, relative = _samples(plan)
+    num_samples = len(row_of_sample)
+    sampled_row = np.zeros(r, np.int32)
+    sampled_row[:num_samples] = row_of_sample
+    last = np.zeros(r, np.int32)
+    last[:num_samples] = cu_q_lens[1:][row_of_sample] - 1 + relative
+    records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
+    prompt_lens = records["prompt_len"]
+    targets = _targets(plan, data, records["prompt_logprobs"], t, cu_q_lens)
+    masks = token_masks.of_samples(plan, data)
+    lengths = np.asarray(plan.lengths, np.int32)
     if plan.drafts:
-        known = (
-            known[row_of] + relative + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
-        )
-        mine, records = [mine[i] for i in row_of], records[row_of]
-    sampling = _sampling(mine, records, known, blanks[r], chain, masks)
-    seen = (
-        seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last)
-        if shapes.view
-        else None
-    )
+        drafts_of_sample = np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
+        lengths = lengths[row_of_sample] + relative + drafts_of_sample
+        data = [data[i] for i in row_of_sample]
+        records = records[row_of_sample]
+    sampling = _sampling(data, records, lengths, blanks[r], chain, masks)
+
+    seen = None
+    if shapes.view:
+        seen = seen_rows.rows_of(shapes, t, tables[0], plan.starts, plan.counts, last)
     selecting = None
     if shapes.selection:
         selects = np.zeros(t, bool)
-        selects[:total] = (
-            positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
-        )
+        selects[:total] = True
+        if shapes.selection.dense_prompts:
+            selects[:total] = positions[:total] >= prompt_lens[row_of_token]
         selecting = Selecting(shapes.selection, selects)
-    if total == rows and t in shapes.decode_buckets and (targets < 0).all():
-        cu_q_lens = targets = None
-    rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
+    decodes_alone = total == rows and t in shapes.decode_buckets and (targets < 0).all()
     return Batch(
-        tokens,
-        positions,
-        slots,
-        tables,
-        *rows_and_samples,
+        tokens=tokens,
+        positions=positions,
+        slots=slots[0],
+        block_tables=tables[0],
+        seq_lens=seq_lens,
+        cu_q_lens=None if decodes_alone else cu_q_lens,
+        last=last,
+        sampled_row=sampled_row,
+        targets=None if decodes_alone else targets,
+        sampling=sampling,
         seen=seen,
         groups=groups,
         selecting=selecting,
     )
+
+
+def _tokens(plan: Plan, data: Sequence[SequenceData], t: int, total: int) -> np.ndarray:
+    """[T] the tokens that a plan computes, row behind row."""
+    tokens = np.zeros(t, np.int32)
+    if total == len(data):  # decodes alone
+        pairs = zip(data, plan.starts, strict=True)
+        tokens[:total] = [row.tokens.item(start) for row, start in pairs]
+    else:
+        chunks = zip(data, plan.starts, plan.counts, strict=True)
+        tokens[:total] = np.concatenate(
+            [row.tokens[start : start + count] for row, start, count in chunks]
+        )
+    return tokens
+
+
+def _slots(
+    tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, t: int, size: int
+) -> np.ndarray:
+    """[groups of layers, T] where the keys and values of each token are written.
+
+    Args:
+        tables: [groups, B, M] block tables.
+        positions: of the real tokens.
+        size: tokens of a block.
+    """
+    slots = np.zeros((len(tables), t), np.int32)
+    blocks = tables[:, row_of_token, positions // size]
+    slots[:, : len(positions)] = blocks * size + positions % size
+    return slots
 
 
 def pack_drafts(
@@ -135,51 +161,58 @@ def pack_drafts(
     `pack`.
     """
     rows = [i for i, k in enumerate(plan.drafts) if k]
-    shape = shapes.draft_shape(len(rows), shapes.bucket(sum(plan.counts)))
+    n = len(rows)
+    shape = shapes.draft_shape(n, shapes.bucket(sum(plan.counts)))
+    b = shape.rows
     seqs = [plan.seqs[i] for i in rows]
-    mine = [sequences[seq.request_id] for seq in seqs]
-    known, n, b = np.array([plan.lengths[i] for i in rows], np.int32), len(rows), shape.rows
-    tokens, positions, counts = (np.zeros(b, np.int32) for _ in range(3))
-    tokens[:n] = [m.tokens[length - 1] for m, length in zip(mine, known, strict=True)]
-    positions[:n], counts[:n] = known - 1, [plan.drafts[i] for i in rows]
-    records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
-    sampling = _sampling(mine, records, known, blanks[b], chain)._replace(
-        num_top=np.full(b, -1, np.int32)
-    )
+    data = [sequences[seq.request_id] for seq in seqs]
+    lengths = np.array([plan.lengths[i] for i in rows], np.int32)
+    tokens = np.zeros(b, np.int32)
+    tokens[:n] = [row.tokens[length - 1] for row, length in zip(data, lengths, strict=True)]
+    positions = np.zeros(b, np.int32)
+    positions[:n] = lengths - 1
+    counts = np.zeros(b, np.int32)
+    counts[:n] = [plan.drafts[i] for i in rows]
+    records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
+    sampling = _sampling(data, records, lengths, blanks[b], chain)
+    sampling = sampling._replace(num_top=np.full(b, -1, np.int32))
     samples = np.zeros(shape.samples, np.int32)
     if shape.samples:
-        row_of, relative = _samples(plan)
-        # 0, 1, ... of each row; the last sample has none
-        draft = np.asarray(plan.drafts)[row_of] + relative
-        drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
-        samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
-    (tables,) = _tables(seqs, mine, b, shapes)
+        row_of_sample, relative = _samples(plan)
+        drafts = np.asarray(plan.drafts)[row_of_sample]
+        # 0, 1, ... of each row; the last sample has no draft and gets that of the one before
+        draft = np.minimum(drafts + relative, np.maximum(drafts - 1, 0))
+        column = np.searchsorted(rows, row_of_sample).clip(max=n - 1)
+        samples[: len(row_of_sample)] = draft * b + column
+    (tables,) = _tables(seqs, data, b, shapes)
     return shape, DraftBatch(tokens, positions, counts, tables, sampling, samples)
 
 
 def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
     """[R] the draft in the place of each sample of a packed plan, -1 where there is none."""
-    found = np.full(len(batch.last), -1, np.int32)
+    drafts = np.full(len(batch.last), -1, np.int32)
     if plan.drafts:
-        relative = _samples(plan)[1]
-        before = np.flatnonzero(relative < 0)  # the last sample of a row follows all of its drafts
-        found[before] = batch.tokens[batch.last[before] + 1]
-    return found
+        _, relative = _samples(plan)
+        # the last sample of a row follows all of its drafts
+        samples = np.flatnonzero(relative < 0)
+        drafts[samples] = batch.tokens[batch.last[samples] + 1]
+    return drafts
 
 
 def _tables(
-    seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes
+    seqs: Sequence[Seq], data: Sequence[SequenceData], b: int, shapes: Shapes
 ) -> np.ndarray:
     """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the
     trash block.
     """
     groups = len(shapes.layout.windows) if shapes.layout else 1
     tables = np.zeros((b, shapes.table_width * groups), np.int32)
-    into, at = tables.data.cast("B"), 0
-    for data, seq in zip(mine, seqs, strict=True):
-        ids = data.block_ids(seq.blocks)
-        into[at : at + len(ids)] = ids
-        at += tables.strides[0]
+    table_bytes = tables.data.cast("B")
+    offset = 0
+    for row, seq in zip(data, seqs, strict=True):
+        ids = row.block_ids(seq.blocks)
+        table_bytes[offset : offset + len(ids)] = ids
+        offset += tables.strides[0]
     if groups == 1:
         return tables[None]
     return np.ascontiguousarray(tables.reshape(b, -1, groups).transpose(2, 0, 1))
@@ -192,26 +225,33 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     rows = np.arange(len(plan.seqs))
     if not plan.drafts:
         return rows, np.zeros(len(rows), np.int32)
-    each = np.asarray(plan.drafts, np.int32) + 1
-    row_of = np.repeat(rows, each)
-    return row_of, np.arange(len(row_of), dtype=np.int32) - np.cumsum(each)[row_of] + 1
+    samples_of_row = np.asarray(plan.drafts, np.int32) + 1
+    row_of_sample = np.repeat(rows, samples_of_row)
+    ends = np.cumsum(samples_of_row)[row_of_sample]
+    return row_of_sample, np.arange(len(row_of_sample), dtype=np.int32) - ends + 1
 
 
 def _targets(
-    plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: int, cu_q_lens: np.ndarray
+    plan: Plan, data: Sequence[SequenceData], asking: np.ndarray, t: int, cu_q_lens: np.ndarray
 ) -> np.ndarray:
-    """[T] the next prompt token for rows that want prompt log-probabilities."""
+    """[T] the next prompt token for rows that want prompt log-probabilities.
+
+    Args:
+        asking: whether each row wants them.
+    """
     targets = np.full(t, -1, np.int32)
-    for i in np.flatnonzero(wanted).tolist():
-        data = mine[i]
-        start, stop = plan.starts[i], min(plan.starts[i] + plan.counts[i], data.prompt_len - 1)
+    for i in np.flatnonzero(asking).tolist():
+        row = data[i]
+        start = plan.starts[i]
+        stop = min(start + plan.counts[i], row.prompt_len - 1)
         if start < stop:
-            targets[cu_q_lens[i] : cu_q_lens[i] + stop - start] = data.tokens[start + 1 : stop + 1]
+            first = cu_q_lens[i]
+            targets[first : first + stop - start] = row.tokens[start + 1 : stop + 1]
     return targets
 
 
 def _sampling(
-    mine: Sequence[SequenceData],
+    data: Sequence[SequenceData],
     records: np.ndarray,
     lengths: np.ndarray,
     blank: SamplingBatch,
@@ -225,22 +265,22 @@ def _sampling(
         masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not
             count.
     """
-    n, b = len(mine), len(blank.temperature)
-    packed = {
+    n = len(data)
+    b = len(blank.temperature)
+    columns = {
         name: np.zeros(b, records[name].dtype)
         for name in ("temperature", "num_top", "seed", "prompt_len")
     }
-    packed["num_top"][n:] = -1
-    for name, array in packed.items():
-        array[:n] = records[name]
+    columns["num_top"][n:] = -1
+    for name, column in columns.items():
+        column[:n] = records[name]
     position = np.zeros(b, np.int32)
     position[:n] = lengths - records["prompt_len"]
 
     def large(row: int, name: str) -> bytes:
         mask = masks.get(row) if masks and name == TOKEN_MASK else None
-        return mine[row].options.large[name] if mask is None else mask
+        return data[row].options.large[name] if mask is None else mask
 
-    features = chain.pack(
-        records["options"], large, b, without=TOKEN_MASK if masks is None else None
-    )
-    return SamplingBatch(**packed, position=position, features=blank.features | features)
+    without = TOKEN_MASK if masks is None else None
+    features = chain.pack(records["options"], large, b, without=without)
+    return SamplingBatch(**columns, position=position, features=blank.features | features)

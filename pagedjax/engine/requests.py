@@ -45,7 +45,7 @@ class SequenceData:
     tokens: np.ndarray
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
-    # the hash before the first block's (block_hashes.py); None: shares no blocks
+    # the hash before the first block's (block_hashes.py); None: it shares no blocks
     root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
     # what the engine's chain read from params; None: the default chain reads
@@ -58,22 +58,21 @@ class SequenceData:
     _block_ids: bytes = field(init=False, default=b"", repr=False)
 
     def __post_init__(self, read: RowOptions | None) -> None:
-        p = self.params
-        self.options = read or DEFAULT.read(p, self.stop_ids)
-        num_top, prompt_logprobs = (
-            -1 if p.logprobs is None else p.logprobs,
-            p.prompt_logprobs is not None,
-        )
-        core = (p.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
+        params = self.params
+        self.options = read or DEFAULT.read(params, self.stop_ids)
+        num_top = -1 if params.logprobs is None else params.logprobs
+        prompt_logprobs = params.prompt_logprobs is not None
+        core = (params.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
         self.record = np.array(core, np.dtype(CORE)).tobytes() + self.options.record
-        self.wants_logprobs = p.logprobs is not None or prompt_logprobs
+        self.wants_logprobs = params.logprobs is not None or prompt_logprobs
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
         """int32 ids of a block table row. The result is kept: the tuple is the same one until the
         row grows.
         """
         if blocks is not self._blocks:
-            self._blocks, self._block_ids = blocks, array("i", blocks).tobytes()
+            self._blocks = blocks
+            self._block_ids = array("i", blocks).tobytes()
         return self._block_ids
 
 
@@ -186,32 +185,34 @@ def prepare(
     """
     prompt = _checked(names[0], prompt_token_ids, vocab_size)
     pools = isinstance(params, PoolingParams)
-    if isinstance(params, PoolingParams):
-        params = params.row()
-    stops = tuple(
-        dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids))
-    )
-    searches = isinstance(params, BeamSearchParams)
-    row = (
-        _beam_row(names, params, len(stops), vocab_size)
-        if isinstance(params, BeamSearchParams)
-        else params
-    )
+    sampling = params.row() if isinstance(params, PoolingParams) else params
+    eos = () if sampling.ignore_eos else eos_token_ids
+    stops = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+    if isinstance(sampling, BeamSearchParams):
+        row = _beam_row(names, sampling, len(stops), vocab_size)
+    else:
+        row = sampling
     _check_ids(names[0], row, vocab_size)
     if (row.structured_outputs is None) != (grammar is None):
-        what = f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and grammar {grammar!r:.80}"
-        raise ValueError(f"{what}; give both to the engine (LLM and Session compile the grammar)")
+        raise ValueError(
+            f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and "
+            f"grammar {grammar!r:.80}; give both to the engine (LLM and Session compile the "
+            "grammar)"
+        )
     try:
         options = chain.read(row, stops)
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
-    size = state.config.block_size
-    root, hashes = (
-        block_hashes.of_prompt(prompt, row, size, tags, adapter[1]) if caching else (None, ())
-    )
-    # token ids are in group 0
-    drops = bool(state.config.views) and state.config.views[0].window is not None
+    config = state.config
+    root = None
+    hashes: tuple[str, ...] = ()
+    slot, content_hash = adapter
+    if caching:
+        root, hashes = block_hashes.of_prompt(prompt, row, config.block_size, tags, content_hash)
+    # token ids are in the blocks of group 0
+    drops_tokens = bool(config.views) and config.views[0].window is not None
+    searches = isinstance(params, BeamSearchParams)
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
@@ -225,31 +226,31 @@ def prepare(
         hashes=hashes,
         beams=searches,
         tags=tuple(tags),
-        keeps_blocks=drops and chain.reads_tokens(options),
+        keeps_blocks=drops_tokens and chain.reads_tokens(options),
     )
     tokens = np.zeros(len(prompt) + spare, np.int32)
     tokens[: len(prompt)] = prompt
     sequences = {}
     for i, name in enumerate(names):
-        default = 0x9E3779B9 * (state.arrivals + 1 + i)
-        own = (default if row.seed is None else row.seed + i) % 2**32
-        matcher = grammar.matcher() if grammar else None
+        if seed is None:
+            default = 0x9E3779B9 * (state.arrivals + 1 + i)
+            branch_seed = (default if row.seed is None else row.seed + i) % 2**32
+        else:
+            branch_seed = seed
         sequences[name] = SequenceData(
-            *(
-                row,
-                own if seed is None else seed,
-                len(prompt),
-                tokens,
-                stops,
-                matcher,
-                root,
-                options,
-            ),
-            adapter_slot=adapter[0],
+            params=row,
+            seed=branch_seed,
+            prompt_len=len(prompt),
+            tokens=tokens,
+            stop_ids=stops,
+            matcher=grammar.matcher() if grammar else None,
+            root=root,
+            read=options,
+            adapter_slot=slot,
         )
     search = None
     if isinstance(params, BeamSearchParams):
-        limit = scheduler.final_length(request, state.config)
+        limit = scheduler.final_length(request, config)
         bounded = dataclasses.replace(params, max_tokens=max(1, limit - len(prompt)))
         search = beams.start(bounded, frozenset(stops), tuple(names))
     return PreparedRequest(request, sequences, search)
@@ -264,8 +265,10 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
     ):
         for token in prompt.tolist():
             if type(token) is not int or not 0 <= token < vocab_size:
-                what = f"request {request_id!r} has token id {token!r}"
-                raise ValueError(f"{what}; the vocabulary is 0 to {vocab_size - 1}, in integers")
+                raise ValueError(
+                    f"request {request_id!r} has token id {token!r}; the vocabulary is 0 to "
+                    f"{vocab_size - 1}, in integers"
+                )
     return prompt.astype(np.int64)
 
 
@@ -280,26 +283,25 @@ def apply_events(
     """
     lengths: dict[str, int] = {}
     if any(isinstance(event, (Sampled, Beamed)) for event in events):
-        lengths = dict(
-            zip([seq.request.request_id for seq in before.seqs], before.lengths, strict=True)
-        )
+        names = [seq.request.request_id for seq in before.seqs]
+        lengths = dict(zip(names, before.lengths, strict=True))
     changed = sequences.mutate()
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                # of a row with accepted drafts, not the first token
-                data, length = changed[name], lengths[name]
-                lengths[name] = length + 1
+                data = changed[name]
+                length = lengths[name]
+                lengths[name] = length + 1  # a row with accepted drafts has several tokens
                 # as `appended` does, without a call for each sequence
                 if len(data.tokens) > length + spare:
                     data.tokens[length] = token
                 else:
                     changed[name] = appended(data, length, token, spare)
         elif isinstance(event, Beamed):
-            for name, parent, token in zip(
-                event.request_ids, event.parents, event.token_ids, strict=True
-            ):
-                beam, length = copy.copy(sequences[name]), lengths[parent]
+            beams_of_event = zip(event.request_ids, event.parents, event.token_ids, strict=True)
+            for name, parent, token in beams_of_event:
+                length = lengths[parent]
+                beam = copy.copy(sequences[name])
                 beam.tokens = sequences[parent].tokens[:length]  # two beams may continue one parent
                 changed[name] = appended(beam, length, token, spare)
         elif isinstance(event, Finished):
@@ -326,16 +328,17 @@ def hashes_of_filled(
     counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
     for i in rows_that_fill(plan.starts, counts, size):
         seq = plan.seqs[i]
-        full, known = (plan.starts[i] + counts[i]) // size, len(seq.hashes)
-        if full > known:
-            data = sequences[seq.request.request_id]
-            if data.root is not None:
-                parent = seq.hashes[-1] if known else data.root
-                # the first block with generated tokens
-                if dense_prompts and known == data.prompt_len // size:
-                    parent = block_hashes.selected(parent, data.prompt_len)
-                tokens = data.tokens[known * size : full * size]
-                hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
+        full = (plan.starts[i] + counts[i]) // size
+        hashed = len(seq.hashes)
+        data = sequences[seq.request.request_id] if full > hashed else None
+        if data is None or data.root is None:
+            continue
+        parent = seq.hashes[-1] if hashed else data.root
+        # the first block with generated tokens
+        if dense_prompts and hashed == data.prompt_len // size:
+            parent = block_hashes.selected(parent, data.prompt_len)
+        tokens = data.tokens[hashed * size : full * size]
+        hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes
 
 
@@ -348,34 +351,34 @@ def _beam_row(
         ValueError: more candidates than a step ranks or the vocabulary has, or not an id for each
         beam.
     """
-    top, most = beams.candidates(params, stops), min(MAX_TOP, vocab_size)
-    if top > most:
+    candidates = beams.candidates(params, stops)
+    limit = min(MAX_TOP, vocab_size)
+    if candidates > limit:
         raise ValueError(
-            f"request {names[0]!r} has beam_width {params.beam_width} and {stops} stop tokens; a beam ranks as many "
-            f"continuations as both together, at most {most}; lower beam_width to {most - stops}"
+            f"request {names[0]!r} has beam_width {params.beam_width} and {stops} stop tokens; a "
+            f"beam ranks as many continuations as both together, at most {limit}; lower beam_width "
+            f"to {limit - stops}"
         )
     if len(names) != params.beam_width:
         raise ValueError(
-            f"request {names[0]!r} has beam_width {params.beam_width} and {len(names) - 1} forks; each beam beside the "
-            "first needs an id"
+            f"request {names[0]!r} has beam_width {params.beam_width} and {len(names) - 1} forks; "
+            "each beam beside the first needs an id"
         )
-    return params.row(top)
+    return params.row(candidates)
 
 
 def _check_ids(request_id: str, params: SamplingParams, vocab: int) -> None:
-    named = {
+    """Raises ValueError for a token id in the parameters that is not of the vocabulary."""
+    fields = {
         "logit_bias": params.logit_bias or {},
         "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids,
+        "bad_words_token_ids": [token for word in params.bad_words_token_ids for token in word],
     }
-    words = [token for one in params.bad_words_token_ids for token in one]
-    for name, ids in (
-        *named.items(),
-        ("stop_token_ids", params.stop_token_ids),
-        ("bad_words_token_ids", words),
-    ):
-        bad = [t for t in ids if not 0 <= t < vocab]
-        if bad:
-            last = vocab - 1
+    for name, token_ids in fields.items():
+        outside = [token for token in token_ids if not 0 <= token < vocab]
+        if outside:
             raise ValueError(
-                f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}"
+                f"request {request_id!r}: {name} has token id {outside[0]}; the vocabulary is 0 to "
+                f"{vocab - 1}"
             )
