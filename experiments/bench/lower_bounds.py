@@ -30,7 +30,7 @@ from pagedjax.device import attention, cache, linear
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix
 from pagedjax.device.models import Model
-from pagedjax.engine.resolve import block_shape
+from pagedjax.engine.geometry import block_shape
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 TOKENS = 2048  # of a step at most

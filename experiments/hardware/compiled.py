@@ -27,9 +27,9 @@ from pagedjax.device.models import Decoder, Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
+from pagedjax.engine.geometry import block_shape
 from pagedjax.engine.pack import pack
 from pagedjax.engine.programs import compiler_options
-from pagedjax.engine.resolve import block_shape
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.weights.tree import name_of
 from pallas_kernels import aot

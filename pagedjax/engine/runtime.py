@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from immutables import Map
 from tqdm import tqdm
@@ -39,26 +38,15 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
-from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
+from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
 from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine import adapters, compilations, drafters, kept_programs, programs
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.geometry import Geometry, devices_of, geometry
 from pagedjax.engine.pack import pack
-from pagedjax.engine.resolve import (
-    block_shape,
-    devices_of,
-    free_memory,
-    groups,
-    host_block_bytes,
-    host_blocks,
-    layers_in_groups,
-    resolve,
-    selection,
-    shapes,
-    views,
-)
+from pagedjax.engine.resolve import free_memory, resolve, shapes
 from pagedjax.host import policies
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
@@ -84,6 +72,7 @@ class Runtime:
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
     tapped: by what steps return beside samples, and by the shape of a step, its program. It is
         compiled when a step first needs it.
+    geometry: the shapes of the cache's blocks, and who sees them.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the
@@ -110,6 +99,7 @@ class Runtime:
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
+    geometry: Geometry
     drafter: Drafter | None
     draft_model: DraftModel | None
     undrafted: Mapping[int, Drafted]
@@ -119,22 +109,15 @@ class Runtime:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        return _limits(self.config, self.model, self.draft_model)
+        return _limits(self.config, self.geometry)
 
     @property
     def cache_shapes(self) -> cache.KVCache:
-        return _cache_shapes(self.config, self.model, self.draft_model)
+        return self.geometry.cache_shapes(self.config.num_blocks, self.model)
 
     def new_cache(self) -> cache.KVCache:
-        sizes = _block(self.config, self.model, self.draft_model)
-        sharding = _cache_sharding(self.model)
-        return cache.init(
-            blocks=self.scheduler_config.num_blocks,
-            sharding=sharding,
-            zeros=zeros if sharding else jnp.zeros,
-            pages=None if sharding else attention.pages_of(self.config.attention_impl),
-            **sizes,
-        )
+        config = self.config
+        return self.geometry.new_cache(config.num_blocks, self.model, config.attention_impl)
 
     def with_params(self, tree: Any) -> Runtime:
         """The runtime of the same model with other parameters, which are copied.
@@ -150,13 +133,14 @@ def with_leaves(runtime: Runtime, model: Sequence[Any], draft: Sequence[Any]) ->
     """The runtime with these leaves as parameters of its model and its draft model; nothing is
     copied or checked.
     """
-    own = runtime.model._replace(params=jax.tree.structure(runtime.model.params).unflatten(model))
+    structure = jax.tree.structure(runtime.model.params)
+    new_model = runtime.model._replace(params=structure.unflatten(model))
     draft_model = runtime.draft_model
     if draft_model:
-        draft_model = draft_model._replace(
-            params=jax.tree.structure(draft_model.params).unflatten(draft)
-        )
-    return replace(runtime, model=own, draft_model=draft_model, leaves=_leaves(own, draft_model))
+        structure = jax.tree.structure(draft_model.params)
+        draft_model = draft_model._replace(params=structure.unflatten(draft))
+    leaves = _leaves(new_model, draft_model)
+    return replace(runtime, model=new_model, draft_model=draft_model, leaves=leaves)
 
 
 def build(
@@ -185,67 +169,70 @@ def build(
     model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
-    found = free_memory(model)  # before the cache takes its share
-    resolved = resolve(config, model, found, draft=draft_model)
-    sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
+    device_memory = free_memory(model)  # before the cache takes its share
+    resolved = resolve(config, model, device_memory, draft=draft_model)
+    sizes = shapes(resolved, model)
+    leaves = _leaves(model, draft_model)
     table = adapters.init(model, resolved)
-    inputs = _blank_inputs(
-        sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table
+    draft_shapes = sizes.draft_shapes if draft_model else ()
+    inputs = _blank_inputs(sizes, resolved, model, chain, draft_shapes, table)
+    device_memory = device_memory._replace(free=max(device_memory.free - inputs.nbytes, 0))
+    counts_before = compilations.counts()
+    started = time.perf_counter()
+    cache_geometry = geometry(
+        resolved, model, resolved.kv_cache_dtype, resolved.attention_impl, draft_model
     )
-    found = found._replace(free=max(found.free - inputs.nbytes, 0))
-    before, started = compilations.counts(), time.perf_counter()
-    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
-    # their memory
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their
+    # memory
     shapeless = model._replace(params=shapes_of(model.params))
     shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
     compiler = partial(
-        _compiler, shapeless, shapeless_draft, resolved, sizes, chain, inputs, shapes_of(leaves)
+        _compiler,
+        shapeless,
+        shapeless_draft,
+        resolved,
+        sizes,
+        cache_geometry,
+        chain,
+        inputs,
+        shapes_of(leaves),
     )
     compile_one = compiler()
 
     def settle(program: Any) -> Resolved:
-        return resolve(config, model, found, memory.activations_peak(program), draft_model)
+        """The configuration with the blocks that fit beside the largest program."""
+        activations = memory.activations_peak(program)
+        return resolve(config, model, device_memory, activations, draft_model)
 
     lazy = resolved.compilation == "lazy"
     if lazy:
         steps = programs.LazyPrograms(compile_one, resolved)
     else:
-        behind = resolved.compilation == "background"
-        first = sizes.steps[-1:] if behind else (*inputs.drafts, *sizes.steps)
+        background = resolved.compilation == "background"
+        first = sizes.steps[-1:] if background else (*inputs.drafts, *sizes.steps)
         steps, resolved = programs.compile_all(
             compile_one, first, resolved, settle, progress=progress
         )
-        if behind:
-            on_disk = (compilations.counts() - before).cached > 0
+        if background:
+            on_disk = (compilations.counts() - counts_before).cached > 0
             steps = BackgroundPrograms(compile_one, resolved, steps, sizes, on_disk)
-    pages = _cache_shapes(resolved, model, draft_model)
-    block_bytes = cache.block_bytes(**_block(resolved, model, draft_model)) * groups(sizes.layout)
-    copy, swap = (
-        copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(),
-        None,
-    )
-    if resolved.preemption == "swap":
-        several = (
-            SWAPPED_BYTES * groups(sizes.layout) // host_block_bytes(resolved, model, draft_model)
-        )
-        swap = SwapPrograms(pages, max(1, min(several, sizes.table_width)))
+    copy, swap = _block_programs(resolved, model, sizes, cache_geometry)
     report = memory.report(
-        found,
+        device_memory,
         weights=memory.nbytes(leaves),
         activations=None if lazy else memory.activations_peak(steps[sizes.steps[-1]]),
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
-        block_bytes=block_bytes,
+        block_bytes=cache_geometry.block_bytes,
         max_model_len=resolved.max_model_len,
         swap_space_gib=resolved.swap_space_gib if resolved.preemption == "swap" else 0,
-        host_block_bytes=host_block_bytes(resolved, model, draft_model),
-        sequences=sequences_that_fit(_limits(resolved, model, draft_model)),
+        host_block_bytes=cache_geometry.host_block_bytes,
+        sequences=sequences_that_fit(_limits(resolved, cache_geometry)),
     )
     if progress:
-        placed = f"{model.placement}\n" if model.placement else ""
-        impls = f"attention {resolved.attention_impl!r}, products {resolved.linear_impl!r}"
-        tqdm.write(f"{placed}{impls}\n{report}", file=sys.stderr)
-    made, seconds = compilations.counts() - before, time.perf_counter() - started
+        _print_choices(model, resolved, report)
+    compiled = compilations.counts() - counts_before
+    seconds = time.perf_counter() - started
     return Runtime(
         model=model,
         config=resolved,
@@ -260,13 +247,35 @@ def build(
         copy=copy,
         swap=swap,
         memory=report,
+        geometry=cache_geometry,
         drafter=drafters.find(resolved.speculative) if resolved.speculative else None,
         draft_model=draft_model,
         undrafted=inputs.drafted,
         adapters=table,
         spare=max(resolved.lookahead, sizes.drafts),
-        startup={"compile": seconds, "warmup": 0.0, **made._asdict()},
+        startup={"compile": seconds, "warmup": 0.0, **compiled._asdict()},
     )
+
+
+def _block_programs(
+    config: Resolved, model: Model, sizes: Shapes, cache_geometry: Geometry
+) -> tuple[Any, SwapPrograms | None]:
+    """The program that copies blocks, and those that swap blocks if the engine swaps."""
+    pages = cache_geometry.cache_shapes(config.num_blocks, model)
+    copy: Any = copy_blocks
+    if config.compilation != "lazy":
+        copy = copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
+    if config.preemption != "swap":
+        return copy, None
+    blocks = SWAPPED_BYTES * cache_geometry.groups // cache_geometry.host_block_bytes
+    return copy, SwapPrograms(pages, max(1, min(blocks, sizes.table_width)))
+
+
+def _print_choices(model: Model, config: Resolved, report: memory.MemoryReport) -> None:
+    """Tell the user where the model is, which kernels serve it, and where the memory goes."""
+    placement = f"{model.placement}\n" if model.placement else ""
+    impls = f"attention {config.attention_impl!r}, products {config.linear_impl!r}"
+    tqdm.write(f"{placement}{impls}\n{report}", file=sys.stderr)
 
 
 class BlankInputs(NamedTuple):
@@ -287,110 +296,110 @@ class BlankInputs(NamedTuple):
 
 def _blank_inputs(
     sizes: Shapes,
-    c: Resolved,
+    config: Resolved,
     model: Model,
     chain: RowChain,
     draft_shapes: Sequence[DraftShape],
     table: AdapterTable | None,
 ) -> BlankInputs:
     samples = {shape.samples for shape in sizes.steps}
-    several = samples | {shape.rows for shape in draft_shapes}
-    sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in several}
-    rejection = c.speculative is not None and c.speculative.rule == "rejection"
+    rows = samples | {shape.rows for shape in draft_shapes}
+    sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in rows}
+    rejection = config.speculative is not None and config.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    fixed = sampling, c.lookahead > 0, chain, drafted, table
-    steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
+    ahead = config.lookahead > 0
+    steps = {
+        shape: _blank_batch(sizes, shape, sampling, ahead, chain, drafted, table)
+        for shape in sizes.steps
+    }
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
-    kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
+    on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
     # a step may replace the blanks
-    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(steps[sizes.steps[-1]])
+    nbytes = memory.nbytes((sampling, on_device)) + memory.nbytes(steps[sizes.steps[-1]])
     if sizes.keeps_probs:  # the draft model's program keeps those of every draft
-        nbytes += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
+        draft_rows = max(shape.rows for shape in draft_shapes)
+        nbytes += 4 * sizes.drafts * draft_rows * sizes.vocab_size
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
 
 
 def _compiler(
     model: Model,
     draft_model: DraftModel | None,
-    c: Resolved,
+    config: Resolved,
     sizes: Shapes,
+    cache_geometry: Geometry,
     chain: RowChain,
     inputs: BlankInputs,
     leaves: Sequence[Any],
     wanted: Wanted = NOTHING,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
-    kinds = {"invariant": c.batch_invariant, "drafts": c.speculative is not None}
-    attend = attention.attend(c.attention_impl, model.config.attn_scale, **kinds)
+    impl = config.attention_impl
+    kinds = {"invariant": config.batch_invariant, "drafts": config.speculative is not None}
+    attend = attention.attend(impl, model.config.attn_scale, **kinds)
     bound = None
     if draft_model:
-        bound = BoundDraftModel(
-            draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale)
-        )
-    common = c.seed, device_tile(), chain
-    step = make_step(model, attend, *common, bound, wanted=wanted)
-    draft = (
-        make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
-    )
-    xla = programs.compiler_options(jax.default_backend())
-    facts = _facts(model, bound, attend, (*common, kinds, wanted, sorted(xla.items())))
-    (device, *_) = devices_of(model)
+        draft_attend = attention.attend(impl, draft_model.layers.attn_scale)
+        bound = BoundDraftModel(draft_model, draft_attend)
+    seed = config.seed
+    tile = device_tile()
+    step = make_step(model, attend, seed, tile, chain, bound, wanted=wanted)
+    draft: Any = None
+    if bound:
+        probs = sizes.keeps_probs
+        draft = make_draft(model, bound, sizes.drafts, seed, tile, chain, probs=probs)
+    xla_options = programs.compiler_options(jax.default_backend())
+    facts = _facts(model, bound, attend, chain)
+    if facts is not None:
+        facts = (*facts, seed, tile, kinds, wanted, sorted(xla_options.items()))
+    device = devices_of(model)[0]
 
     def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
-        pages = _cache_shapes(settled, model, draft_model)
+        pages = cache_geometry.cache_shapes(settled.num_blocks, model)
         jitted: Any
         if isinstance(shape, DraftShape):
-            jitted, kind, batch = (
-                draft,
-                ("draft", sizes.drafts, sizes.keeps_probs),
-                inputs.drafts[shape],
-            )
+            jitted = draft
+            kind = ("draft", sizes.drafts, sizes.keeps_probs)
+            batch = inputs.drafts[shape]
         else:
-            jitted, kind, batch = step, ("step",), joined(inputs.steps[shape])
+            jitted = step
+            kind = ("step",)
+            batch = joined(inputs.steps[shape])
         arguments = leaves, pages, batch
         return kept_programs.program(
             facts and (*facts, *kind),
             arguments,
             device,
-            lambda: jitted.lower(*arguments).compile(xla),
+            lambda: jitted.lower(*arguments).compile(xla_options),
         )
 
     return compile_one
 
 
 def _facts(
-    model: Model, bound: BoundDraftModel | None, attend: attention.Attend, options: tuple[Any, ...]
+    model: Model, bound: BoundDraftModel | None, attend: attention.Attend, chain: RowChain
 ) -> tuple[Any, ...] | None:
-    """What programs are made from, for `kept_programs`; None if not all of it can be told.
-
-    options: as `_compiler` has them: seed, tile, chain and so on.
+    """What a program is made from beside the options of `_compiler`, for `kept_programs`; None if
+    not all of it can be told.
     """
-    seed, tile, chain, *rest = options
     if not isinstance(attend, attention.Bound) or model.placement or jax.process_count() > 1:
         return None
-    configs = [model.config, *([bound.model.layers] if bound else [])]
+    configs = [model.config]
+    if bound:
+        configs.append(bound.model.layers)
     if not _is_built_in(attend, chain, configs):
         return None
     drafter = None
     if bound:
-        names = bound.model.observe.__qualname__, bound.model.next_logits.__qualname__
         drafter = (
             *bound.model._replace(params=None, observe=None, next_logits=None),
-            *names,
+            bound.model.observe.__qualname__,
+            bound.model.next_logits.__qualname__,
             bound.attend.scale,
         )
-    names = attend.impl.name, model.config.linear, *[feature.name for feature in chain.features]
-    return (
-        model.config,
-        model.graphdef,
-        model.dtype,
-        drafter,
-        attend.scale,
-        names,
-        seed,
-        tile,
-        *rest,
-    )
+    features = [feature.name for feature in chain.features]
+    names = attend.impl.name, model.config.linear, *features
+    return model.config, model.graphdef, model.dtype, drafter, attend.scale, names
 
 
 def _is_built_in(
@@ -405,18 +414,20 @@ def _is_built_in(
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
     """Run the smallest step once, so that the first request runs warm code, and the draft model's
-    programs. Nothing runs unless all programs are there: the first answer would come later."""
+    programs. Nothing runs unless all programs are there: the first answer would come later.
+    """
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        fixed = (
+        blank = _blank_batch(
+            runtime.shapes,
+            shape,
             runtime.blanks,
             runtime.config.lookahead > 0,
             runtime.chain,
             runtime.undrafted,
             runtime.adapters,
         )
-        blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
         # else their first times are too long
@@ -433,32 +444,18 @@ def padded_pairs(pairs: Sequence[tuple[int, int]], size: int) -> np.ndarray:
     """[2, size] int32: the blocks to copy from and to. The padding copies the trash block onto
     itself.
     """
-    found = np.zeros((2, size), np.int32)
+    padded = np.zeros((2, size), np.int32)
     if pairs:
-        found[:, : len(pairs)] = np.array(pairs, np.int32).T
-    return found
+        padded[:, : len(pairs)] = np.array(pairs, np.int32).T
+    return padded
 
 
 def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
     return (*model.leaves, *draft.leaves) if draft else model.leaves
 
 
-def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any]:
-    options = draft, layers_in_groups(c, model), selection(c, model)
-    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, *options)
-
-
-def _limits(c: Resolved, model: Model, draft: DraftModel | None) -> SchedulerConfig:
-    return limits(c, host_blocks(c, model, draft), views(c, model))
-
-
-def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.KVCache:
-    blocks = (c.num_blocks + 1) * groups(layers_in_groups(c, model)) - 1  # as `limits` has it
-    return cache.shapes(blocks=blocks, sharding=_cache_sharding(model), **_block(c, model, draft))
-
-
-def _cache_sharding(model: Model) -> cache.CacheSharding | None:
-    return model.placement.cache_sharding if model.placement else None
+def _limits(config: Resolved, cache_geometry: Geometry) -> SchedulerConfig:
+    return limits(config, cache_geometry.host_blocks(config), cache_geometry.views)
 
 
 def _on_devices(tree: Any, model: Model) -> Any:
@@ -470,13 +467,11 @@ def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so
     only shapes matter.
     """
-    tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
-    probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
-    return (
-        Drafted(tokens, probs)
-        if samples > sizes.max_seqs
-        else _on_devices(Drafted(tokens, probs), model)
-    )
+    probs = None
+    if sizes.keeps_probs:
+        probs = np.broadcast_to(np.float32(0), (samples, sizes.vocab_size))
+    blank = Drafted(np.full(samples, -1, np.int32), probs)
+    return blank if samples > sizes.max_seqs else _on_devices(blank, model)
 
 
 def _blank_drafts(
@@ -484,11 +479,14 @@ def _blank_drafts(
 ) -> DraftBatch:
     """A drafter's batch without drafts."""
     zeros = np.zeros(shape.rows, np.int32)
-    tables, samples = (
-        np.zeros((shape.rows, sizes.table_width), np.int32),
-        np.zeros(shape.samples, np.int32),
+    return DraftBatch(
+        tokens=zeros,
+        positions=zeros,
+        counts=zeros,
+        block_tables=np.zeros((shape.rows, sizes.table_width), np.int32),
+        sampling=blanks[shape.rows],
+        samples=np.zeros(shape.samples, np.int32),
     )
-    return DraftBatch(zeros, zeros, zeros, tables, blanks[shape.rows], samples)
 
 
 def _blank_batch(

@@ -14,7 +14,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache
-from pagedjax.engine import resolve
+from pagedjax.engine import geometry
 from pallas_kernels.paged_attention import IMPLS
 
 
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_plain_xla(tmp_path, on_a_tpu):
 def test_cache_has_rows_of_128_and_the_same_bytes(tiny_llm):
     model = tiny_llm.engine.model
     plain, wide = (
-        resolve.block_shape(16, model, "bfloat16", impl) for impl in ("xla", "pallas_tpu")
+        geometry.block_shape(16, model, "bfloat16", impl) for impl in ("xla", "pallas_tpu")
     )
     assert cache.block_bytes(**plain) == cache.block_bytes(**wide)
     xla, tpu = (cache.init(blocks=3, **shape) for shape in (plain, wide))

@@ -28,7 +28,6 @@ from pagedjax.config import Speculative
 from pagedjax.device import cache, draft_model
 from pagedjax.engine import drafting
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.runtime import _block
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Admitted, Sampled, Verified
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
@@ -335,7 +334,7 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
         engine = speculating(tiny, folders, drafter, 2)
         pages = engine._state.cache
         chex.assert_tree_shape_prefix(pages, (engine.config.num_blocks + 1,))
-        sizes = _block(engine.config, engine.model, engine.runtime.draft_model)
+        sizes = engine.runtime.geometry.block
         assert engine.memory.cache == cache.block_bytes(**sizes) * (engine.config.num_blocks + 1)
         assert engine.memory.cache == sum(x.nbytes for x in jax.tree.leaves(pages))
         features = pages.draft.features

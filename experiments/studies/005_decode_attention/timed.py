@@ -25,9 +25,10 @@ from pagedjax.device.batch import blank_sampling, joined
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
+from pagedjax.engine.geometry import block_shape
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
-from pagedjax.engine.resolve import block_shape, resolve, shapes
+from pagedjax.engine.resolve import resolve, shapes
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig

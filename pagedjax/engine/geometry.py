@@ -1,0 +1,267 @@
+"""`Geometry`: the shapes of an engine's cache, computed once from its configuration and its model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
+from pagedjax.device import attention, cache, memory
+from pagedjax.device.batch import Selection
+from pagedjax.device.draft_model import DraftModel
+from pagedjax.device.layer_groups import LayerGroups, layer_groups
+from pagedjax.device.models import Model, split
+from pagedjax.device.step import zeros
+from pagedjax.host import blocks, kv_policies
+from pagedjax.host.kv_policies import View
+from pagedjax.host.reservation import table_width
+
+
+class Geometry(NamedTuple):
+    """What the blocks of a cache look like, and who sees them.
+
+    layout: groups of layers with block tables of their own; None: all layers have one table.
+    views: what queries see, by group of layers; () if all of them see everything.
+    selection: what queries read of what they see; None: all of it.
+    block: the shape of a block on one device, as the arguments of `cache.init`.
+    host_block_bytes: of a block of each group in the swap space.
+    """
+
+    layout: LayerGroups | None
+    views: tuple[View, ...]
+    selection: Selection | None
+    block: dict[str, Any]
+    host_block_bytes: int
+
+    @property
+    def groups(self) -> int:
+        """Blocks of the cache for each block of tokens."""
+        return len(self.layout.windows) if self.layout else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of each group, on one device."""
+        return cache.block_bytes(**self.block) * self.groups
+
+    def cache_shapes(self, num_blocks: int, model: Model) -> cache.KVCache:
+        """The shapes of a cache of `num_blocks` blocks of tokens, without memory."""
+        return cache.shapes(
+            blocks=self._cache_blocks(num_blocks), sharding=_sharding(model), **self.block
+        )
+
+    def new_cache(self, num_blocks: int, model: Model, attention_impl: str) -> cache.KVCache:
+        """An empty cache of `num_blocks` blocks of tokens."""
+        sharding = _sharding(model)
+        return cache.init(
+            blocks=self._cache_blocks(num_blocks),
+            sharding=sharding,
+            zeros=zeros if sharding else jnp.zeros,
+            pages=None if sharding else attention.pages_of(attention_impl),
+            **self.block,
+        )
+
+    def _cache_blocks(self, num_blocks: int) -> int:
+        """Blocks of the cache: one of each group for a block of tokens. The trash block needs one
+        alone.
+        """
+        return (num_blocks + 1) * self.groups - 1
+
+    def host_blocks(self, config: Resolved) -> int:
+        """Blocks of the swap space; 0 when nothing is swapped.
+
+        Raises:
+            ValueError: swapping without room for one block.
+        """
+        if config.preemption != "swap":
+            return 0
+        count = memory.host_blocks(config.swap_space_gib, self.host_block_bytes)
+        if count < 1:
+            raise ValueError(
+                f"preemption is 'swap', but swap_space_gib {config.swap_space_gib} does not hold "
+                f"one block of {self.host_block_bytes} bytes; raise it, or use "
+                "preemption='recompute'"
+            )
+        return count * self.groups
+
+
+def geometry(
+    config: EngineConfig,
+    model: Model,
+    kv_dtype: str,
+    impl: str | None = None,
+    draft: DraftModel | None = None,
+) -> Geometry:
+    """The geometry of a cache.
+
+    Args:
+        config: with its max_model_len.
+        kv_dtype: of the keys and values.
+        impl: the attention that reads them; None: the plain layout, of as many bytes.
+        draft: the draft model whose pages are in the blocks too.
+
+    Raises:
+        ValueError: see `views` and `selection_of`.
+    """
+    layout = layers_in_groups(config, model)
+    selection = selection_of(config, model)
+    plain = block_shape(config.block_size, model, kv_dtype, None, draft, layout, selection)
+    devices = Counter(device.process_index for device in devices_of(model))
+    of_process = plain | {"kv_heads": plain["kv_heads"] * max(devices.values())}
+    groups = len(layout.windows) if layout else 1
+    return Geometry(
+        layout=layout,
+        views=views(config, model),
+        selection=selection,
+        block=block_shape(config.block_size, model, kv_dtype, impl, draft, layout, selection),
+        host_block_bytes=cache.block_bytes(**of_process) * groups,
+    )
+
+
+def _sharding(model: Model) -> cache.CacheSharding | None:
+    return model.placement.cache_sharding if model.placement else None
+
+
+def devices_of(model: Model) -> list[Any]:
+    """The devices that a model is on."""
+    return model.placement.devices if model.placement else jax.local_devices()[:1]
+
+
+def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
+    """The groups of layers with block tables of their own; None: all layers have one table.
+
+    Args:
+        config: with its max_model_len. A window as long as the longest sequence counts as none.
+    """
+    windows = _windows(config, model)
+    return layer_groups(windows) if len(set(windows)) > 1 else None
+
+
+def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
+    """What queries see, by group of layers; () if all of them see everything.
+
+    Raises:
+        ValueError: a KV policy for a model whose layers have windows.
+    """
+    length = _max_model_len(config)
+    if isinstance(config.kv_policy, KVPolicyOptions):
+        windows = {kind.window for kind in model.config.kinds if kind.window}
+        shorter = sorted(window for window in windows if window < length)
+        if shorter:
+            raise ValueError(
+                f"kv_policy is {config.kv_policy.name!r}, and layers of the model have windows of "
+                f"{shorter} tokens, which are its own policy; use kv_policy='full'"
+            )
+        return kv_policies.views(config, table_width(config, length))
+    windows_of_layers = _windows(config, model)
+    if not any(windows_of_layers):
+        return ()
+    layout = layers_in_groups(config, model)
+    windows_of_groups = layout.windows if layout else windows_of_layers[:1]
+    return tuple(
+        [
+            View(window and kv_policies.window_blocks(window, config.block_size))
+            for window in windows_of_groups
+        ]
+    )
+
+
+def selection_of(config: EngineConfig, model: Model) -> Selection | None:
+    """What queries read of what they see; None: all of it.
+
+    Args:
+        config: with its max_model_len. A selection of all blocks of such a sequence counts as none.
+
+    Raises:
+        ValueError: see `views`; no layer selects; devices that share a key head.
+    """
+    views_of_groups = views(config, model)
+    if not isinstance(config.kv_policy, KVPolicyOptions):
+        return None
+    top = kv_policies.find(config.kv_policy).selects
+    if top is None:
+        return None
+    width = table_width(config, _max_model_len(config))
+    if views_of_groups:
+        width = views_of_groups[0].width(width)
+    layers = model.config.layers
+    if top.dense_layers >= layers:
+        raise ValueError(
+            f"kv_policy.dense_layers is {top.dense_layers}, and the model has {layers} layers, so "
+            f"none selects blocks; set it to at most {layers - 1}, or use kv_policy='full'"
+        )
+    if model.placement and split.shared_keys(model.config, model.placement.sizes):
+        keys = model.config.kv_heads
+        raise ValueError(
+            f"kv_policy {config.kv_policy.name!r} selects blocks for each key head, and on a mesh "
+            f"of {model.placement.sizes.size} devices several have a part of the queries of one of "
+            f"{keys} key heads; use at most {keys} devices, or kv_policy='full'"
+        )
+    count = blocks.needed(top.tokens, config.block_size)
+    return Selection(count, top.dense_layers, top.dense_prompts) if count < width else None
+
+
+def _windows(config: EngineConfig, model: Model) -> list[int | None]:
+    """Of each layer, the window before which blocks are given back.
+
+    No layer has one if a baseline or a draft model reads those blocks, or if the user keeps them.
+    """
+    kinds = model.config.kinds
+    width = table_width(config, _max_model_len(config))
+    drafts = config.speculative is not None and config.speculative.method in ON_DEVICE
+    if config.is_baseline or drafts or not config.free_window_blocks:
+        return [None] * len(kinds)
+
+    def shorter_than_tables(window: int | None) -> bool:
+        return bool(window) and kv_policies.window_blocks(window, config.block_size) < width
+
+    return [kind.window if shorter_than_tables(kind.window) else None for kind in kinds]
+
+
+def _max_model_len(config: EngineConfig) -> int:
+    assert config.max_model_len is not None, "resolve the configuration first"
+    return config.max_model_len
+
+
+def block_shape(
+    block_size: int,
+    model: Model,
+    dtype: str,
+    impl: str | None = None,
+    draft: DraftModel | None = None,
+    layout: LayerGroups | None = None,
+    selection: Selection | None = None,
+) -> dict[str, Any]:
+    """The shape of a block on one device, as the arguments of `cache.init`.
+
+    Args:
+        dtype: of the keys and values.
+        impl: the attention that reads them; None: the plain layout, of as many bytes.
+        draft: the draft model whose pages are in the blocks too.
+        layout: of several groups of layers; a block then has the layers of one group.
+        selection: whose scores need bounds of a block's keys.
+    """
+    part = model.part
+    draft_sizes = None
+    if draft is not None:
+        layers = draft.layers
+        draft_sizes = cache.DraftSizes(
+            layers.layers,
+            layers.kv_heads,
+            layers.head_dim,
+            draft.features,
+            draft.dtype,
+            attention.page_row(impl, layers.head_dim),
+        )
+    return {
+        "layers": layout.size if layout else part.layers,
+        "block_size": block_size,
+        "kv_heads": part.kv_heads,
+        "head_dim": part.head_dim,
+        "row": attention.page_row(impl, part.head_dim),
+        "dtype": attention.page_dtype(impl, dtype),
+        "draft": draft_sizes,
+        "dense_layers": selection and selection.dense_layers,
+    }
