@@ -80,8 +80,11 @@ class Engine:
         self._ids = itertools.count()
         self._asleep: sleep.Asleep | None = None
         self._dropped = False  # by level 2 of sleep
-        given = () if owns_params else (*model.leaves, *(draft_model.leaves if draft_model else ()))
-        self._shared = {id(x) for x in self.runtime.leaves} & {id(x) for x in given}
+        callers: list[Any] = []  # arrays of the models that the caller may use
+        if not owns_params:
+            callers += model.leaves
+            callers += draft_model.leaves if draft_model else ()
+        self._shared = {id(x) for x in self.runtime.leaves} & {id(x) for x in callers}
         if self.background:
             self.background.start()
 
@@ -164,19 +167,26 @@ class Engine:
                 The engine is unchanged.
         """
         self._check_awake()
-        options: dict[str, Any] = {
-            "priority": priority,
-            "user": user,
-            "tags": tags,
-            "grammar": grammar,
-        }
-        names, table = (request_id, *forks), self.runtime.adapters
+        slot = 0
+        content_hash = ""
+        table = self.runtime.adapters
         if adapter is not None:
-            here = adapters.of_name(table, adapter)
-            options["adapter"] = here.slot, here.content_hash
-        self._set(
-            state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options)
+            loaded = adapters.of_name(table, adapter)
+            slot = loaded.slot
+            content_hash = loaded.content_hash
+        after = state.submit(
+            self.runtime,
+            self._state,
+            (request_id, *forks),
+            prompt_token_ids,
+            params,
+            priority=priority,
+            user=user,
+            tags=tags,
+            grammar=grammar,
+            adapter=(slot, content_hash),
         )
+        self._set(after)
         if adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
 
@@ -253,8 +263,9 @@ class Engine:
             ValueError: see `handover.adopt`. The engine is unchanged.
         """
         self._check_awake()
-        options = self.runtime, self._state, request_id, handover, fetch
-        after, adopted = handovers.adopt(*options, grammar=grammar)
+        after, adopted = handovers.adopt(
+            self.runtime, self._state, request_id, handover, fetch, grammar=grammar
+        )
         self._set(after)
         return bool(adopted.blocks)
 
@@ -340,8 +351,10 @@ class Engine:
         """
         one_of("pending", pending, (None, *get_args(Pending)))
         if pending is None:
-            kinds = "pending='restart' computes again what they have in the cache, 'keep' goes on with it"
-            self._check_idle(f"before you update parameters, or say what becomes of them: {kinds}")
+            self._check_idle(
+                "before you update parameters, or say what becomes of them: pending='restart' "
+                "computes again what they have in the cache, 'keep' goes on with it"
+            )
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
         # ids of arrays that are gone may come again
@@ -364,7 +377,8 @@ class Engine:
         self._check_idle("before the engine sleeps")
         self._check_awake()
         self.runtime, self._asleep = sleep.put_to_sleep(self.runtime, level, self._shared)
-        self._dropped, self._shared = level == 2, set()
+        self._dropped = level == 2
+        self._shared = set()
         self._set(state.roll_back(self._state))
 
     @interrupts.deferred()
@@ -380,15 +394,14 @@ class Engine:
         Raises:
             ValueError: an unknown tag.
         """
-        found, asleep = sleep.check_tags(tags), self._asleep
+        parts = sleep.check_tags(tags)
+        asleep = self._asleep
         if asleep is None:
             return
-        if "weights" in found:
-            self.runtime, asleep = (
-                sleep.wake_up(self.runtime, asleep),
-                sleep.Asleep((), (), asleep.cache),
-            )
-        if "kv_cache" in found and asleep.cache:
+        if "weights" in parts:
+            self.runtime = sleep.wake_up(self.runtime, asleep)
+            asleep = sleep.Asleep((), (), asleep.cache)
+        if "kv_cache" in parts and asleep.cache:
             self._set(self._state._replace(cache=self.runtime.new_cache()))
             asleep = asleep._replace(cache=False)
         self._asleep = asleep if asleep.cache or asleep.model or asleep.draft else None
@@ -404,17 +417,17 @@ class Engine:
             before: what the caller wants to do, as the end of a sentence.
         """
         if self._state.result:
-            what = (
-                "an interrupt came between the last step and its caller, who did not get the result"
+            raise ValueError(
+                "an interrupt came between the last step and its caller, who did not get the "
+                f"result; call step() once, which returns it, {before}"
             )
-            raise ValueError(f"{what}; call step() once, which returns it, {before}")
         if self.has_work:
             raise ValueError(
                 f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}"
             )
 
     def _check_awake(self) -> None:
-        """Raises ValueError if no step can run: the engine sleeps, or its parameters were dropped."""
+        """Raises ValueError if no step can run: the engine sleeps, or has no parameters."""
         if self._asleep is not None:
             raise ValueError("the engine sleeps; call wake_up() first")
         if self._dropped:
@@ -434,7 +447,8 @@ class Engine:
         """
         if not self.has_work:
             return None
-        if (before := self._state).result is None:
+        before = self._state
+        if before.result is None:
             try:
                 after, result = step(self.runtime, before, self._schedule())
                 self._set(after._replace(result=result))
@@ -477,11 +491,13 @@ class Engine:
         self._check_awake()
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
-        old, version = self._state.drafting, self._state.params_version
-        new = state.init(self.runtime)._replace(params_version=version)
-        if old and new.drafting:
-            times = {"seconds": old.seconds, "draft_seconds": old.draft_seconds, "warm": old.warm}
-            new = new._replace(drafting=new.drafting._replace(**times))
+        learned = self._state.drafting
+        new = state.init(self.runtime)._replace(params_version=self._state.params_version)
+        if learned and new.drafting:
+            drafting = new.drafting._replace(
+                seconds=learned.seconds, draft_seconds=learned.draft_seconds, warm=learned.warm
+            )
+            new = new._replace(drafting=drafting)
         self._state = new
 
     @interrupts.in_turn
@@ -515,10 +531,11 @@ class Engine:
             self._recorder = Recorder(
                 path, self.scheduler_state.config, self.runtime.policy.name, clock=clock
             )
-            self._records_prompts, self._tap_writer = prompts, TapWriter(path)
+            self._records_prompts = prompts
+            self._tap_writer = TapWriter(path)
             self._restart_scheduler()
 
     def _restart_scheduler(self) -> None:
-        """A replay counts arrivals from zero, and predicted steps know sequences by their arrival."""
+        """A replay counts arrivals from zero, and predicted steps know sequences by arrival."""
         empty = scheduler.init(self.scheduler_state.config)
         self._state = self._state._replace(scheduler=empty, ahead=Lookahead())

@@ -38,32 +38,33 @@ def rows_of(
         last: [R] the token that each sample follows.
     """
     assert shapes.view is not None
-    (window, kept), size, a = shapes.view, shapes.block_size, shapes.attention_rows(t)
+    window, sinks = shapes.view
+    size = shapes.block_size
+    rows = shapes.attention_rows(t)
     # the first block that goes out of sight
-    hidden = next(i for i in range(len(kept) + 1) if i not in kept)
-    row, begin, count = _cut(starts, counts, hidden + window, size)
+    first_hidden = next(block for block in range(len(sinks) + 1) if block not in sinks)
+    row, begin, count = _cut(starts, counts, first_hidden + window, size)
     num_rows = len(row)
     end = begin + count
-    first = np.maximum((end - 1) // size - window + 1, 0)  # of the window
+    window_first = np.maximum((end - 1) // size - window + 1, 0)
 
-    outside = np.asarray(kept, np.int64)[None] < first[:, None]  # [A, kept]: before the window
-    before = outside.sum(1)
-    # of each entry, its block in the sequence
-    index = (first - before)[:, None] + np.arange(len(kept) + window)
-    index[:, : len(kept)] = np.where(outside, kept, index[:, : len(kept)])
-    found = np.take_along_axis(tables[row], np.minimum(index, tables.shape[1] - 1), axis=1)
+    # entry j of a row: first the sinks before the window, then the window's blocks
+    outside = np.asarray(sinks, np.int64)[None] < window_first[:, None]  # [A, sinks]
+    num_sinks = outside.sum(1)
+    block = (window_first - num_sinks)[:, None] + np.arange(len(sinks) + window)
+    block[:, : len(sinks)] = np.where(outside, sinks, block[:, : len(sinks)])
+    entries = np.take_along_axis(tables[row], np.minimum(block, tables.shape[1] - 1), axis=1)
 
-    block_tables, seq_lens, cu_q_lens = (
-        np.zeros(shape, np.int32) for shape in ((a, found.shape[1]), a, a + 1)
-    )
-    block_tables[:num_rows] = np.where(index * size < end[:, None], found, 0)
-    seq_lens[:num_rows] = end - (first - before) * size
+    block_tables = np.zeros((rows, entries.shape[1]), np.int32)
+    block_tables[:num_rows] = np.where(block * size < end[:, None], entries, 0)
+    seq_lens = np.zeros(rows, np.int32)
+    seq_lens[:num_rows] = end - (window_first - num_sinks) * size
+    cu_q_lens = np.zeros(rows + 1, np.int32)
     cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
     cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
-    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right").clip(
-        max=max(num_rows - 1, 0)
-    )
-    return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples.astype(np.int32))
+    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right")
+    of_samples = of_samples.clip(max=max(num_rows - 1, 0)).astype(np.int32)
+    return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples)
 
 
 def _cut(
@@ -74,14 +75,13 @@ def _cut(
     Args:
         whole: blocks of a sequence's beginning that all of its queries see at least.
     """
-    start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
-    first, last = (
-        np.maximum(start // size, whole - 1),
-        np.maximum((start + count - 1) // size, whole - 1),
-    )
+    start = np.asarray(starts, np.int64)
+    count = np.asarray(counts, np.int64)
+    first = np.maximum(start // size, whole - 1)
+    last = np.maximum((start + count - 1) // size, whole - 1)
     pieces = last - first + 1
     row = np.repeat(np.arange(len(start)), pieces)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begin = np.where(nth == 0, start[row], (first[row] + nth) * size)
-    end = np.minimum((first[row] + nth + 1) * size, (start + count)[row])
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.where(piece == 0, start[row], (first[row] + piece) * size)
+    end = np.minimum((first[row] + piece + 1) * size, (start + count)[row])
     return row, begin, end - begin

@@ -51,8 +51,9 @@ class EngineState(NamedTuple):
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call
         returns it.
     log: transitions that no recorder has written yet.
-    pools: what is known of prompts that are pooled, by sequence id.
-    wants: what sequences want of steps beside samples, by id; of those that want something.
+    pools: the states so far of each prompt that is pooled, by sequence id.
+    wants: what each sequence wants of steps beside samples, by its id; sequences that want nothing
+        are not in it.
     params_version: how often the parameters were updated.
     """
 
@@ -83,10 +84,16 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     """No request, and nothing in the cache."""
     config = runtime.scheduler_config
     pages = runtime.new_cache() if cache is None else cache
-    space = host_cache(pages, config.host_blocks) if config.host_blocks else None
     options = runtime.config.speculative
-    learned = drafting.start(runtime.drafter, options) if runtime.drafter and options else None
-    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space, learned)
+    return EngineState(
+        scheduler=scheduler.init(config),
+        sequences=Map(),
+        searches={},
+        ahead=Lookahead(),
+        cache=pages,
+        host_cache=host_cache(pages, config.host_blocks) if config.host_blocks else None,
+        drafting=drafting.start(runtime.drafter, options) if runtime.drafter and options else None,
+    )
 
 
 def submit(
@@ -113,19 +120,22 @@ def submit(
         ValueError: the request can never run (see `scheduler.submit`, `prepare` and
         `taps.wanted_by`).
     """
-    before, pools, model, config = state.scheduler, state.pools, runtime.model, runtime.config
+    before = state.scheduler
+    prompt_len = len(prompt_token_ids)
+    model_config = runtime.model.config
+    pools = state.pools
     wanted = NOTHING
     if isinstance(params, PoolingParams):
-        pools = pools.set(names[0], start(params, model.config.hidden))
-        wanted = pooling.wanted(params, model.config.layers)
+        pools = pools.set(names[0], start(params, model_config.hidden))
+        wanted = pooling.wanted(params, model_config.layers)
     prepared = prepare(
         before,
         names,
         prompt_token_ids,
         params,
         eos_token_ids=runtime.eos_token_ids,
-        vocab_size=model.config.vocab_size,
-        caching=config.enable_prefix_caching,
+        vocab_size=model_config.vocab_size,
+        caching=runtime.config.enable_prefix_caching,
         priority=priority,
         user=user,
         tags=tags,
@@ -137,24 +147,21 @@ def submit(
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
     if isinstance(params, SamplingParams) and params.taps:
-        sizes = (
-            len(prompt_token_ids),
-            scheduler.final_length(prepared.request, before.config),
-            len(names),
-        )
-        wanted = taps.wanted_by(names[0], params.taps, runtime, *sizes)
-        log += (("begin_taps", (names, len(prompt_token_ids))),)
-    searches = (
-        {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
-    )
+        length = scheduler.final_length(prepared.request, before.config)
+        wanted = taps.wanted_by(names[0], params.taps, runtime, prompt_len, length, len(names))
+        log += (("begin_taps", (names, prompt_len)),)
+    searches = state.searches
+    if prepared.search:
+        searches = {**searches, before.arrivals: prepared.search}
+    wants = state.wants
+    if wanted:
+        wants = wants.update(dict.fromkeys(names, wanted))
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
         searches=searches,
         pools=pools,
-        wants=state.wants.update(dict.fromkeys(names, wanted))
-        if wanted is not NOTHING
-        else state.wants,
+        wants=wants,
         log=(*state.log, *log),
     )
 
@@ -185,25 +192,32 @@ def with_events(
         spare: see `requests.appended`.
     """
     ended = {event.request_id: event for event in events if isinstance(event, Finished)}
+    if not ended:
+        sequences = apply_events(state.sequences, events, before.running, spare)
+        return state._replace(sequences=sequences)
+    others = [event for event in events if not isinstance(event, Finished)]
+    sequences = apply_events(state.sequences, others, before.running, spare)
+    if state.drafting:  # it learns from their last tokens too
+        drafting.ended(state.drafting, ended, sequences)
+    sequences = apply_events(sequences, tuple(ended.values()), before.running)
     searches = state.searches
-    if ended and searches:
+    if searches:
         searches = {
             group: search for group, search in searches.items() if search.names[0] not in ended
         }
-    grown = [event for event in events if not isinstance(event, Finished)] if ended else events
-    sequences = apply_events(state.sequences, grown, before.running, spare)
-    if ended:
-        if state.drafting:
-            drafting.ended(state.drafting, ended, sequences)
-        sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    pools, wants = (_without(ended, kept) if kept else kept for kept in (state.pools, state.wants))
-    return state._replace(sequences=sequences, searches=searches, pools=pools, wants=wants)
+    return state._replace(
+        sequences=sequences,
+        searches=searches,
+        pools=_without(ended, state.pools),
+        wants=_without(ended, state.wants),
+    )
 
 
-def _without(names: Iterable[str], kept: Map[str, Any]) -> Map[str, Any]:
+def _without(names: Iterable[str], entries: Map[str, Any]) -> Map[str, Any]:
     for name in names:
-        kept = kept.delete(name) if name in kept else kept
-    return kept
+        if name in entries:
+            entries = entries.delete(name)
+    return entries
 
 
 def forget(state: EngineState) -> EngineState:
@@ -221,14 +235,12 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends
             on old content too, so its blocks have no hashes any more.
     """
-    before, sequences, searches, version = (
-        state.scheduler,
-        state.sequences,
-        state.searches,
-        state.params_version + 1,
-    )
+    before = state.scheduler
+    sequences = state.sequences
+    searches = state.searches
+    version = state.params_version + 1
     if pending == "restart":
-        searches = {group: search._replace(offers=()) for group, search in searches.items()}
+        searches = _without_offers(searches)
     else:
         mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
         names = [name for seq in mixed for name in (seq.request_id, *seq.request.forks)]
@@ -243,6 +255,11 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     )
 
 
+def _without_offers(searches: Mapping[int, beams.Search]) -> dict[int, beams.Search]:
+    """The searches, whose beams will offer their continuations again."""
+    return {group: search._replace(offers=()) for group, search in searches.items()}
+
+
 def roll_back(state: EngineState) -> EngineState:
     """After a failed step: running requests return to the queue, and the cache is reset.
 
@@ -255,7 +272,7 @@ def roll_back(state: EngineState) -> EngineState:
             array.delete()
     return state._replace(
         scheduler=scheduler.restart(state.scheduler),
-        searches={group: search._replace(offers=()) for group, search in state.searches.items()},
+        searches=_without_offers(state.searches),
         ahead=Lookahead(),
         cache=None,
         log=(*state.log, ("restart", ())),
