@@ -74,27 +74,27 @@ class Slots(NamedTuple):
 
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """By layer and matrix, the shapes of a and b of all slots."""
-    pack_low, parts = (
-        find(config.linear).pack_low,
-        {name: len(ends) for name, ends in config.parts.items()},
-    )
+    pack_low = find(config.linear).pack_low
+    parts = {name: len(ends) for name, ends in config.parts.items()}
     return tuple(
-        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items()}
-        for own in adapted(config)
+        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in layer.items()}
+        for layer in adapted(config)
     )
 
 
 def adapted(config: DecoderConfig) -> tuple[dict[str, Matrix], ...]:
     """By layer, the matrices that may have adapters."""
-    known, found = matrices(config), []
-    for layer in range(config.layers):
-        own = {name: known.get(f"blocks.{layer}.{name}.weight") for name in config.parts}
-        found.append({name: matrix for name, matrix in own.items() if matrix})
-    return tuple(found)
+    by_name = matrices(config)
+    layers = []
+    for i in range(config.layers):
+        layer = {name: by_name.get(f"blocks.{i}.{name}.weight") for name in config.parts}
+        layers.append({name: matrix for name, matrix in layer.items() if matrix})
+    return tuple(layers)
 
 
 def _shape(matrix: Matrix, parts: int, slots: Slots, pack_low: PackLow) -> tuple[Any, Any]:
-    s, r = slots.count + 1, parts * _padded(slots.rank, ROWS)
+    s = slots.count + 1
+    r = parts * _padded(slots.rank, ROWS)
     packed = pack_low(np.zeros((0, r, matrix.outputs)), matrix)
     shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, *packed.shape[1:])
     a, b = (jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
@@ -115,36 +115,41 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
 
     The old arrays stay as they are: steps that were sent may read them.
     """
-    layers, known, pack_low = [], adapted(config), find(config.linear).pack_low
-    for layer, stacked in enumerate(factors):
-        own = {}
+    pack_low = find(config.linear).pack_low
+    layers = []
+    for i, (stacked, layer) in enumerate(zip(factors, adapted(config), strict=True)):
+        changed = {}
         for name, (a, b) in stacked.items():
-            new_a, new_b = np.array(a), np.array(b)  # copies on the host
+            new_a = np.array(a)  # copies on the host
+            new_b = np.array(b)
             joined = np.zeros((1, a.shape[1], config.parts[name][-1]), b.dtype)
             new_a[slot] = 0
-            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
-                new_a[slot][of_a], joined[0][of_b] = down, up
-            new_b[slot] = pack_low(joined, known[layer][name])[0]
-            own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
-        layers.append(own)
+            for of_a, down, of_b, up in _places(config, Part(i, name, 0), a.shape[1], parts):
+                new_a[slot][of_a] = down
+                joined[0][of_b] = up
+            new_b[slot] = pack_low(joined, layer[name])[0]
+            changed[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
+        layers.append(changed)
     return tuple(layers)
 
 
 def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
-    """The factors of one adapter, in slot 1, as a function of its parts that can be differentiated."""
+    """The factors of one adapter, in slot 1, as a function of its parts that can be
+    differentiated.
+    """
     rank = max(len(a) for a, _ in parts.values())
-    layers, known, pack_low = [], adapted(config), find(config.linear).pack_low
-    for layer, stacked in enumerate(blank(config, Slots(1, rank, dtype))):
-        own = {}
+    pack_low = find(config.linear).pack_low
+    layers = []
+    empty = blank(config, Slots(1, rank, dtype))
+    for i, (stacked, layer) in enumerate(zip(empty, adapted(config), strict=True)):
+        filled = {}
         for name, (a, _) in stacked.items():
             joined = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
-            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
-                a, joined = (
-                    a.at[1, *of_a].set(down.astype(a.dtype)),
-                    joined.at[1, *of_b].set(up.astype(a.dtype)),
-                )
-            own[name] = a, pack_low(joined, known[layer][name])
-        layers.append(own)
+            for of_a, down, of_b, up in _places(config, Part(i, name, 0), a.shape[1], parts):
+                a = a.at[1, *of_a].set(down.astype(a.dtype))
+                joined = joined.at[1, *of_b].set(up.astype(a.dtype))
+            filled[name] = a, pack_low(joined, layer[name])
+        layers.append(filled)
     return tuple(layers)
 
 
@@ -157,10 +162,11 @@ def _places(
     ends = config.parts[first.matrix]
     rank = rows // len(ends)
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
-        if (found := parts.get(first._replace(part=i))) is not None:
-            a, b = found
-            own = slice(i * rank, i * rank + len(a))
-            yield (own, slice(a.shape[1])), a, (own, slice(start, end)), b.T
+        factors = parts.get(first._replace(part=i))
+        if factors is not None:
+            a, b = factors
+            part_rows = slice(i * rank, i * rank + len(a))
+            yield (part_rows, slice(a.shape[1])), a, (part_rows, slice(start, end)), b.T
 
 
 def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:

@@ -53,8 +53,8 @@ def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("attention_impl", name, Implementation, IMPLS)
 
 
-def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
-    """Returns the name of an engine's implementation: the wanted one, or the default.
+def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
+    """Returns the name of an engine's implementation: this one, or the default.
 
     Args:
         invariant: the engine is batch-invariant.
@@ -62,27 +62,31 @@ def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes:
             values in the cache.
 
     Raises:
-        ValueError: the wanted one cannot serve this cache on this device; the message gives the
+        ValueError: it cannot serve this cache on this device; the message gives the
             reason. There is no fallback.
     """
-    if invariant and (reason := _not_invariant(wanted, device, **sizes)):
-        raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
-    if wanted is None:
-        return next(name for name in DEFAULTS if not find(name).obstacle(device, **sizes))
-    if wrong := find(wanted).obstacle(device, **sizes):
-        raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
-    return wanted
+    if invariant:
+        reason = _not_invariant(name, device, **sizes)
+        if reason:
+            raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
+    if name is None:
+        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **sizes))
+    obstacle = find(name).obstacle(device, **sizes)
+    if obstacle:
+        raise ValueError(f"attention_impl {name!r} {obstacle}; 'xla' has no such limit")
+    return name
 
 
-def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
+def _not_invariant(name: str | None, device: Any, **sizes: Any) -> str:
     """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if
     it can.
     """
-    impl = find(wanted or DEFAULTS[0])
-    able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
+    impl = find(name or DEFAULTS[0])
     if not impl.invariant:
-        return f"attention_impl {wanted!r} has no batch-invariant form; those that have one: {able}"
-    if obstacle := impl.obstacle(device, **sizes):
+        names = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.invariant)
+        return f"attention_impl {name!r} has no batch-invariant form; those that have one: {names}"
+    obstacle = impl.obstacle(device, **sizes)
+    if obstacle:
         return f"attention_impl {impl.name!r}, which has a batch-invariant form, {obstacle}"
     return ""
 
@@ -109,17 +113,17 @@ def pages_of(impl: str) -> Callable[..., jax.Array]:
     return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 
 
-# the numbers in pages, and numbers as pages of a dtype have them
-numbers_in, stored_in = read, stored
+numbers_in = read  # the numbers in pages
+stored_in = stored  # numbers as pages of a dtype have them
 
 
-def prepare(wanted: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
+def prepare(name: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Starts an implementation's work of once a process, before there is a model to trace.
 
     Args:
         dtype, query_dtype, invariant: see `Implementation.prepare`.
     """
-    find(wanted or DEFAULTS[0]).prepare(dtype=dtype, query_dtype=query_dtype, invariant=invariant)
+    find(name or DEFAULTS[0]).prepare(dtype=dtype, query_dtype=query_dtype, invariant=invariant)
 
 
 def is_built_in(attend: Bound) -> bool:
@@ -130,8 +134,8 @@ def is_built_in(attend: Bound) -> bool:
     forms = [
         form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None
     ]
-    others = attend.impl._replace(attend=impl.attend, decodes_alone=impl.decodes_alone)
-    return attend.impl.attend in forms and others == impl
+    in_usual_form = attend.impl._replace(attend=impl.attend, decodes_alone=impl.decodes_alone)
+    return attend.impl.attend in forms and in_usual_form == impl
 
 
 def register_kernels(program: bytes) -> None:
@@ -162,14 +166,15 @@ def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = T
     Raises:
         ValueError: an unknown name, or there is no such form.
     """
-    found = find(impl)
-    if not drafts and found.without_drafts:
-        found = found._replace(attend=found.without_drafts)
+    implementation = find(impl)
+    if not drafts and implementation.without_drafts:
+        implementation = implementation._replace(attend=implementation.without_drafts)
     if not invariant:
-        return Bound(found, scale)
-    if found.invariant is None:
+        return Bound(implementation, scale)
+    if implementation.invariant is None:
         raise ValueError(f"attention_impl {impl!r} has no batch-invariant form")
-    return Bound(found._replace(attend=found.invariant, decodes_alone=False), scale)
+    form = implementation._replace(attend=implementation.invariant, decodes_alone=False)
+    return Bound(form, scale)
 
 
 def probabilities(
@@ -192,7 +197,8 @@ def probabilities(
     if not isinstance(attend, Bound) or attend.impl.probabilities is None:
         name = attend.impl.name if isinstance(attend, Bound) else attend
         raise ValueError(
-            f"attention {name!r} has no `probabilities`, which taps of attention read; add that field"
+            f"attention {name!r} has no `probabilities`, which taps of attention read; add that "
+            "field"
         )
     arrays = q, k_pages, rows.block_tables, rows.seq_lens
     return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)

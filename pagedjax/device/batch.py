@@ -254,20 +254,21 @@ class Shapes(NamedTuple):
         half of its tokens at most are known ones of rows with drafts.
         """
         if self.keeps_probs:
-            most = max(t // 2, self.tokens[0])
-            return DraftShape(min(most, self.max_seqs), self.samples(t, True))
+            drafting_rows = max(t // 2, self.tokens[0])
+            return DraftShape(min(drafting_rows, self.max_seqs), self.samples(t, True))
         return DraftShape(min(self.bucket(rows), self.max_seqs), 0)
 
     @property
     def draft_shapes(self) -> tuple[DraftShape, ...]:
         """The shapes of all programs of a drafter on the device."""
-        found = [self.draft_shape(min(t, self.max_seqs), t) for t in self.tokens]
-        return tuple(dict.fromkeys(found))
+        shapes = [self.draft_shape(min(t, self.max_seqs), t) for t in self.tokens]
+        return tuple(dict.fromkeys(shapes))
 
 
 def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
     """Powers of two from `smallest`, and max_tokens itself at the end."""
-    sizes, size = [], smallest
+    sizes = []
+    size = smallest
     while size < max_tokens:
         sizes.append(size)
         size *= 2
@@ -319,36 +320,32 @@ class OneTransfer:
 
 def joined(batch: Batch) -> OneTransfer:
     """The batch for a step's program. Its arrays of 32-bit numbers are copied."""
-    core, sampling, feed = batch[:CORE], batch.sampling, batch.feed
-    arrays, tree = jax.tree.flatten(
-        (core, sampling[:-1], feed and feed.rows, batch.seen, batch.groups)
-    )
-    arrays = [np.asarray(array) for array in arrays]
+    sampling = batch.sampling
+    feed = batch.feed
+    small = (batch[:CORE], sampling[:-1], feed and feed.rows, batch.seen, batch.groups)
+    leaves, tree = jax.tree.flatten(small)
+    arrays = [np.asarray(leaf) for leaf in leaves]
     words = np.concatenate([array.reshape(-1).view(np.int32) for array in arrays])
+    layout = tuple([(array.shape, array.dtype) for array in arrays])
     rest = sampling.features, feed and feed.tokens, batch.drafted, batch.selecting, batch.adapters
-    return OneTransfer(words, rest, tree, tuple([(array.shape, array.dtype) for array in arrays]))
+    return OneTransfer(words, rest, tree, layout)
 
 
-def parted(one: OneTransfer) -> Batch:
+def parted(transfer: OneTransfer) -> Batch:
     """The batch again, inside of a program."""
-    arrays, at = [], 0
-    for shape, dtype in one.layout:
-        end = at + math.prod(shape)
-        arrays.append(
-            jax.lax.bitcast_convert_type(
-                jax.lax.slice(one.words, (at,), (end,)).reshape(shape), dtype
-            )
-        )
-        at = end
-    core, sampled, rows, seen, groups = jax.tree.unflatten(one.tree, arrays)
-    features, tokens, drafted, selecting, adapters = one.rest
-    own = {
-        "sampling": SamplingBatch._make((*sampled, features)),
-        "feed": None if rows is None else Feed(rows, tokens),
-    }
+    arrays = []
+    start = 0
+    for shape, dtype in transfer.layout:
+        end = start + math.prod(shape)
+        words = jax.lax.slice(transfer.words, (start,), (end,))
+        arrays.append(jax.lax.bitcast_convert_type(words.reshape(shape), dtype))
+        start = end
+    core, sampling, feed_rows, seen, groups = jax.tree.unflatten(transfer.tree, arrays)
+    features, feed_tokens, drafted, selecting, adapters = transfer.rest
     return Batch(
         *core,
-        **own,
+        sampling=SamplingBatch._make((*sampling, features)),
+        feed=None if feed_rows is None else Feed(feed_rows, feed_tokens),
         drafted=drafted,
         seen=seen,
         groups=groups,

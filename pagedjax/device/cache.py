@@ -68,17 +68,19 @@ class KVCache(NamedTuple):
     @property
     def layers(self) -> list[tuple[jax.Array | BoundedKeys, jax.Array]]:
         """The keys and values of each page array."""
-        bounds = self.bounds or (None,) * len(self.k)
+        if not self.bounds:
+            return list(zip(self.k, self.v, strict=True))
         keys = [
-            k if own is None else BoundedKeys(k, own) for k, own in zip(self.k, bounds, strict=True)
+            k if bounds is None else BoundedKeys(k, bounds)
+            for k, bounds in zip(self.k, self.bounds, strict=True)
         ]
         return list(zip(keys, self.v, strict=True))
 
     def with_layers(self, layers: Sequence[tuple[jax.Array | BoundedKeys, jax.Array]]) -> KVCache:
         """The cache with these `layers`."""
         keys, v = zip(*layers, strict=True)
-        k = tuple([one.pages if isinstance(one, BoundedKeys) else one for one in keys])
-        bounds = tuple([one.bounds if isinstance(one, BoundedKeys) else None for one in keys])
+        k = tuple([key.pages if isinstance(key, BoundedKeys) else key for key in keys])
+        bounds = tuple([key.bounds if isinstance(key, BoundedKeys) else None for key in keys])
         return self._replace(k=k, v=v, bounds=bounds if self.bounds else ())
 
 
@@ -137,7 +139,8 @@ def init(
     row = row or head_dim
     if row % head_dim or block_size * head_dim % row:
         raise ValueError(
-            f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers"
+            f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} "
+            "numbers"
         )
     sharding = sharding or CacheSharding()
     shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
@@ -150,25 +153,23 @@ def init(
         cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
         return cache
-    own: dict[str, Any] = {
-        "layers": draft.layers,
-        "kv_heads": draft.kv_heads,
-        "head_dim": draft.head_dim,
-    }
-    # each device has all of a drafter's heads
-    every = CacheSharding(sharding.copies, sharding.copies)
-    other = init(
+    drafter = init(
         blocks=blocks,
         block_size=block_size,
         dtype=dtype,
         row=draft.row,
-        sharding=every,
+        # each device has all of a drafter's heads
+        sharding=CacheSharding(sharding.copies, sharding.copies),
         zeros=zeros,
-        **own,
+        layers=draft.layers,
+        kv_heads=draft.kv_heads,
+        head_dim=draft.head_dim,
     )
-    shape = blocks + 1, block_size, draft.features
-    features = zeros(shape, draft.feature_dtype, device=sharding.copies) if draft.features else None
-    return cache._replace(draft=DraftPages(other.k, other.v, features))
+    features = None
+    if draft.features:
+        shape = blocks + 1, block_size, draft.features
+        features = zeros(shape, draft.feature_dtype, device=sharding.copies)
+    return cache._replace(draft=DraftPages(drafter.k, drafter.v, features))
 
 
 def shapes(**sizes: Any) -> KVCache:
@@ -207,12 +208,16 @@ def block_bytes(
     and a drafter's part."""
     total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
     if dense_layers is not None:
-        total += kv_bytes(
-            block_size=1, dtype=dtype, **sizes | {"layers": sizes["layers"] - dense_layers}
-        )
+        bounded = sizes | {"layers": sizes["layers"] - dense_layers}
+        total += kv_bytes(block_size=1, dtype=dtype, **bounded)
     if draft is not None:
-        own = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
-        total += kv_bytes(block_size=block_size, dtype=dtype, **own)
+        total += kv_bytes(
+            block_size=block_size,
+            dtype=dtype,
+            layers=draft.layers,
+            kv_heads=draft.kv_heads,
+            head_dim=draft.head_dim,
+        )
         total += block_size * draft.features * jnp.dtype(draft.feature_dtype).itemsize
     return total
 

@@ -59,27 +59,28 @@ def is_built_in(name: str) -> bool:
     return name in BUILT_IN and find(name) == BUILT_IN[name]
 
 
-def choose(wanted: str | None, device: Any, **facts: Any) -> str:
-    """Returns the name of a model's implementation: the wanted one, or the default.
+def choose(name: str | None, device: Any, **facts: Any) -> str:
+    """Returns the name of a model's implementation: this one, or the default.
 
     Args:
         facts: the keyword arguments of `Implementation.obstacle`.
 
     Raises:
-        ValueError: the wanted one cannot serve this model on this device; the message gives the
+        ValueError: it cannot serve this model on this device; the message gives the
             reason. There is no fallback.
     """
-    if wanted is None:
-        return next(name for name in DEFAULTS if not find(name).obstacle(device, **facts))
-    if wrong := find(wanted).obstacle(device, **facts):
-        raise ValueError(f"linear_impl {wanted!r} {wrong}; 'xla' has no such limit")
-    return wanted
+    if name is None:
+        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **facts))
+    obstacle = find(name).obstacle(device, **facts)
+    if obstacle:
+        raise ValueError(f"linear_impl {name!r} {obstacle}; 'xla' has no such limit")
+    return name
 
 
-def prepare(wanted: str | None, *, dtype: str, weight_dtype: str, low_rank: bool) -> None:
+def prepare(name: str | None, *, dtype: str, weight_dtype: str, low_rank: bool) -> None:
     """Starts an implementation's work of once a process, before there is a model to trace.
 
     Args:
         dtype, weight_dtype, low_rank: see `Implementation.prepare`.
     """
-    find(wanted or DEFAULTS[0]).prepare(dtype=dtype, weight_dtype=weight_dtype, low_rank=low_rank)
+    find(name or DEFAULTS[0]).prepare(dtype=dtype, weight_dtype=weight_dtype, low_rank=low_rank)

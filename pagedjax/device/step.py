@@ -77,13 +77,18 @@ def _modules(
     model: Model, bound: BoundDraftModel | None
 ) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
     """leaves -> the nnx modules of the model and of the drafter."""
-    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+    graphdef = model.graphdef
+    structure = jax.tree.structure(model.params)
     draft = bound and (bound.model.graphdef, jax.tree.structure(bound.model.params))
 
     def modules(leaves: Sequence[Any]) -> tuple[Any, Any]:
-        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
-        drafter = nnx.merge(draft[0], jax.tree.unflatten(draft[1], others)) if draft else None
-        return nnx.merge(graphdef, jax.tree.unflatten(tree, own)), drafter
+        drafter = None
+        if draft:
+            draft_graphdef, draft_structure = draft
+            draft_leaves = leaves[structure.num_leaves :]
+            drafter = nnx.merge(draft_graphdef, jax.tree.unflatten(draft_structure, draft_leaves))
+        model_leaves = leaves[: structure.num_leaves]
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, model_leaves)), drafter
 
     return modules
 
@@ -120,32 +125,32 @@ def make_step(
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
     """
-    modules, by_rows = (
-        _modules(model, bound),
-        model.placement.by_rows if model.placement else whole_rows,
-    )
+    modules = _modules(model, bound)
+    by_rows = model.placement.by_rows if model.placement else whole_rows
 
     def step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
     ) -> tuple[KVCache, StepOutput]:
         batch = parted(joined_batch)
         _check(batch)
-        (model, drafter), feed = modules(leaves), batch.feed
+        model, drafter = modules(leaves)
+        feed = batch.feed
         if feed is not None:
-            batch = batch._replace(
-                tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens)
-            )
+            tokens = jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens)
+            batch = batch._replace(tokens=tokens)
         if batch.adapters is not None:
             batch = batch._replace(adapters=batch.adapters.routed())
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
-        taps = bound.model.taps if bound else ()
-        needed = (*taps, *wanted.outputs(model.config.layers))
-        cache, finish, outputs, _ = run = model.layers(cache, batch, attend, needed, wanted.experts)
+        observed = bound.model.taps if bound else ()  # layers whose outputs the drafter reads
+        outputs = (*observed, *wanted.outputs(model.config.layers))
+        run = model.layers(cache, batch, attend, outputs, wanted.experts)
+        cache = run.cache
         tapped = taken(model, run, batch, attend, wanted) if wanted else None
         if bound is not None:
-            observe = bound.model.observe
             assert cache.draft is not None
-            pages = observe(drafter, model, cache.draft, batch, outputs[: len(taps)], bound.attend)
+            pages = bound.model.observe(
+                drafter, model, cache.draft, batch, run.outputs[: len(observed)], bound.attend
+            )
             cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
         rows = (
@@ -160,38 +165,47 @@ def make_step(
             history = History(cache.tokens, tables, lens)
             return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
 
-        def every() -> tuple[jax.Array, PromptLogprobs]:
-            hidden = finish(None)
-            return hidden[batch.last], prompt_logprobs(
-                model.logits, hidden, batch.targets, tile, by_rows
-            )
-
-        def samples() -> tuple[jax.Array, PromptLogprobs]:
-            return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
-
-        # the last layer of tokens that nobody samples after is needed for their log-probabilities
-        # alone
-        if len(batch.last) < len(batch.tokens):
-            hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples)
-        elif batch.targets is None:
-            hidden, prompt = finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
-        else:
-            hidden, prompt = every()
+        hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
         sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
-        fed = (
-            None
-            if feed is None
-            else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
-        )
+        fed = None
+        if feed is not None:
+            fed = jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
         return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 
 
+def _hidden_of_samples(
+    model: Any, finish: Callable[..., Any], batch: Batch, tile: int | None, by_rows: Any
+) -> tuple[jax.Array, PromptLogprobs]:
+    """The last hidden states [R, H] of the tokens that samples follow, and the log-probabilities of
+    prompt tokens.
+
+    The last layer of tokens that nobody samples after is needed for log-probabilities alone.
+
+    Args:
+        finish: runs the last layer of all tokens (None), or of some.
+    """
+
+    def of_all_tokens() -> tuple[jax.Array, PromptLogprobs]:
+        hidden = finish(None)
+        prompt = prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
+        return hidden[batch.last], prompt
+
+    def of_samples() -> tuple[jax.Array, PromptLogprobs]:
+        return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
+
+    if len(batch.last) < len(batch.tokens):
+        return jax.lax.cond(jnp.any(batch.targets >= 0), of_all_tokens, of_samples)
+    if batch.targets is None:
+        return finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
+    return of_all_tokens()
+
+
 def make_draft(
     model: Model,
     bound: BoundDraftModel,
-    most: int,
+    num_drafts: int,
     seed: int,
     tile: int | None = None,
     chain: RowChain = DEFAULT,
@@ -206,7 +220,7 @@ def make_draft(
     needs, and `tile` is not used.
 
     Args:
-        most: drafts of a row (k).
+        num_drafts: of a row, at most (k).
         probs: return what drafts were drawn from.
         model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens
             of the cache.
@@ -218,57 +232,74 @@ def make_draft(
         leaves: Sequence[Any], cache: KVCache, batch: DraftBatch
     ) -> tuple[KVCache, DraftOutput]:
         model, module = modules(leaves)
-        rows, size = len(batch.tokens), cache.tokens.shape[1]
+        rows = len(batch.tokens)
+        size = cache.tokens.shape[1]
         key = jnp.uint32(seed)
 
-        def one(i: jax.Array, carry: Any) -> Any:
-            pages, known, tokens, before, drafts, kept_probs = carry
+        def draft_token(i: jax.Array, carry: Any) -> Any:
+            pages, cached_tokens, tokens, features, drafts, drafts_probs = carry
             live = i < batch.counts
             positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
-            block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[
-                :, 0
-            ]
+            entry = (positions // size)[:, None]
+            block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
             # a row that has its drafts writes to the trash
             slots = jnp.where(live, block * size + positions % size, 0)
-            each = jnp.arange(rows + 1, dtype=jnp.int32)
+            one_token_each = jnp.arange(rows + 1, dtype=jnp.int32)
             sampling = batch.sampling._replace(position=batch.sampling.position + i)
-            arrays = tokens, positions, slots, batch.block_tables, positions + 1, each
             step = Batch(
-                *arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling
+                tokens=tokens,
+                positions=positions,
+                slots=slots,
+                block_tables=batch.block_tables,
+                seq_lens=positions + 1,
+                cu_q_lens=one_token_each,
+                last=one_token_each[:-1],
+                sampled_row=one_token_each[:-1],
+                targets=None,
+                sampling=sampling,
             )
-            known = write_tokens(known, tokens, slots)
-            pages, before, logits = bound.model.next_logits(
-                module, model, pages, step, before, bound.attend
+            cached_tokens = write_tokens(cached_tokens, tokens, slots)
+            pages, features, logits = bound.model.next_logits(
+                module, model, pages, step, features, bound.attend
             )
             logits = fitted(logits, vocabulary)
             if probs:
                 context = RowContext(
-                    known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position
+                    cached_tokens,
+                    batch.block_tables,
+                    positions + 1,
+                    sampling.prompt_len,
+                    sampling.position,
                 )
-                found, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
-                kept_probs = jax.lax.dynamic_update_index_in_dim(kept_probs, drawn, i, 0)
+                drafted, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
+                drafts_probs = jax.lax.dynamic_update_index_in_dim(drafts_probs, drawn, i, 0)
             else:
-                history = History(known, batch.block_tables, positions + 1)
-                found = sample(logits, sampling, history, key, tile, chain).tokens
-            return pages, known, found, before, drafts.at[i].set(found), kept_probs
+                history = History(cached_tokens, batch.block_tables, positions + 1)
+                drafted = sample(logits, sampling, history, key, tile, chain).tokens
+            return pages, cached_tokens, drafted, features, drafts.at[i].set(drafted), drafts_probs
 
         assert cache.draft is not None
-        before = features_before(cache.draft, batch.block_tables, jnp.arange(rows), batch.positions)
-        blank = jnp.zeros((most, rows), jnp.int32)
-        kept_probs = jnp.zeros((most, rows, vocabulary)) if probs else None
-        carry = cache.draft, cache.tokens, batch.tokens, before, blank, kept_probs
-        pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(
-            0, batch.counts.max(), one, carry
+        features = features_before(
+            cache.draft, batch.block_tables, jnp.arange(rows), batch.positions
         )
-        if kept_probs is not None:
-            kept_probs = kept_probs.reshape(most * rows, -1)[batch.samples]
-        return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, kept_probs)
+        blank = jnp.zeros((num_drafts, rows), jnp.int32)
+        drafts_probs = jnp.zeros((num_drafts, rows, vocabulary)) if probs else None
+        carry = cache.draft, cache.tokens, batch.tokens, features, blank, drafts_probs
+        pages, cached_tokens, _, _, drafts, drafts_probs = jax.lax.fori_loop(
+            0, batch.counts.max(), draft_token, carry
+        )
+        if drafts_probs is not None:
+            drafts_probs = drafts_probs.reshape(num_drafts * rows, -1)[batch.samples]
+        cache = cache._replace(draft=pages, tokens=cached_tokens)
+        return cache, DraftOutput(drafts, drafts_probs)
 
     return jax.jit(_mapped(draft, model, bound), donate_argnums=1)
 
 
 def _check(batch: Batch) -> None:
-    (t,), (b,) = batch.tokens.shape, batch.seq_lens.shape
+    """Raises ValueError for arrays that do not fit together."""
+    (t,) = batch.tokens.shape
+    (b,) = batch.seq_lens.shape
     for name in ("positions", "slots", "targets"):
         if name != "targets" or batch.targets is not None:
             check_shape(name, getattr(batch, name), (t,))
