@@ -78,6 +78,15 @@ def test_branches_share_the_queue_and_prefill_times_of_the_first(run):
     assert run.value("e2e_request_latency_seconds_sum") == 21 + 22
 
 
+def test_the_time_of_an_output_token_is_that_of_the_tokens_after_the_first(run):
+    run.add(("0",), SamplingParams(max_tokens=3))
+    run.step(10, 20, {"0": 4}, Sampled(0, ("0",), (7,)))
+    run.step(20, 22, {"0": 1}, Sampled(1, ("0",), (7,)))
+    run.step(22, 26, {"0": 1}, Sampled(2, ("0",), (7,)), Finished(2, "0", "length", 3))
+    assert run.value("request_decode_time_seconds_sum") == 26 - 20
+    assert run.value("request_time_per_output_token_seconds_sum") == (26 - 20) / 2
+
+
 def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
     names = ("0", "1")
     run.add(("0",), BeamSearchParams(beam_width=2, max_tokens=3))

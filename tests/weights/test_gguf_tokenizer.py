@@ -101,27 +101,27 @@ def test_every_known_pre_tokenizer_has_an_oracle():
     assert {SPLITS[name] for name in ORACLES} == set(SPLITS.values())
 
 
-def test_user_defined_tokens_are_matched_whole_and_not_skipped(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "decoded"),
+    [(2, "ab"), (3, "ab"), (4, "a<think>b")],
+    ids=["unknown", "control", "user"],
+)
+def test_tokens_of_these_kinds_are_matched_whole(kind, decoded, tmp_path):
+    """Unknown and control tokens are special: a decoded text does not have them."""
     folder = tiny_llama(tmp_path)
     metadata = dict(open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder)).metadata)
-    tokens, kinds = (
-        list(metadata["tokenizer.ggml.tokens"]),
-        list(metadata["tokenizer.ggml.token_type"]),
-    )
-    tokens[-1], kinds[-1] = "<think>", 4
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    kinds = list(metadata["tokenizer.ggml.token_type"])
+    tokens[-1] = "<think>"
+    kinds[-1] = kind
     merges = [m for m in metadata["tokenizer.ggml.merges"] if "".join(m.split(" ")) in tokens]
-    built = build_tokenizer(
-        "x",
-        metadata
-        | {
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": kinds,
-            "tokenizer.ggml.merges": merges,
-        },
-    )
-    ids = built.encode("a<think>b").ids
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.token_type"] = kinds
+    metadata["tokenizer.ggml.merges"] = merges
+    tokenizer = build_tokenizer("x", metadata)
+    ids = tokenizer.encode("a<think>b").ids
     assert ids[1] == len(tokens) - 1
-    assert built.decode(ids) == "a<think>b"
+    assert tokenizer.decode(ids) == decoded
 
 
 # --- SentencePiece --------------------------------------------------------------------------------
