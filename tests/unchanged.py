@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,8 @@ SIZES: dict[str, Any] = {
 }
 # Two devices for a mesh. What both trees compile alike need not be fast.
 XLA_FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-NGRAM = {"method": "ngram", "num_tokens": 3}
+# a number of drafts that adapts depends on a clock
+NGRAM = {"method": "ngram", "num_tokens": 3, "adaptive": False}
 # By name: the model's folder, and the engine's options beside SIZES. A path in them is relative to
 # the models' folder.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,7 +60,17 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("llama", {"kv_policy": {"name": "quest", "tokens": 16, "dense_layers": 1}}),
     "streaming": ("llama", {"kv_policy": {"name": "streaming", "window": 24, "sinks": 4}}),
     "window groups": ("windows", {}),
-    "eagle": ("llama", {"speculative": {"method": "eagle", "model": "head", "num_tokens": 3}}),
+    "eagle": (
+        "llama",
+        {
+            "speculative": {
+                "method": "eagle",
+                "model": "head",
+                "num_tokens": 3,
+                "adaptive": False,
+            }
+        },
+    ),
     "draft model": (
         "llama",
         {
@@ -66,6 +78,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
                 "method": "draft",
                 "model": "small",
                 "num_tokens": 3,
+                "adaptive": False,
                 "rule": "rejection",
             }
         },
@@ -76,6 +89,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "swapped": ("llama", {"num_blocks": 26, "preemption": "swap", "swap_space_gib": 0.01}),
     "mesh": ("llama", {"mesh": {"tensor": 2}}),
 }
+# In StableHLO, from where in the source an operation is.
+PLACES = re.compile(
+    r"^#loc.*\n| loc\(#loc\d*\)| loc\(\"[^\"]*\"(\(#loc\d*\))?\)| loc\(unknown\)", re.M
+)
+# In results, which code gave them.
+COMMIT = re.compile(r'"(commit|source)": ?"[^"]*",?')
 SIMULATED = "simulate={chip: h100, model: llama-3-8b}"  # real steps take other times in each run
 EXPERIMENTS = {
     "speculation": ["workload.count=24"],
@@ -160,11 +179,12 @@ def programs_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         config.config.update("jax_dump_ir_to", "")
-    hashes = sorted(
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]} {file.stat().st_size} bytes"
-        for file in folder.iterdir()
-    )
-    (folder.parent / "programs.txt").write_text("\n".join(hashes) + "\n")
+    lines = []
+    for file in folder.iterdir():
+        text = PLACES.sub("", file.read_text())
+        file.write_text(text)
+        lines.append(f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {len(text)} characters")
+    (folder.parent / "programs.txt").write_text("\n".join(sorted(lines)) + "\n")
 
 
 def answers_of(name: str, llm: Any, models: Path) -> Iterator[str]:
@@ -309,9 +329,11 @@ def run_tree(tree: Path, out: Path, models: Path) -> None:
         for setting in settings:
             command += ["--set", setting]
         subprocess.run(command, cwd=tree, env=environment, check=True)
-        for file in runs.rglob("*"):  # of the machine and of the moment
-            if file.name in ("env.json", "report.html"):
-                file.unlink()
+        for file in runs.rglob("*"):
+            if file.name in ("env.json", "sweep.json", "report.html"):
+                file.unlink()  # of the machine and of the moment
+            elif file.name in ("summary.json", "runs.jsonl"):
+                file.write_text(COMMIT.sub("", file.read_text()))
 
 
 @contextmanager

@@ -189,14 +189,14 @@ def _hidden_of_samples(
 
     def of_all_tokens() -> tuple[jax.Array, PromptLogprobs]:
         hidden = finish(None)
-        prompt = prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
-        return hidden[batch.last], prompt
+        of_samples = hidden[batch.last]
+        return of_samples, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
 
-    def of_samples() -> tuple[jax.Array, PromptLogprobs]:
+    def of_few_tokens() -> tuple[jax.Array, PromptLogprobs]:
         return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
 
     if len(batch.last) < len(batch.tokens):
-        return jax.lax.cond(jnp.any(batch.targets >= 0), of_all_tokens, of_samples)
+        return jax.lax.cond(jnp.any(batch.targets >= 0), of_all_tokens, of_few_tokens)
     if batch.targets is None:
         return finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
     return of_all_tokens()
