@@ -515,17 +515,11 @@ class Model:
         size, found = self.config.block_size, []
         for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
             key = sequence.key((j + 1) * size)
+            # a chunk may begin within the block and complete it in this step
             coming = [
                 other.table[j]
                 for other, start, count in chunks
-                if start <= j * size and (j + 1) * size <= start + count and j < other.hashed
-                if other.key((j + 1) * size) == key
-            ]
-            # a chunk may begin within the block and complete it in this step
-            coming += [
-                other.table[j]
-                for other, start, count in chunks
-                if j * size < start < (j + 1) * size <= start + count and j < other.hashed
+                if start < (j + 1) * size <= start + count and j < other.hashed
                 if other.key((j + 1) * size) == key
             ]
             if key in self.published:
