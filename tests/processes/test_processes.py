@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -237,8 +238,13 @@ def failed(
     ),
 )
 def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults, reason):
-    found = failed(folder, tmp_path, faults)
-    assert found.replace("step 6:", "step 5:") == reason  # process 0 may have begun the next step
+    said = failed(folder, tmp_path, faults)
+    said = said.replace("step 6:", "step 5:")  # process 0 may have begun the next step
+    seconds = re.search(r"for (\d+) s", said)
+    if seconds:  # a busy machine looks later
+        assert 12 <= int(seconds[1]) < 60
+        said = said.replace(seconds[0], "for 12 s")
+    assert said == reason
 
 
 @pytest.mark.slow  # test_group.py has both reasons

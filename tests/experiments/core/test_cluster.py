@@ -543,7 +543,7 @@ def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, mode
             assert time.monotonic() < limit
             time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=60)
+        _, told = child.communicate(timeout=180)
     finally:
         child.kill()
     assert child.returncode == 130
