@@ -63,7 +63,7 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> tuple[Map[str, Pool], Po
         (pools, vectors of the prompts that are computed now)
     """
     plan = outcome.plan
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools] if pools else []
+    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools]
     if not rows:
         return pools, ()
     output = outcome.sent.output

@@ -25,8 +25,6 @@ def advance_searches(
         (searches, how beams continue, by the id of the first beam, results of the searches that
         ended)
     """
-    if not searches:
-        return searches, {}, ()
     plan = outcome.plan
     after = dict(searches)
     choices: dict[str, Choice] = {}
@@ -58,8 +56,6 @@ def advance_searches(
 
 def logprobs(outcome: Outcome) -> tuple[TokenLogprobs, ...]:
     """The log-probabilities that rows of a step asked for: of prompt tokens, then of sampled ones."""
-    if not any([data.wants_logprobs for data in outcome.data]):  # as in most steps
-        return ()
     return (*_of_prompts(outcome), *_of_samples(outcome))
 
 

@@ -154,7 +154,7 @@ def submit(
     if prepared.search:
         searches = {**searches, before.arrivals: prepared.search}
     wants = state.wants
-    if wanted:
+    if wanted is not NOTHING:
         wants = wants.update(dict.fromkeys(names, wanted))
     return state._replace(
         scheduler=after,

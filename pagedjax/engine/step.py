@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
 from pagedjax.device.cache import KVCache
+from pagedjax.device.taps import NOTHING
 from pagedjax.engine import (
     adapters,
     compilations,
@@ -32,7 +33,15 @@ from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.drafts import Sample
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import NO_DRAFTS, FinishReason, Plan, StepResult
+from pagedjax.host.types import (
+    NO_DRAFTS,
+    BeamResult,
+    Choice,
+    FinishReason,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+)
 
 
 class ScheduledStep(NamedTuple):
@@ -114,11 +123,20 @@ def step(
     hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     data = requests.of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
-    searches, choices, beams = results.advance_searches(state.searches, outcome)
+    searches = state.searches
+    choices: dict[str, Choice] = {}
+    beams: tuple[BeamResult, ...] = ()
+    if searches:
+        searches, choices, beams = results.advance_searches(searches, outcome)
     after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, choices)
-    logprobs = results.logprobs(outcome)
-    pools, pooled = pooling.advance(state.pools, outcome)
-    tap_parts = taps.parts(state.wants, outcome)
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if any([row.wants_logprobs for row in data]):
+        logprobs = results.logprobs(outcome)
+    pools = state.pools
+    pooled: pooling.Pooled = ()
+    if pools:
+        pools, pooled = pooling.advance(pools, outcome)
+    tap_parts = taps.parts(state.wants, outcome) if state.wants else ()
 
     log: list[LogEntry] = [("taps", (tap_parts,))] if tap_parts else []
     log.append(("schedule", (plan, scheduled.started, scheduled.offered)))
@@ -233,8 +251,8 @@ def send(
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
-    wanted = taps.of_plan(plan, state.wants)
-    programs = runtime.tapped[wanted] if wanted else runtime.programs
+    wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
+    programs = runtime.programs if wanted is NOTHING else runtime.tapped[wanted]
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
     sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, wanted)

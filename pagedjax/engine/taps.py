@@ -135,8 +135,6 @@ class TapPart(NamedTuple):
 
 def of_plan(plan: Plan, wants: Wants) -> Wanted:
     """What the rows of a plan want together."""
-    if not wants:  # as in most steps
-        return NOTHING
     wants_of_rows = {wants[seq.request_id] for seq in plan.seqs if seq.request_id in wants}
     return union(wants_of_rows) if wants_of_rows else NOTHING
 
@@ -145,8 +143,6 @@ def parts(wants: Wants, outcome: Outcome) -> tuple[TapPart, ...]:
     """What a step gives the requests that asked for taps. Pooled prompts want states too
     (pooling.py).
     """
-    if not wants:  # as in most steps
-        return ()
     seqs = outcome.plan.seqs
     rows = [i for i, seq in enumerate(seqs) if seq.request_id in wants]
     rows = [i for i in rows if outcome.data[i].params.taps]

@@ -15,10 +15,9 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, SchedulerConfig, Seq
 
 
-def grouped(seqs: Sequence[Seq]) -> list[int]:
-    """The rows of requests with branches that have not forked yet, or with beams."""
-    in_groups = [i for i, seq in enumerate(seqs) if seq.group is not None]
-    return [i for i in in_groups if seqs[i].request.forks or seqs[i].request.beams]
+def unforked(seqs: Sequence[Seq], rows: Sequence[int]) -> list[int]:
+    """Those of some rows whose branches have not forked yet, and the beams."""
+    return [i for i in rows if seqs[i].request.forks or seqs[i].request.beams]
 
 
 def fork(
@@ -33,7 +32,7 @@ def fork(
     A branch computes the last token of the prompt again, and samples with its own seed.
 
     Args:
-        grouped: the rows that `grouped` returns.
+        grouped: the rows that `unforked` returns.
         samples: whether each row samples.
     """
     ready = [i for i in grouped if seqs[i].request.forks and samples[i]]

@@ -275,7 +275,9 @@ def commit(
     Events of the plan name it all the same (Admitted, Preempted, Resumed).
     """
     rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
-    grouped = branches.grouped(rows.seqs)
+    grouped = [i for i, seq in enumerate(rows.seqs) if seq.group is not None]
+    if grouped:
+        grouped = branches.unforked(rows.seqs, grouped)
     rows = add_tokens(rows, grouped)
     rows, ended = end_rows(rows, state.stops)
 
@@ -310,7 +312,8 @@ def commit(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
     events = _events_of_plan(plan)
-    events += branches.forked(plan.step, forks)
+    if forks:
+        events += branches.forked(plan.step, forks)
     events += _sampled(plan.step, rows)
     events += beamed
     events += _verified(plan.step, rows, drafted, ended)
