@@ -114,6 +114,7 @@ def _check_baselines(config: SchedulerConfig, seq: Seq, beams: int) -> None:
     if need > largest:
         raise Rejected(
             f"request {name!r} reserves {need} blocks in a row "
-            f"(reservation {config.reservation!r}), but the largest piece of the pool has {largest}; "
+            f"(reservation {config.reservation!r}), "
+            f"but the largest piece of the pool has {largest}; "
             f"raise num_blocks to {need}, or lower max_model_len or max_tokens"
         )
