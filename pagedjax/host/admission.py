@@ -1,4 +1,6 @@
-"""Admission: waiting sequences enter in the policy's order while tokens, rows and blocks suffice."""
+"""Admission: waiting sequences enter in the policy's order while tokens, rows and blocks
+suffice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class Admission(NamedTuple):
     """The sequences admitted so far, and what is left for others."""
 
     pool: BlockPool
-    # hashes -> the blocks that rows of this step fill; owned by this value alone
+    # keys of blocks -> the blocks that rows of this step fill; owned by this value alone
     filling_now: dict[str, int]
     budget: int  # tokens
     free_rows: int
@@ -24,7 +26,7 @@ class Admission(NamedTuple):
     swapped_in: dict[int, int]
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
-    promised: int = 0  # blocks that sequences need beside those that they have (views.py)
+    promised: int = 0  # blocks that sequences still need, beside those that they have (views.py)
 
 
 def admit(
@@ -34,14 +36,14 @@ def admit(
     active: Running,
     config: SchedulerConfig,
 ) -> Admission:
-    """Admit as many sequences as fit. The first that does not fit ends it, so that none is
-    overtaken for ever.
+    """Admits as many sequences as fit. The first that does not fit ends the admission, so that no
+    sequence is overtaken for ever.
     """
     pool = admission.pool
-    line = policy.order(
+    queue = policy.order(
         waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config)
     )
-    for group in _groups(line):
+    for group in _groups(queue):
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
             break
         trial = admission
@@ -51,8 +53,8 @@ def admit(
                 filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in)
             )
         if config.views:
-            each = [views.wanted(config, seq) for seq in group]
-            trial = trial._replace(promised=trial.promised + sum(each))
+            need = sum([views.entry_need(config, seq) for seq in group])
+            trial = trial._replace(promised=trial.promised + need)
         for seq in group:
             trial = _admit_one(trial, policy, seq, config) if trial else None
         if trial is None:
@@ -61,84 +63,128 @@ def admit(
     return admission
 
 
-def _groups(line: Iterable[Seq]) -> Iterator[list[Seq]]:
-    """Sequences one by one, but the beams of a request together, at the place of the first of them."""
-    line, seen = tuple(line), set()
-    for seq in line:
+def _groups(queue: Iterable[Seq]) -> Iterator[list[Seq]]:
+    """The sequences one by one, but the beams of a request together, in order of arrival, at the
+    place of the first of them.
+    """
+    queue = tuple(queue)
+    groups_of_beams: set[int | None] = set()
+    for seq in queue:
         if not seq.is_beam:
             yield [seq]
-        elif seq.group not in seen:
-            seen.add(seq.group)
-            yield sorted(
-                (other for other in line if other.group == seq.group),
-                key=lambda other: other.arrival,
-            )
+        elif seq.group not in groups_of_beams:
+            groups_of_beams.add(seq.group)
+            beams = [beam for beam in queue if beam.group == seq.group]
+            yield sorted(beams, key=lambda beam: beam.arrival)
 
 
 def _admit_one(
     admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig
 ) -> Admission | None:
-    """Give a sequence its blocks. None if blocks do not suffice, or tokens for a prompt that must
-    not be cut.
-
-    Content in host blocks is moved back: full blocks that branches share once; a block that is not
-    full once for each branch, because each of them writes to it in this step.
+    """Gives a sequence its blocks. None if the blocks do not suffice, or the tokens do not suffice
+    for a prompt that must not be cut.
     """
-    pool, swapped_in, size, promised = (
-        admission.pool,
-        admission.swapped_in,
-        config.block_size,
-        admission.promised,
-    )
-    whole = seq.blocks[: seq.computed // size * config.groups]
-    if seq.blocks:
-        found = tuple([swapped_in[b] for b in whole if b in swapped_in])
-    else:
-        found = prefix_sharing.find(pool, admission.filling_now, seq, config)
-    paged = config.reservation == "none"
-    need = (blocks.needed(seq.length, size) if paged else reservation.piece(config, seq)) - len(
-        found
-    )
-    # an idle block that is found is not free
-    free = pool.num_free - sum(block in pool.stamps for block in found)
-    if config.views:
-        mine = views.wanted(config, seq)
-        need, free = mine - views.held(found), free - (promised - mine)
+    cached = _cached_blocks(admission, seq, config)
+    need, free = _need(admission, seq, cached, config)
     if need > free or not policy.admit(seq, need, free):
         return None
-    # blocks for what this step computes; the others follow, when some of these are given back
+    pool = admission.pool
+    promised = admission.promised
     if config.views:
-        need, mine = views.entering(config, seq, found, free, admission.budget)
-        promised += mine - views.wanted(config, seq)
-    if paged:
-        taken = blocks.allocate(blocks.share(pool, found), need)
-        assert taken is not None, "need was compared with the free blocks"
+        # blocks for what this step computes; the others follow, when some of these are given back
+        need, later_need = views.entry_blocks(config, seq, cached, free, admission.budget)
+        promised += later_need - views.entry_need(config, seq)
+    if config.reservation == "none":
+        allocation = blocks.allocate(blocks.share(pool, cached), need)
+        assert allocation is not None, "need was compared with the free blocks"
     else:
-        taken = blocks.allocate_run(pool, need)
-        if taken is None:
+        allocation = blocks.allocate_run(pool, need)
+        if allocation is None:
             return None  # enough blocks are free, but not in one piece
-    pool, ids = taken
+    pool, new_blocks = allocation
     swap_in = admission.swap_in
     if seq.blocks:
-        fresh, new, full = iter(ids), frozenset(ids), frozenset(whole)
-        shared = {b: swapped_in[b] for b in whole if b in swapped_in} | {HOLE: HOLE}
-        table = [shared[b] if b in shared else next(fresh) for b in seq.blocks]
-        pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in new]
-        swapped_in |= {b: mine for b, mine in pairs if b in full}
-        swap_in += tuple(pairs)
-        entered = seq._replace(blocks=(*table, *fresh))
+        table, moves = _swap_in(admission.swapped_in, seq, new_blocks, config)
+        swap_in += moves
+        entered = seq._replace(blocks=table)
     else:
-        entered = seq._replace(computed=len(found) // config.groups * size, blocks=found + ids)
-    count = min(entered.length - entered.computed, admission.budget)
-    if config.views:
-        count = min(count, len(entered.blocks) // config.groups * size - entered.computed)
-    if not config.chunked_prefill and entered.computed + count < entered.length:
+        computed = len(cached) // config.groups * config.block_size
+        entered = seq._replace(computed=computed, blocks=cached + new_blocks)
+    count = chunk_size(entered, admission.budget, config)
+    end = entered.computed + count
+    if not config.chunked_prefill and end < entered.length:
         return None
-    prefix_sharing.fills(
-        admission.filling_now, entered, entered.computed, entered.computed + count, config
-    )
-    free_rows, budget = admission.free_rows - seq.num_rows, admission.budget - count
-    admitted = (*admission.admitted, entered)
+    prefix_sharing.add_filled(admission.filling_now, entered, entered.computed, end, config)
     return Admission(
-        pool, admission.filling_now, budget, free_rows, swapped_in, admitted, swap_in, promised
+        pool,
+        admission.filling_now,
+        budget=admission.budget - count,
+        free_rows=admission.free_rows - seq.num_rows,
+        swapped_in=admission.swapped_in,
+        admitted=(*admission.admitted, entered),
+        swap_in=swap_in,
+        promised=promised,
     )
+
+
+def chunk_size(seq: Seq, budget: int, config: SchedulerConfig) -> int:
+    """The number of tokens that a step computes of a sequence that enters."""
+    covered = len(seq.blocks) // config.groups * config.block_size
+    return min(seq.length, covered, seq.computed + budget) - seq.computed
+
+
+def _cached_blocks(admission: Admission, seq: Seq, config: SchedulerConfig) -> tuple[int, ...]:
+    """The device blocks that a sequence shares: of a sequence in the swap space, those that were
+    moved back for another branch; else those of its beginning, with holes.
+    """
+    if not seq.blocks:
+        return prefix_sharing.find(admission.pool, admission.filling_now, seq, config)
+    full = seq.blocks[: _full_entries(seq, config)]
+    return tuple([admission.swapped_in[block] for block in full if block in admission.swapped_in])
+
+
+def _need(
+    admission: Admission, seq: Seq, cached: tuple[int, ...], config: SchedulerConfig
+) -> tuple[int, int]:
+    """(number of blocks that must be free for a sequence to enter, number of free blocks)"""
+    pool = admission.pool
+    # an idle block in the cache is not free
+    free = pool.num_free - sum(block in pool.stamps for block in cached)
+    if config.views:
+        need = views.entry_need(config, seq)
+        return need - views.held(cached), free - (admission.promised - need)
+    if config.reservation == "none":
+        return blocks.needed(seq.length, config.block_size) - len(cached), free
+    return reservation.piece(config, seq) - len(cached), free
+
+
+def _full_entries(seq: Seq, config: SchedulerConfig) -> int:
+    """The number of entries of a block table that belong to full blocks."""
+    return seq.computed // config.block_size * config.groups
+
+
+def _swap_in(
+    swapped_in: dict[int, int], seq: Seq, new_blocks: tuple[int, ...], config: SchedulerConfig
+) -> tuple[tuple[int, ...], Pairs]:
+    """The device blocks of a sequence in the swap space -> (block table, (host block, device block)
+    of the blocks to move).
+
+    Branches share a full block, which is moved once and added to `swapped_in`. A block that is not
+    full is moved once for each branch, because each of them writes to it in this step.
+    """
+    num_full = _full_entries(seq, config)
+    unused = iter(new_blocks)
+    table: list[int] = []
+    moves: list[tuple[int, int]] = []
+    for entry, host_block in enumerate(seq.blocks):
+        if host_block == HOLE:
+            table.append(HOLE)
+        elif entry < num_full and host_block in swapped_in:
+            table.append(swapped_in[host_block])
+        else:
+            block = next(unused)
+            table.append(block)
+            moves.append((host_block, block))
+            if entry < num_full:
+                swapped_in[host_block] = block
+    return (*table, *unused), tuple(moves)

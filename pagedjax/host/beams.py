@@ -8,8 +8,9 @@ The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, s
 sequence by sequence. Of the continuations of all beams, ranked by the sum of their
 log-probabilities,
 
-    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m tokens has the score
-                sum / m ** length_penalty, and the W best finished sequences are kept.
+    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m
+                tokens has the score sum / m ** length_penalty, and the W best finished sequences
+                are kept.
     running     the best W of those that do not end.
 
 W + (number of stop tokens) continuations of each beam are enough for both: of one beam's
@@ -34,9 +35,8 @@ class Search(NamedTuple):
     stops: frozenset[int]
     names: tuple[str, ...]  # ids of the W beams: beam i runs as the sequence names[i]
     beams: tuple[Beam, ...]  # one before the first step, W after it
-    offers: tuple[
-        tuple[str, tuple[int, ...], tuple[float, ...]], ...
-    ] = ()  # (name, tokens, logprobs) of the beams that have offered at this position
+    # (name, tokens, logprobs) of the beams that have offered at this position
+    offers: tuple[tuple[str, tuple[int, ...], tuple[float, ...]], ...] = ()
     finished: tuple[Hypothesis, ...] = ()  # at most W, the best first
 
     @property
@@ -46,7 +46,11 @@ class Search(NamedTuple):
 
 
 def candidates(params: BeamSearchParams, stops: int) -> int:
-    """Returns the number of continuations that each beam must offer."""
+    """The number of continuations that each beam must offer.
+
+    Args:
+        stops: the number of stop tokens.
+    """
     return params.beam_width + stops
 
 
@@ -58,8 +62,8 @@ def offer(
     search: Search, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Search:
     """Stores the best continuations of the beam `name`. A second offer replaces the first."""
-    others = tuple(other for other in search.offers if other[0] != name)
-    return search._replace(offers=(*others, (name, token_ids, logprobs)))
+    offers = tuple(offer for offer in search.offers if offer[0] != name)
+    return search._replace(offers=(*offers, (name, token_ids, logprobs)))
 
 
 def advance(search: Search) -> tuple[Search, Choice | None]:
@@ -68,50 +72,67 @@ def advance(search: Search) -> tuple[Search, Choice | None]:
 
     The choice is None if the search ends; `search.finished` is its result.
     """
-    p, width = search.params, search.params.beam_width
-    place = {name: i for i, name in enumerate(search.names)}
+    params = search.params
+    width = params.beam_width
     length = len(search.beams[0].token_ids) + 1
-    ranked = sorted(
-        (
-            (search.beams[place[name]].total + logprob, -place[name], -token)
-            for name, token_ids, logprobs in search.offers
-            for token, logprob in zip(token_ids, logprobs, strict=True)
-        ),
-        reverse=True,
-    )
-
-    def reason(token: int) -> FinishReason | None:
-        return "stop" if token in search.stops else "length" if length == p.max_tokens else None
-
-    best = [(total, -at, -token) for total, at, token in ranked]
-    ended = [
-        Hypothesis(
-            (*search.beams[at].token_ids, token), total, total / length**p.length_penalty, why
-        )
-        for total, at, token in best[:width]
-        if (why := reason(token))
-    ]
+    ended: list[Hypothesis] = []
+    running: list[tuple[float, int, int]] = []
+    for rank, (total, beam, token) in enumerate(_ranked_continuations(search)):
+        reason = _end_reason(search, length, token)
+        if reason is None:
+            running.append((total, beam, token))
+        elif rank < width:
+            token_ids = (*search.beams[beam].token_ids, token)
+            score = total / length**params.length_penalty
+            ended.append(Hypothesis(token_ids, total, score, reason))
     finished = search.finished
-    if not (p.early_stopping is True and len(finished) == width):
-        finished = tuple(sorted((*finished, *ended), key=lambda one: -one.score)[:width])
-    running = [(total, at, token) for total, at, token in best if not reason(token)][:width]
+    if not (params.early_stopping is True and len(finished) == width):
+        by_score = sorted((*finished, *ended), key=lambda hypothesis: -hypothesis.score)
+        finished = tuple(by_score[:width])
     search = search._replace(finished=finished, offers=())
     if not running or _is_done(search, running[0][0], length):
         return search, None
-    beams = tuple(Beam((*search.beams[at].token_ids, token), total) for total, at, token in running)
+    running = running[:width]
     choice = Choice(
-        tuple(search.names[at] for _, at, _ in running), tuple(token for _, _, token in running)
+        parents=tuple(search.names[beam] for _, beam, _ in running),
+        token_ids=tuple(token for _, _, token in running),
+    )
+    beams = tuple(
+        Beam((*search.beams[beam].token_ids, token), total) for total, beam, token in running
     )
     return search._replace(beams=beams), choice
 
 
-def _is_done(search: Search, best: float, length: int) -> bool:
+def _ranked_continuations(search: Search) -> list[tuple[float, int, int]]:
+    """(sum of log-probabilities, index of the beam, token) of all continuations, the best first.
+    Ties go to the earlier beam, then to the lower token.
+    """
+    index = {name: i for i, name in enumerate(search.names)}
+    continuations: list[tuple[float, int, int]] = []
+    for name, token_ids, logprobs in search.offers:
+        beam = index[name]
+        total = search.beams[beam].total
+        continuations += [
+            (total + logprob, beam, token)
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+    return sorted(continuations, key=lambda entry: (entry[0], -entry[1], -entry[2]), reverse=True)
+
+
+def _end_reason(search: Search, length: int, token: int) -> FinishReason | None:
+    """Why a sequence of `length` tokens ends with `token`; None if it does not end."""
+    if token in search.stops:
+        return "stop"
+    return "length" if length == search.params.max_tokens else None
+
+
+def _is_done(search: Search, best_total: float, length: int) -> bool:
     """Whether no beam can become better than the finished ones, by the rule of `early_stopping`."""
-    p, finished = search.params, search.finished
-    if len(finished) < p.beam_width:
+    params = search.params
+    if len(search.finished) < params.beam_width:
         return False
-    if p.early_stopping is True:
+    if params.early_stopping is True:
         return True
-    if p.early_stopping == "never" and p.length_penalty > 0:
-        length = p.max_tokens
-    return not best / length**p.length_penalty > finished[-1].score
+    if params.early_stopping == "never" and params.length_penalty > 0:
+        length = params.max_tokens
+    return not best_total / length**params.length_penalty > search.finished[-1].score

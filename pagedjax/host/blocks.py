@@ -4,11 +4,11 @@ and does not change the old one.
 Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. In a block table it is a
 hole (views.py), which `share` and `release` skip. A block is in one of three states:
 
-    empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its
-    content was
-      ^                   ^                                                   published, idle
-      |                   +---------------------- share ----------------------- |
-      +------------------------- evicted by `allocate`, oldest first -----------+
+    empty --allocate--> owned (one or more block tables --release--> empty, or idle if its
+      ^                 list it)                                     content was published
+      |                   ^                                                          |
+      |                   +------------------------- share --------------------------+
+      +---------------------- evicted by `allocate`, oldest first -------------------+
 
 `publish` records the content of an owned block: a hash of its tokens and of all tokens before them
 (block_hashes.py). `find` returns the blocks of a chain of hashes. An idle block keeps its content
@@ -73,15 +73,21 @@ def _from_flat(
     contents: Map[str, int],
     idle: tuple[int, ...],
 ) -> BlockPool:
-    pile = None
+    linked_list = None
     for block in reversed(returned):
-        pile = (block, pile)
-    fresh = len(returned) + len(owners) + len(idle) + 1
-    hashes = Map((block, key) for key, block in contents.items())
-    stamped, stamps = Map(enumerate(idle)), Map((block, stamp) for stamp, block in enumerate(idle))
-    free = num_blocks - len(owners)
+        linked_list = (block, linked_list)
     return BlockPool(
-        num_blocks, free, fresh, pile, owners, contents, hashes, stamped, stamps, 0, len(idle)
+        num_blocks,
+        num_free=num_blocks - len(owners),
+        fresh=len(returned) + len(owners) + len(idle) + 1,
+        returned=linked_list,
+        owners=owners,
+        contents=contents,
+        hashes=Map((block, key) for key, block in contents.items()),
+        idle=Map(enumerate(idle)),
+        stamps=Map((block, stamp) for stamp, block in enumerate(idle)),
+        oldest=0,
+        newest=len(idle),
     )
 
 
@@ -92,7 +98,7 @@ def init(num_blocks: int) -> BlockPool:
 
 
 def needed(tokens: int, block_size: int) -> int:
-    """Returns the number of blocks for a number of tokens."""
+    """The number of blocks for a number of tokens."""
     return -(-tokens // block_size)
 
 
@@ -104,7 +110,9 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
     """
     if n > pool.num_free:
         return None
-    ids, returned, fresh = [], pool.returned, pool.fresh
+    ids: list[int] = []
+    returned = pool.returned
+    fresh = pool.fresh
     while returned is not None and len(ids) < n:
         block, returned = returned
         ids.append(block)
@@ -159,14 +167,17 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
 
 
 def _smallest_piece(used: Sequence[int], n: int) -> int | None:
-    """Start of the smallest free piece of at least n blocks. used[i] is the number of owned blocks
-    before block i.
+    """The start of the smallest free piece of at least n blocks; None if there is none.
+
+    Args:
+        used: used[i] is the number of owned blocks before block i.
     """
-    blocks, size = len(used) - 1, n
-    while size <= blocks:
-        for start in range(0, blocks - size + 1, size):
+    num_blocks = len(used) - 1
+    size = n
+    while size <= num_blocks:
+        for start in range(0, num_blocks - size + 1, size):
             twin = start ^ size
-            merged = twin + size <= blocks and used[twin + size] == used[twin]
+            merged = twin + size <= num_blocks and used[twin + size] == used[twin]
             if used[start + size] == used[start] and not merged:
                 return start
         size *= 2
@@ -175,9 +186,12 @@ def _smallest_piece(used: Sequence[int], n: int) -> int | None:
 
 def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
     """Evicts the n blocks that have been idle for longest -> (pool without them, their ids)."""
-    contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
-    idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
-    ids, oldest = [], pool.oldest
+    contents = pool.contents.mutate()
+    hashes = pool.hashes.mutate()
+    idle = pool.idle.mutate()
+    stamps = pool.stamps.mutate()
+    ids: list[int] = []
+    oldest = pool.oldest
     while len(ids) < n:
         block = idle.pop(oldest, None)  # a gap is a block that has an owner again
         oldest += 1
@@ -196,22 +210,24 @@ def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
 
 def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     """Adds an owner to each block, owned or idle. Raises ValueError for an empty one."""
-    owners, revived = pool.owners.mutate(), 0
-    idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
+    owners = pool.owners.mutate()
+    idle = pool.idle.mutate()
+    stamps = pool.stamps.mutate()
+    num_revived = 0
     for block in ids:
         if not block:
             continue
         stamp = stamps.pop(block, None)
         if stamp is None:
-            owners[block] = _owned(owners, block) + 1
+            owners[block] = _owner_count(owners, block) + 1
         else:
             del idle[stamp]
             owners[block] = 1
-            revived += 1
-    free, owners = pool.num_free - revived, owners.finish()
-    if not revived:
-        return pool._replace(owners=owners)
-    return pool._replace(num_free=free, owners=owners, idle=idle.finish(), stamps=stamps.finish())
+            num_revived += 1
+    pool = pool._replace(num_free=pool.num_free - num_revived, owners=owners.finish())
+    if not num_revived:
+        return pool
+    return pool._replace(idle=idle.finish(), stamps=stamps.finish())
 
 
 def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
@@ -224,29 +240,31 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     Raises:
         ValueError: a block has no owner.
     """
-    owners, returned, freed = pool.owners.mutate(), pool.returned, 0
-    idle, stamps, newest, hashes = (
-        pool.idle.mutate(),
-        pool.stamps.mutate(),
-        pool.newest,
-        pool.hashes,
-    )
+    owners = pool.owners.mutate()
+    returned = pool.returned
+    idle = pool.idle.mutate()
+    stamps = pool.stamps.mutate()
+    newest = pool.newest
+    hashes = pool.hashes
+    num_freed = 0
     for block in ids:
         if not block:
             continue
-        count = _owned(owners, block)
+        count = _owner_count(owners, block)
         if count > 1:
             owners[block] = count - 1
             continue
         del owners[block]
-        freed += 1
+        num_freed += 1
         if hashes and block in hashes:
             idle[newest] = block
             stamps[block] = newest
             newest += 1
         else:
             returned = (block, returned)
-    pool = pool._replace(num_free=pool.num_free + freed, returned=returned, owners=owners.finish())
+    pool = pool._replace(
+        num_free=pool.num_free + num_freed, returned=returned, owners=owners.finish()
+    )
     if newest == pool.newest:
         return pool
     return pool._replace(idle=idle.finish(), stamps=stamps.finish(), newest=newest)
@@ -259,21 +277,23 @@ def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
     Raises:
         ValueError: a block has no owner, or has other content.
     """
-    contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
+    contents = pool.contents.mutate()
+    hashes = pool.hashes.mutate()
     for block, key in filled:
-        _owned(pool.owners, block)
+        _owner_count(pool.owners, block)
         if hashes.get(block, key) != key:
             raise ValueError(f"block {block} holds {hashes[block]}; it cannot hold {key} as well")
         if key not in contents:
-            contents[key], hashes[block] = block, key
+            contents[key] = block
+            hashes[block] = key
     return pool._replace(contents=contents.finish(), hashes=hashes.finish())
 
 
 def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
-    """Returns the blocks of the longest known beginning of a chain of hashes. They are owned or
-    idle: `share` them.
+    """The blocks of the longest known beginning of a chain of hashes. They are owned or idle:
+    `share` them.
     """
-    ids = []
+    ids: list[int] = []
     for key in keys:
         block = pool.contents.get(key)
         if block is None:
@@ -290,7 +310,8 @@ def forget(pool: BlockPool) -> BlockPool:
     return BlockPool(pool.num_blocks, pool.num_free, pool.fresh, returned, pool.owners)
 
 
-def _owned(owners: Any, block: int) -> int:
+def _owner_count(owners: Any, block: int) -> int:
+    """The number of owners of a block. Raises ValueError if it has none."""
     count = owners.get(block)
     if count is None:
         raise ValueError(f"block {block} has no owner; it was released twice or never allocated")
@@ -308,7 +329,9 @@ def idle_ids(pool: BlockPool) -> tuple[int, ...]:
 
 
 def _returned(pool: BlockPool) -> tuple[int, ...]:
-    ids, returned = [], pool.returned
+    """The linked list `returned` as a flat tuple."""
+    ids: list[int] = []
+    returned = pool.returned
     while returned is not None:
         block, returned = returned
         ids.append(block)

@@ -27,7 +27,7 @@ def fork(
     samples: Sequence[bool],
     config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
-    """Fork the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
+    """Forks the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
 
     A branch computes the last token of the prompt again, and samples with its own seed.
 
@@ -38,28 +38,29 @@ def fork(
     ready = [i for i in grouped if seqs[i].request.forks and samples[i]]
     if not ready:
         return pool, seqs, ()
-    changed, forks = list(seqs), []
+    updated = list(seqs)
+    forks: list[Seq] = []
     for i in ready:
         seq = seqs[i]
         request = seq.request._replace(forks=())
-        changed[i] = seq._replace(request=request)
-        table = seq.blocks[
-            : blocks.needed(request.prompt_len - 1, config.block_size) * config.groups
-        ]
+        updated[i] = seq._replace(request=request)
+        computed = request.prompt_len - 1
+        table = seq.blocks[: blocks.needed(computed, config.block_size) * config.groups]
         for k, name in enumerate(seq.request.forks, 1):
-            branch = changed[i]._replace(
-                request=request._replace(request_id=name), arrival=seq.arrival + k
+            branch = seq._replace(
+                request=request._replace(request_id=name),
+                arrival=seq.arrival + k,
+                length=request.prompt_len,
+                computed=computed,
+                blocks=table,
             )
-            forks.append(
-                branch._replace(
-                    length=request.prompt_len, computed=request.prompt_len - 1, blocks=table
-                )
-            )
+            forks.append(branch)
             pool = blocks.share(pool, table)
-    return pool, tuple(changed), tuple(forks)
+    return pool, tuple(updated), tuple(forks)
 
 
-def forked(step: int, forks: Sequence[Seq]) -> list[Event]:
+def fork_events(step: int, forks: Sequence[Seq]) -> list[Event]:
+    """An event for each request whose branches forked in a step."""
     by_group: dict[int | None, list[Seq]] = {}
     for seq in forks:
         by_group.setdefault(seq.group, []).append(seq)
@@ -69,7 +70,7 @@ def forked(step: int, forks: Sequence[Seq]) -> list[Event]:
 def advance(
     pool: BlockPool, active: Running, choices: Mapping[str, Choice], step: int
 ) -> tuple[BlockPool, Running, list[Event]]:
-    """Advance the beams of some requests: each continues its parent's blocks with a new token.
+    """Advances the beams of some requests: each continues its parent's blocks with a new token.
 
     Args:
         choices: by the id of a request's first beam.
@@ -83,51 +84,66 @@ def advance(
         first = next((seq for seq in active.seqs if seq.request_id == name), None)
         if first is None or not first.request.beams:
             raise ValueError(f"{name!r} is not the first beam of a running request")
-        old = sorted(
-            (i for i, seq in enumerate(active.seqs) if seq.group == first.group),
-            key=lambda i: active.seqs[i].arrival,
-        )
-        names = (*(active.seqs[i].request_id for i in old), *first.request.forks)
-        at = {active.seqs[i].request_id: i for i in old}
-        length, computed = active.lengths[old[0]], active.computed[old[0]]
-        if any((active.lengths[i], active.computed[i]) != (length, length) for i in old):
-            raise ValueError(
-                f"a beam of {name!r} has tokens left to compute; all beams advance together"
-            )
-        if not len(names) == len(choice.parents) == len(choice.token_ids) or not set(
-            choice.parents
-        ) <= set(at):
-            raise ValueError(f"{len(names)} beams of {name!r} cannot continue {choice.parents}")
-        if length + 1 >= first.limit:
-            raise ValueError(
-                f"the beams of {name!r} would reach their limit of {first.limit} tokens; they end instead"
-            )
-
-        children = Counter(choice.parents)
-        for parent, number in children.items():
-            pool = blocks.share(pool, active.seqs[at[parent]].blocks * (number - 1))
-        for parent, i in at.items():
-            pool = pool if parent in children else blocks.release(pool, active.seqs[i].blocks[::-1])
-        request = first.request._replace(forks=())
-        beams = tuple(
-            active.seqs[at[parent]]._replace(
-                request=request._replace(request_id=mine), arrival=first.arrival + k
-            )
-            for k, (mine, parent) in enumerate(zip(names, choice.parents, strict=True))
-        )
-        gone = set(old)
-        rest = active.pick([i for i in range(len(active.seqs)) if i not in gone])
-        count = len(names)
-        active = rest.joined(Running(beams, (length + 1,) * count, (computed,) * count))
-        events.append(Beamed(step, names, *choice))
+        rows = [i for i, seq in enumerate(active.seqs) if seq.group == first.group]
+        beams = active.pick(sorted(rows, key=lambda i: active.seqs[i].arrival))
+        # before the first choice there is one beam
+        names = (*(seq.request_id for seq in beams.seqs), *first.request.forks)
+        _check_choice(names, first.limit, beams, choice)
+        pool, children = _continue_beams(pool, names, beams, choice)
+        old_rows = set(rows)
+        other_rows = [i for i in range(len(active.seqs)) if i not in old_rows]
+        active = active.pick(other_rows).joined(children)
+        events.append(Beamed(step, names, choice.parents, choice.token_ids))
     return pool, active, events
+
+
+def _check_choice(names: Sequence[str], limit: int, beams: Running, choice: Choice) -> None:
+    """Raises ValueError if the beams of a request cannot continue as chosen."""
+    length = beams.lengths[0]
+    if {*beams.lengths, *beams.computed} != {length}:
+        raise ValueError(
+            f"a beam of {names[0]!r} has tokens left to compute; all beams advance together"
+        )
+    parents = {seq.request_id for seq in beams.seqs}
+    if not len(names) == len(choice.parents) == len(choice.token_ids) or not parents.issuperset(
+        choice.parents
+    ):
+        raise ValueError(f"{len(names)} beams of {names[0]!r} cannot continue {choice.parents}")
+    if length + 1 >= limit:
+        raise ValueError(
+            f"the beams of {names[0]!r} would reach their limit of {limit} tokens; they end instead"
+        )
+
+
+def _continue_beams(
+    pool: BlockPool, names: Sequence[str], beams: Running, choice: Choice
+) -> tuple[BlockPool, Running]:
+    """Gives each beam the blocks of its parent, and frees those of beams that nobody continues ->
+    (pool, beams with a new token).
+    """
+    num_children = Counter(choice.parents)
+    parents = {seq.request_id: seq for seq in beams.seqs}
+    for parent, number in num_children.items():
+        pool = blocks.share(pool, parents[parent].blocks * (number - 1))
+    for parent, seq in parents.items():
+        if parent not in num_children:
+            pool = blocks.release(pool, seq.blocks[::-1])
+    first = beams.seqs[0]
+    request = first.request._replace(forks=())
+    children: list[Seq] = []
+    for k, (name, parent) in enumerate(zip(names, choice.parents, strict=True)):
+        child = request._replace(request_id=name)
+        children.append(parents[parent]._replace(request=child, arrival=first.arrival + k))
+    count = len(children)
+    lengths = (beams.lengths[0] + 1,) * count
+    return pool, Running(tuple(children), lengths, (beams.computed[0],) * count)
 
 
 def arrivals(
     active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]
 ) -> frozenset[int]:
-    """Arrivals of the sequences that write after shared blocks in the next step: branches after a
-    fork, and beams.
+    """The arrivals of the sequences that may write to a shared block in the next step: branches
+    after a fork, and beams.
     """
     groups = {seq.group for seq in forks} | {
         seq.group for seq in active.seqs if seq.request_id in choices
@@ -139,22 +155,26 @@ def shared(
     pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig
 ) -> list[tuple[int, int]]:
     """(index of a branch, entry of its block table) whose next write is to a block that others own
-    or can find. The last owner keeps it.
+    or can find. The last owner keeps the block.
 
     Only the first token after a fork can be written to such a block; after that the branch has its
     own.
+
+    Args:
+        forked: what `arrivals` returned.
     """
-    copying: list[tuple[int, int]] = []
-    left: dict[int, int] = {}
-    size, groups = config.block_size, config.groups
+    entries: list[tuple[int, int]] = []
+    num_owners: dict[int, int] = {}  # of a block, without the branches that copy it
+    size = config.block_size
+    groups = config.groups
     for i, seq in enumerate(active.seqs) if forked else ():
         if seq.arrival not in forked or not active.computed[i] * groups < len(seq.blocks) * size:
             continue
         first = active.computed[i] // size * groups
-        for at in range(first, first + groups):
-            block = seq.blocks[at]
-            owners = left.setdefault(block, pool.owners[block])
+        for entry in range(first, first + groups):
+            block = seq.blocks[entry]
+            owners = num_owners.setdefault(block, pool.owners[block])
             if owners > 1 or block in pool.hashes:
-                copying.append((i, at))
-                left[block] = owners - 1
-    return copying
+                entries.append((i, entry))
+                num_owners[block] = owners - 1
+    return entries

@@ -7,7 +7,8 @@ those before the first draft that was wrong, and one more.
 
     length           a known token: its value is decided
     drafts           behind the known tokens, at positions length ... length + k - 1
-    commit           keeps n of k + 1 sampled tokens: length += n, computed += n, so computed == length - 1 again
+    commit           keeps n of k + 1 sampled tokens: length += n, computed += n,
+                     so computed == length - 1 again
 
 Nothing is rolled back. The slots of rejected drafts are written again by later steps, and blocks
 that only rejected drafts needed are free again after the commit.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pagedjax.host import blocks
+from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Plan, Running, SchedulerConfig, Seq
 
@@ -41,10 +42,9 @@ def grant(
     num_decodes: int,
     counts: list[int],
     offered: Mapping[str, int],
-    budget: int,
     config: SchedulerConfig,
 ) -> Granted:
-    """Give decodes as many of the offered drafts as tokens, blocks and their limits allow, in the
+    """Gives decodes as many of the offered drafts as tokens, blocks and their limits allow, in the
     order of the rows.
 
     Drafts come last: every other row has its tokens, and no sequence is preempted for a draft. A
@@ -52,33 +52,25 @@ def grant(
     branches before their fork, get none.
 
     Args:
-        num_decodes: of the first rows, which compute one token each.
+        num_decodes: the number of first rows that compute one token each.
         counts: the tokens of each row.
-        offered: by sequence id, the drafts that its drafter has.
-        budget: tokens that are left.
+        offered: by sequence id, the number of drafts that its drafter has.
     """
-    drafts, seqs, size, groups = (
-        [0] * len(counts),
-        list(active.seqs),
-        config.block_size,
-        config.groups,
-    )
+    budget = config.max_num_batched_tokens - sum(counts)
+    drafts = [0] * len(counts)
+    seqs = list(active.seqs)
     for i in range(min(num_decodes, len(counts))):
         if budget <= 0:
             break
-        seq, length = seqs[i], active.lengths[i]
+        seq = seqs[i]
+        length = active.lengths[i]
         k = min(offered.get(seq.request.request_id, 0), budget, seq.limit - length - 1)
-        k = min(k, (len(seq.blocks) // groups + pool.num_free // groups) * size - length)
+        k = min(k, views.coverable_tokens(config, pool, seq.blocks) - length)
         if k <= 0 or seq.request.beams or seq.request.forks:
             continue
-        more = blocks.needed(length + k, size) * groups - len(seq.blocks)
-        if more > 0:
-            taken = blocks.allocate(pool, more)
-            assert taken is not None, "k was bounded by the free blocks"
-            pool, ids = taken
-            seqs[i] = seq._replace(
-                length=length, computed=active.computed[i], blocks=(*seq.blocks, *ids)
-            )
+        pool, table = views.extend(config, pool, seq.blocks, length + k)
+        if table is not seq.blocks:
+            seqs[i] = seq._replace(length=length, computed=active.computed[i], blocks=table)
         drafts[i] = k
         budget -= k
     if not any(drafts):
@@ -88,21 +80,22 @@ def grant(
 
 
 def cut_at_the_end(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples of a plan with drafts that are kept: a row ends at its first stop token and at
-    its limit.
+    """Cuts the samples of a plan with drafts -> the samples that are kept. A row ends at its first
+    stop token and at its limit.
 
     Raises:
         ValueError: a row with no token, or with more tokens than its drafts and one.
     """
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for seq, length, k, sample in zip(plan.seqs, plan.lengths, plan.drafts, sampled, strict=True):
         tokens = sample if isinstance(sample, tuple) else (sample,)
         if not 1 <= len(tokens) <= k + 1:
             raise ValueError(
-                f"{seq.request_id!r} has {k} drafts and {len(tokens)} sampled tokens; 1 to {k + 1} fit"
+                f"{seq.request_id!r} has {k} drafts and {len(tokens)} sampled tokens; "
+                f"1 to {k + 1} fit"
             )
-        found.append(_until_the_end(seq, length, tokens) if k else tokens[0])
-    return tuple(found)
+        samples.append(_until_the_end(seq, length, tokens) if k else tokens[0])
+    return tuple(samples)
 
 
 def _until_the_end(seq: Seq, length: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,12 +115,16 @@ class Accepted(NamedTuple):
 
 
 def accepted(plan: Plan, samples: Sequence[Sample]) -> Accepted:
-    """Args: samples: what `cut_at_the_end` returned for a plan with drafts."""
+    """The columns of a plan with its accepted drafts.
+
+    Args:
+        samples: what `cut_at_the_end` returned for this plan.
+    """
     tokens = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
-    more = [len(row) - 1 for row in tokens]  # accepted drafts
-    counts = [n - k + m for n, k, m in zip(plan.counts, plan.drafts, more, strict=True)]
-    lengths = tuple([length + m for length, m in zip(plan.lengths, more, strict=True)])
-    return Accepted(lengths, tuple(counts), tuple([row[-1] for row in tokens]))
+    num_accepted = [len(row) - 1 for row in tokens]
+    counts = [n - k + m for n, k, m in zip(plan.counts, plan.drafts, num_accepted, strict=True)]
+    lengths = [length + m for length, m in zip(plan.lengths, num_accepted, strict=True)]
+    return Accepted(tuple(lengths), tuple(counts), tuple([row[-1] for row in tokens]))
 
 
 def give_back(
@@ -137,20 +134,22 @@ def give_back(
     computed: Sequence[int],
     config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
-    """Free the blocks that only rejected drafts of some rows needed."""
-    changed = list(seqs)
+    """Frees the blocks that only rejected drafts of some rows needed -> (pool, all rows)."""
+    updated = list(seqs)
     for i in rows:
-        left = blocks.needed(computed[i], config.block_size) * config.groups
-        pool = blocks.release(pool, seqs[i].blocks[left:][::-1])
-        changed[i] = seqs[i]._replace(blocks=seqs[i].blocks[:left])
-    return pool, tuple(changed)
+        table = seqs[i].blocks
+        entries = blocks.needed(computed[i], config.block_size) * config.groups
+        pool = blocks.release(pool, table[entries:][::-1])
+        updated[i] = seqs[i]._replace(blocks=table[:entries])
+    return pool, tuple(updated)
 
 
 def flat(ids: Sequence[str], samples: Sequence[Sample]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Ids and tokens of an event: an id for each of its tokens."""
-    pairs = [
-        (i, token)
-        for i, s in zip(ids, samples, strict=True)
-        for token in (s if isinstance(s, tuple) else (s,))
-    ]
-    return tuple([i for i, _ in pairs]), tuple([token for _, token in pairs])
+    """Flattens samples for an event -> (ids, tokens), with an id for each token."""
+    flat_ids: list[str] = []
+    tokens: list[int] = []
+    for request_id, sample in zip(ids, samples, strict=True):
+        row = sample if isinstance(sample, tuple) else (sample,)
+        flat_ids += [request_id] * len(row)
+        tokens += row
+    return tuple(flat_ids), tuple(tokens)

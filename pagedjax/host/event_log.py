@@ -1,21 +1,24 @@
 """The event log: the scheduler's inputs and outcomes, one line of JSON for each transition.
-`Recorder` writes it.
+`Recorder` writes it. Here long lines are wrapped.
 
     {"pagedjax_replay":2,"pagedjax":"0.1.0","policy":"fcfs","config":{"block_size":4,...}}
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
-    {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},"admitted":["a"],...}}
+    {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},
+        "admitted":["a"],...}}
     {"cancel":{"request_id":"b","reason":"abort","events":[]}}
-    {"commit":{"sampled":[17],"hashes":{},"choices":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
+    {"commit":{"sampled":[17],"hashes":{},"choices":{},
+        "events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
     {"forget":{}} {"restart":{}} {"update":{"version":3,"pending":"keep"}}
     {"release":{"request_id":"c","length":6,"computed":5,"blocks":[1,2],"hashes":["..."]}}
-    {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],"hashes":["..."],"blocks":[4,3],...}}
+    {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],
+        "hashes":["..."],"blocks":[4,3],...}}
 
 The scheduler is pure (replay.py). The header, every submit, cancel, forget, restart, update,
 release and adopt, the drafts offered, the sampled tokens, the hashes of filled blocks and the
 choices determine every other byte. A reader needs no scheduler:
 
-- `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it
-  was preempted or finished.
+- `blocks` are the blocks that a sequence got in this step, behind those that it had. It has none
+  after it was preempted or finished.
 - In a header with `views` (kv_policies.py), a table has an entry for each block of tokens and each
   view, in this order. 0 is a block that the sequence does not have. `dropped` are the blocks that
   it gave back since its last row.
@@ -93,8 +96,8 @@ Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier li
 
 
 class Lines:
-    """The lines of one engine's transitions. The engine calls it after each one, with the arguments
-    and the outcome.
+    """The lines of one engine's transitions. After each transition, the engine calls the method of
+    that name with the arguments and the outcome.
     """
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class Lines:
     def _write(
         self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
     ) -> None:
-        """Take the next line, and what may be noted beside it."""
+        """Takes the next line, and the notes that may stand beside it."""
         raise NotImplementedError
 
     def submit(self, request: Request, prompt: Sequence[int] | None = None) -> None:
@@ -152,7 +155,8 @@ def check_target(path: str | PathLike[str]) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise ValueError(
-            f"the recording {path} is a folder; name a file, such as {os.path.join(path, 'run.jsonl')}"
+            f"the recording {path} is a folder; "
+            f"name a file, such as {os.path.join(path, 'run.jsonl')}"
         )
     if not os.path.isdir(folder):
         raise ValueError(
@@ -183,7 +187,9 @@ class Recorder(Lines):
     ) -> None:
         super().__init__()
         check_target(path)
-        self._file: IO[str] | None = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
+        self._file: IO[str] | None = open(  # noqa: SIM115
+            path, "w", encoding="ascii", newline="\n", buffering=1
+        )
         self._clock = clock
         self._began = clock() if clock else 0.0
         self._file.write(header_line(config, policy, __version__) + "\n")
@@ -199,20 +205,24 @@ class Recorder(Lines):
         if self._file is None:
             return
         try:
-            self._file.write(noted(line, notes) + "\n")
+            self._file.write(with_notes(line, notes) + "\n")
         except OSError as error:  # a full disk must not stop the engine
-            what = f"{self._file.name} is not written any further: {error}; the lines in it can be replayed"
+            warning = (
+                f"{self._file.name} is not written any further: {error}; "
+                "the lines in it can be replayed"
+            )
             self.close()
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with suppress(OSError):  # closing writes the rest of the buffer again
                 file.close()
 
 
-def noted(line: str, notes: Mapping[str, Any]) -> str:
+def with_notes(line: str, notes: Mapping[str, Any]) -> str:
     """A line with its notes."""
     return f"{line[:-1]},{dump(dict(notes))[1:]}" if notes else line
 
@@ -230,56 +240,59 @@ def request_record(request: Request) -> dict[str, Any]:
 
 
 def cancel_line(request_id: str, reason: str, events: Sequence[Event], written: Written) -> str:
-    body = {"request_id": request_id, "reason": reason, "events": _event_records(events, written)}
-    return dump({"cancel": body})
+    record = {
+        "request_id": request_id,
+        "reason": reason,
+        "events": _event_records(events, written),
+    }
+    return dump({"cancel": record})
 
 
 def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_DRAFTS) -> str:
     for name in plan.preempted:
         written.pop(name, None)
-    ids = [seq.request.request_id for seq in plan.seqs]
-    new, tables, dropped = {}, {}, {}
-    for name, seq in zip(ids, plan.seqs, strict=True):
-        had = written.get(name, ())
-        if HOLE in seq.blocks and had:
-            gone = [
-                i
-                for i, (old, now) in enumerate(zip(had, seq.blocks, strict=False))
-                if old != now == HOLE
-            ]
-            if gone:
-                dropped[name] = [had[i] for i in gone]
-                had = written[name] = tuple(
-                    [HOLE if i in gone else block for i, block in enumerate(had)]
-                )
-        if seq.group is not None and seq.blocks[: len(had)] != had:
+    new_blocks: Written = {}
+    tables: Written = {}
+    dropped: dict[str, list[int]] = {}
+    for seq in plan.seqs:
+        name = seq.request.request_id
+        table = written.get(name, ())
+        if HOLE in seq.blocks and table:
+            pairs = zip(table, seq.blocks, strict=False)
+            dropped_blocks = [old for old, new in pairs if old != new == HOLE]
+            if dropped_blocks:
+                dropped[name] = dropped_blocks
+                table = tuple([HOLE if block in dropped_blocks else block for block in table])
+                written[name] = table
+        if seq.group is not None and seq.blocks[: len(table)] != table:
             tables[name] = written[name] = seq.blocks
-        elif len(seq.blocks) > len(had):
-            new[name] = seq.blocks[len(had) :]
+        elif len(seq.blocks) > len(table):
+            new_blocks[name] = seq.blocks[len(table) :]
             written[name] = seq.blocks
-    rows = {
+    record = {
         "step": plan.step,
-        "ids": ids,
+        "ids": [seq.request.request_id for seq in plan.seqs],
         "starts": plan.starts,
         "counts": plan.counts,
-        "blocks": new,
+        "blocks": new_blocks,
     }
-    rows |= {"dropped": dropped} if dropped else {}
-    rows |= {
+    if dropped:
+        record["dropped"] = dropped
+    record |= {
         "copies": plan.copies,
         "tables": tables,
         "swap_out": plan.swap_out,
         "swap_in": plan.swap_in,
-    }
-    queue = {
         "admitted": plan.admitted,
         "cached": plan.cached,
         "preempted": plan.preempted,
         "swapped": plan.swapped,
         "waiting": plan.num_waiting,
+        "blocks_used": plan.blocks_used,
     }
-    drafts = {"offered": dict(offered), "drafts": plan.drafts} if offered else {}
-    return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used} | drafts})
+    if offered:
+        record |= {"offered": dict(offered), "drafts": plan.drafts}
+    return dump({"schedule": record})
 
 
 def commit_line(
@@ -290,11 +303,15 @@ def commit_line(
     events: Sequence[Event],
     written: Written,
 ) -> str:
-    taken = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
+    used = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
     rows = zip(plan.seqs, sampled, strict=True)
-    tokens = [token if seq.request.request_id in taken else None for seq, token in rows]
-    body = {"sampled": tokens, "hashes": hashes, "choices": choices}
-    return dump({"commit": body | {"events": _event_records(events, written)}})
+    record = {
+        "sampled": [token if seq.request.request_id in used else None for seq, token in rows],
+        "hashes": hashes,
+        "choices": choices,
+        "events": _event_records(events, written),
+    }
+    return dump({"commit": record})
 
 
 def forget_line() -> str:
@@ -315,44 +332,58 @@ def update_line(version: int, pending: Pending, written: Written) -> str:
 def release_line(released: Released, written: Written) -> str:
     name = released.request.request_id
     written.pop(name, None)
-    body = {"request_id": name, "length": released.length, "computed": released.computed}
-    return dump({"release": body | {"blocks": released.blocks, "hashes": released.hashes}})
+    record = {
+        "request_id": name,
+        "length": released.length,
+        "computed": released.computed,
+        "blocks": released.blocks,
+        "hashes": released.hashes,
+    }
+    return dump({"release": record})
 
 
 def adopt_line(released: Released, adopted: Adopted, written: Written) -> str:
     if adopted.blocks:
         written[released.request.request_id] = adopted.blocks
-    body = {
+    record = {
         "request": request_record(released.request),
         "length": released.length,
         "computed": released.computed,
+        "from": released.blocks,
+        "hashes": released.hashes,
+        "blocks": adopted.blocks,
+        "copies": adopted.copies,
     }
-    body |= {"from": released.blocks, "hashes": released.hashes}
-    return dump({"adopt": body | {"blocks": adopted.blocks, "copies": adopted.copies}})
+    return dump({"adopt": record})
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:
+    """The records of events. It forgets the blocks that these events gave back."""
     for event in events:
         if isinstance(event, Finished):
             written.pop(event.request_id, None)
         elif isinstance(event, Verified):
-            for name, left in zip(event.request_ids, event.num_blocks, strict=True):
-                written[name] = written[name][:left]
+            for name, num_blocks in zip(event.request_ids, event.num_blocks, strict=True):
+                written[name] = written[name][:num_blocks]
     return [{"event": type(event).__name__, **event._asdict()} for event in events]
 
 
 def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
-    usual, values = config._field_defaults, config._asdict()
-    shown = {
+    defaults = config._field_defaults
+    settings = {
         name: value
-        for name, value in values.items()
-        if name == "host_blocks" or value != usual.get(name)
+        for name, value in config._asdict().items()
+        if name == "host_blocks" or value != defaults.get(name)
     }
-    return dump({"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": shown})
+    return dump(
+        {"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": settings}
+    )
 
 
 def dump(record: dict[str, Any]) -> str:
-    """The JSON of a record: no spaces, ASCII, keys in the order written, array scalars as integers."""
+    """The JSON of a record: no spaces, ASCII, keys in the order written, array scalars as
+    integers.
+    """
     return json.dumps(record, separators=(",", ":"), default=int)
 
 

@@ -9,15 +9,19 @@ room, nothing is copied, and the sequence waits like one that was preempted, to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagedjax.host import blocks, prefix_sharing, request_limits, views
+from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
+from pagedjax.host.preemption import Pairs
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerState, running
 from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
 
 
 def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Released]:
-    """Let a sequence go, wherever it is. Its blocks are free, and their content stays until a step
+    """Lets a sequence go, wherever it is. Its blocks are free, and their content stays until a step
     writes them.
 
     Content in host blocks is not taken along.
@@ -35,134 +39,155 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
     if seq.request.beams or not seq.request.max_tokens:
         kind = "a beam of a search" if seq.request.beams else "a prompt that samples nothing"
         raise ValueError(
-            f"sequence {request_id!r} is {kind}, which ends where it began; release sampled sequences"
+            f"sequence {request_id!r} is {kind}, which ends where it began; "
+            "release sampled sequences"
         )
     if seq.request.forks:
-        what = f"has {seq.num_rows} branches, whose prompt is not computed"
         raise ValueError(
-            f"sequence {request_id!r} {what}; release them one by one after their fork"
+            f"sequence {request_id!r} has {seq.num_rows} branches, whose prompt is not computed; "
+            "release them one by one after their fork"
         )
     ids = state.ids.delete(request_id)
     if seq not in active:
         host_pool = state.host_pool and blocks.release(state.host_pool, seq.blocks[::-1])
-        waiting = tuple([other for other in state.waiting if other is not seq])
+        waiting = tuple([queued for queued in state.waiting if queued is not seq])
         state = state._replace(waiting=waiting, host_pool=host_pool, ids=ids)
         return state, Released(seq.request, seq.length, 0, (), seq.hashes)
-    left = state.running.pick([i for i, other in enumerate(active) if other is not seq])
-    state = state._replace(running=left, pool=blocks.release(state.pool, seq.blocks[::-1]), ids=ids)
-    return state, _taken_along(seq, state.config.block_size, state.config.groups)
-
-
-def _taken_along(seq: Seq, size: int, groups: int) -> Released:
-    """What a running sequence takes along: the blocks of its computed tokens alone."""
-    table = seq.blocks[: blocks.needed(seq.computed, size) * groups]
-    return Released(seq.request, seq.length, seq.computed, table, seq.hashes)
+    pool = blocks.release(state.pool, seq.blocks[::-1])
+    other_rows = [i for i, record in enumerate(active) if record is not seq]
+    state = state._replace(running=state.running.pick(other_rows), pool=pool, ids=ids)
+    # the blocks of its computed tokens alone
+    entries = blocks.needed(seq.computed, state.config.block_size) * state.config.groups
+    table = seq.blocks[:entries]
+    return state, Released(seq.request, seq.length, seq.computed, table, seq.hashes)
 
 
 def adopt(
     state: SchedulerState, policy: Policy, released: Released
 ) -> tuple[SchedulerState, Adopted]:
-    """Take a sequence over. It runs at once if there is room (`has_room`); else it joins the queue,
-    with nothing computed.
+    """Takes a sequence over. It runs at once if there is room (`has_room`); else it joins the
+    queue, with nothing computed.
 
-    Full blocks are published under their hashes, so their copies must be there before the next
-    step.
+    Full blocks are published under their keys, so their copies must be there before the next step.
 
     Raises:
         Rejected: the request can never run here (`request_limits.check`), or it is as long as it
         may be.
         ValueError: the record contradicts itself.
     """
-    c, request = state.config, released.request
+    request = released.request
     request_limits.check(state, request)
-    limit = final_length(request, c)
+    limit = final_length(request, state.config)
     _check(state, released, limit)
     seq = Seq(request, state.arrivals, limit, released.length, hashes=released.hashes)
     ids = state.ids.set(request.request_id, None)
     stops = state.stops | request.stop_token_ids if state.ids else request.stop_token_ids
     state = state._replace(arrivals=state.arrivals + 1, ids=ids, stops=stops)
-    shared = _shared(state, released)
     if not released.computed or not has_room(state, policy, released):
         return state._replace(waiting=(*state.waiting, seq)), Adopted(0, (), ())
-    pool = blocks.share(state.pool, [block for block in shared if block])
-    # with views, a step adds the blocks that it needs
-    tokens = released.computed if c.views else released.length
-    new = sum(
-        block != HOLE and mine == HOLE for block, mine in zip(released.blocks, shared, strict=True)
-    )
-    more = blocks.needed(tokens, c.block_size) * c.groups - len(released.blocks)
-    taken = blocks.allocate(pool, new + more)
-    assert taken is not None, "has_room counted the free blocks"
-    pool, fresh = taken[0], iter(taken[1])
-    table = [
-        mine or (next(fresh) if block else HOLE)
-        for block, mine in zip(released.blocks, shared, strict=True)
-    ]
-    copied = [i for i, block in enumerate(released.blocks) if block and not shared[i]]
-    full = _keys(state, released)
-    pool = blocks.publish(pool, [(table[i], full[i]) for i in copied if i < len(full)])
-    seq = seq._replace(computed=released.computed, blocks=(*table, *fresh))
+    pool, table, copies = _place_blocks(state, released)
+    seq = seq._replace(computed=released.computed, blocks=table)
     active = state.running.joined(Running((seq,), (seq.length,), (seq.computed,)))
+    state = state._replace(pool=pool, running=active)
+    return state, Adopted(seq.computed, table, copies)
+
+
+def _place_blocks(
+    state: SchedulerState, released: Released
+) -> tuple[BlockPool, tuple[int, ...], Pairs]:
+    """Gives an adopted sequence its blocks; `has_room` counted the free ones -> (pool, block table,
+    (block where it was, block here) of the blocks to copy).
+    """
+    config = state.config
+    table = _shared_blocks(state, released)
+    pool = blocks.share(state.pool, table)
+    copied = [i for i, block in enumerate(released.blocks) if block and not table[i]]
+    # with views, a step adds the blocks that it needs
+    tokens = released.computed if config.views else released.length
+    entries = blocks.needed(tokens, config.block_size) * config.groups
+    allocation = blocks.allocate(pool, len(copied) + entries - len(released.blocks))
+    assert allocation is not None, "has_room counted the free blocks"
+    pool, new_blocks = allocation
+    for i, block in zip(copied, new_blocks, strict=False):
+        table[i] = block
+    keys = _keys(state, released)
+    pool = blocks.publish(pool, [(table[i], keys[i]) for i in copied if i < len(keys)])
     copies = tuple([(released.blocks[i], table[i]) for i in copied])
-    return state._replace(pool=pool, running=active), Adopted(seq.computed, seq.blocks, copies)
+    return pool, (*table, *new_blocks[len(copied) :]), copies
 
 
 def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
     """Whether a sequence would run at once: nothing waits, and a row and blocks for all its known
     tokens are free.
     """
-    c, active = state.config, state.running
-    if (
-        state.waiting
-        or c.reservation != "none"
-        or sum(seq.num_rows for seq in active.seqs) >= c.max_running
-    ):
+    config = state.config
+    active = state.running
+    if state.waiting or config.reservation != "none":
         return False
-    seq = Seq(released.request, state.arrivals, final_length(released.request, c), released.length)
-    shared = [block for block in _shared(state, released) if block]
+    if sum(seq.num_rows for seq in active.seqs) >= config.max_running:
+        return False
+    limit = final_length(released.request, config)
+    seq = Seq(released.request, state.arrivals, limit, released.length)
+    shared = [block for block in _shared_blocks(state, released) if block]
     free = state.pool.num_free - sum(block in state.pool.stamps for block in shared)
-    whole = views.wanted(c, seq) if c.views else blocks.needed(released.length, c.block_size)
-    need = max(whole, views.held(released.blocks)) - len(shared)
-    free -= views.promised(c, active) if c.views else 0
+    if config.views:
+        need = views.entry_need(config, seq)
+        free -= views.promised_blocks(config, active)
+    else:
+        need = blocks.needed(released.length, config.block_size)
+    need = max(need, views.held(released.blocks)) - len(shared)
     return need <= free and policy.admit(seq, need, free)
 
 
-def _keys(state: SchedulerState, released: Released) -> list[str]:
-    """The hashes of the entries of a table, as far as they are known."""
-    full = released.hashes[: released.computed // state.config.block_size]
-    return [
-        prefix_sharing.named(key, group) for key in full for group in range(state.config.groups)
-    ]
+def _keys(state: SchedulerState, released: Released) -> Sequence[str]:
+    """The keys of the entries of the released table, as far as they are known."""
+    config = state.config
+    full = released.hashes[: released.computed // config.block_size]
+    return prefix_sharing.block_keys(full, config.groups)
 
 
-def _shared(state: SchedulerState, released: Released) -> list[int]:
+def _shared_blocks(state: SchedulerState, released: Released) -> list[int]:
     """For each entry of the released table, the block here that has its content; HOLE if there is
     none.
     """
     contents = state.pool.contents
-    known = [contents.get(key, HOLE) for key in _keys(state, released)]
-    known += [HOLE] * (len(released.blocks) - len(known))
-    return [mine if block else HOLE for block, mine in zip(released.blocks, known, strict=True)]
+    cached = [contents.get(key, HOLE) for key in _keys(state, released)]
+    cached += [HOLE] * (len(released.blocks) - len(cached))
+    return [
+        block if released_block else HOLE
+        for released_block, block in zip(released.blocks, cached, strict=True)
+    ]
 
 
 def _check(state: SchedulerState, released: Released, limit: int) -> None:
-    name, c, request = released.request.request_id, state.config, released.request
-    if released.length >= limit:
-        what = f"sequence {name!r} has {released.length} tokens, and may have {limit} here"
-        raise Rejected(f"{what}; raise max_model_len ({c.max_model_len}), or end it")
+    """Raises Rejected for a sequence as long as it may be, and ValueError for a record that
+    contradicts itself.
+    """
+    config = state.config
+    request = released.request
+    name = request.request_id
+    length = released.length
+    computed = released.computed
+    if length >= limit:
+        raise Rejected(
+            f"sequence {name!r} has {length} tokens, and may have {limit} here; "
+            f"raise max_model_len ({config.max_model_len}), or end it"
+        )
     if request.forks or request.beams or not request.max_tokens:
         raise ValueError(
-            f"sequence {name!r} has branches or beams, or samples nothing; adopt what `release` returned"
+            f"sequence {name!r} has branches or beams, or samples nothing; "
+            "adopt what `release` returned"
         )
-    entries = blocks.needed(released.computed, c.block_size) * c.groups
-    sane = 0 <= released.computed < released.length and request.prompt_len <= released.length
+    num_blocks = len(released.blocks)
+    num_hashes = len(released.hashes)
     if (
-        not sane
-        or len(released.blocks) != entries
-        or len(released.hashes) > released.length // c.block_size
+        not 0 <= computed < length
+        or length < request.prompt_len
+        or num_blocks != blocks.needed(computed, config.block_size) * config.groups
+        or num_hashes > length // config.block_size
     ):
-        numbers = f"{released.length} tokens, {released.computed} of them computed, {len(released.blocks)} blocks"
-        what = f"sequence {name!r} has {numbers} and {len(released.hashes)} hashes, with blocks of {c.block_size}"
         raise ValueError(
-            f"{what}; adopt what `release` of a scheduler with the same blocks returned"
+            f"sequence {name!r} has {length} tokens, {computed} of them computed, "
+            f"{num_blocks} blocks and {num_hashes} hashes, with blocks of {config.block_size}; "
+            "adopt what `release` of a scheduler with the same blocks returned"
         )

@@ -35,17 +35,19 @@ class View(NamedTuple):
     kept: tuple[int, ...] = ()
 
     def first(self, block: int) -> int:
-        """The first block of the window of a query in this block."""
+        """The index of the first block in the window of a query in this block."""
         return 0 if self.window is None else max(block - self.window + 1, 0)
 
     def outside(self, block: int) -> tuple[int, ...]:
-        """The kept blocks before that window."""
+        """The indices of the kept blocks before that window."""
         first = self.first(block)
         return tuple([i for i in self.kept if i < first]) if first else ()
 
-    def width(self, most: int) -> int:
-        """Blocks that a query sees at most, of sequences of at most `most` blocks."""
-        return most if self.window is None else min(most, len(self.outside(most - 1)) + self.window)
+    def width(self, max_blocks: int) -> int:
+        """The most blocks that a query sees, in sequences of at most `max_blocks` blocks."""
+        if self.window is None:
+            return max_blocks
+        return min(max_blocks, len(self.outside(max_blocks - 1)) + self.window)
 
 
 ALL = View()
@@ -59,9 +61,10 @@ class TopBlocks(NamedTuple):
     """A query reads the blocks with the best scores among those that it sees (Quest;
     device/selection.py).
 
-    tokens: that it reads at most, its own block included.
-    dense_layers: the first layers, in which it reads all.
-    dense_prompts: queries of prompts read all, so a prompt costs what it costs without a selection.
+    tokens: the most tokens that it reads, those of its own block included.
+    dense_layers: the number of first layers in which it reads all.
+    dense_prompts: whether queries of prompts read all, so that a prompt costs what it costs without
+        a selection.
     """
 
     tokens: int
@@ -105,8 +108,8 @@ def quest(tokens: int, dense_layers: int = 2, dense_prompts: bool = True) -> KVP
 
 
 def find(options: KVPolicyOptions) -> KVPolicy:
-    """The policy of a configuration. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy` of the
-    user.
+    """The policy that a configuration names. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy`
+    of the user.
 
     Raises:
         ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1; a
@@ -126,16 +129,20 @@ def find(options: KVPolicyOptions) -> KVPolicy:
     policy = own_value("kv_policy", options.name, KVPolicy, get_args(KVPolicyName))
     if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
         raise ValueError(
-            f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token"
+            f"kv_policy {options.name!r} has window {policy.window!r}; "
+            "it must be None, or at least 1 token"
         )
-    if policy.selects is not None and not _selects(policy.selects):
-        what = "it must be None, or a TopBlocks of at least 1 token, at least 0 dense layers, and a bool"
-        raise ValueError(f"kv_policy {options.name!r} has selects {policy.selects!r}; {what}")
+    if policy.selects is not None and not _is_selection(policy.selects):
+        raise ValueError(
+            f"kv_policy {options.name!r} has selects {policy.selects!r}; "
+            "it must be None, or a TopBlocks of at least 1 token, at least 0 dense layers, "
+            "and a bool"
+        )
     return policy
 
 
-def _selects(top: object) -> bool:
-    """Whether a value of the user is a selection."""
+def _is_selection(top: object) -> bool:
+    """Whether a value of the user is a valid selection."""
     if not isinstance(top, TopBlocks):
         return False
     integers = type(top.tokens) is int and type(top.dense_layers) is int
@@ -148,25 +155,27 @@ def _selects(top: object) -> bool:
 
 
 def window_blocks(tokens: int, block_size: int) -> int:
-    """The blocks that the last `tokens` tokens up to a query can lie in."""
+    """The most blocks that the last `tokens` tokens up to a query lie in."""
     return 1 + blocks.needed(tokens - 1, block_size)
 
 
-def view(policy: KVPolicy, block_size: int, most: int) -> View:
-    """The policy in blocks, for sequences of at most `most` blocks. It is `ALL` if none of their
-    blocks is ever out of sight."""
+def view(policy: KVPolicy, block_size: int, max_blocks: int) -> View:
+    """The policy in blocks, for sequences of at most `max_blocks` blocks. It is `ALL` if none of
+    their blocks is ever out of sight.
+    """
     if policy.window is None:
         return ALL
     window = window_blocks(policy.window, block_size)
-    kept = tuple([i for i in range(most - window) if policy.keeps(i * block_size)])
-    return ALL if len(kept) >= most - window else View(window, kept)
+    num_outside = max_blocks - window
+    kept_blocks = tuple([i for i in range(num_outside) if policy.keeps(i * block_size)])
+    return ALL if len(kept_blocks) >= num_outside else View(window, kept_blocks)
 
 
-def views(config: EngineConfig, most: int) -> tuple[View, ...]:
-    """What queries see under a configuration's policy; () if they see everything. `most`: blocks of
-    a sequence.
+def views(config: EngineConfig, max_blocks: int) -> tuple[View, ...]:
+    """The views of a configuration's policy, for sequences of at most `max_blocks` blocks; () if
+    queries see everything.
     """
     if not isinstance(config.kv_policy, KVPolicyOptions):
         return ()
-    found = view(find(config.kv_policy), config.block_size, most)
-    return () if found == ALL else (found,)
+    policy_view = view(find(config.kv_policy), config.block_size, max_blocks)
+    return () if policy_view == ALL else (policy_view,)

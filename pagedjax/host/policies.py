@@ -1,4 +1,6 @@
-"""Scheduling policies as values: four pure functions each. A new policy is a new value, not a flag."""
+"""Scheduling policies as values: four pure functions each. A new policy is a new value, not a
+flag.
+"""
 
 from __future__ import annotations
 
@@ -57,29 +59,29 @@ def _latest(running: Sequence[Seq]) -> Seq:
 
 
 def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
-    """The sequence with the least key is offered first and preempted last; ties go to the earlier
-    arrival.
+    """The policy that offers the sequence with the least key first and preempts it last; ties go to
+    the earlier arrival.
 
     Every request ends if its key never changes and only finitely many others can ever have a
     smaller key: once those have ended, it is the first to be admitted and the last to be preempted.
     A preempted sequence keeps its key, so it returns to its old place.
     """
 
-    def line(seqs: Sequence[Seq]) -> list[Seq]:
+    def ordered(seqs: Sequence[Seq]) -> list[Seq]:
         # two stable sorts of numbers beat one of pairs
         return sorted(sorted(seqs, key=_arrival), key=key)
 
     return Policy(
         name,
-        order=lambda waiting, running, cached: line(waiting),
+        order=lambda waiting, running, cached: ordered(waiting),
         admit=_always,
-        preempt=lambda seqs: line(seqs)[-1],
+        preempt=lambda seqs: ordered(seqs)[-1],
     )
 
 
 def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None) -> list[Seq]:
-    """By the tokens that a user has running or earlier in this order; ties go to the earlier
-    arrival.
+    """The waiting sequences by the tokens that their user has running or earlier in this order;
+    ties go to the earlier arrival.
 
     The sum only grows along a user's requests. So sorting by it gives each place to the user with
     the fewest tokens.
@@ -87,12 +89,13 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
     tokens: dict[str, int] = defaultdict(int)
     for seq, length in zip(running.seqs, running.lengths, strict=True):
         tokens[seq.request.user] += length
-    line, ahead = sorted(waiting, key=_arrival), []
-    for seq in line:
+    queue = sorted(waiting, key=_arrival)
+    older_tokens: list[int] = []  # of each sequence, those of its user before it
+    for seq in queue:
         user = seq.request.user
-        ahead.append(tokens[user])
+        older_tokens.append(tokens[user])
         tokens[user] += seq.length
-    return [line[i] for i in sorted(range(len(line)), key=ahead.__getitem__)]
+    return [queue[i] for i in sorted(range(len(queue)), key=older_tokens.__getitem__)]
 
 
 # First come, first served. The queue is kept in order of arrival, preempted sequences at its front;
@@ -166,7 +169,8 @@ def find(name: str) -> Policy:
         inspect.signature(policy.order).bind((), Running(), len)
     except TypeError:
         raise ValueError(
-            f"policy {name!r}: its order takes other arguments; write order(waiting, running, cached), where "
+            f"policy {name!r}: its order takes other arguments; "
+            "write order(waiting, running, cached), where "
             "cached(seq) is the number of the sequence's tokens that are found in the cache"
         ) from None
     return policy

@@ -11,81 +11,89 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq
 
 
-def named(key: str, group: int) -> str:
-    """The hash of a block of a group of layers: other groups keep other content of the same tokens."""
-    return f"{key}.{group}" if group else key
+def block_keys(hashes: Sequence[str], groups: int) -> Sequence[str]:
+    """The key of each entry of a block table in the prefix cache, for full blocks with these
+    hashes.
+
+    Groups of layers keep different content of the same tokens, so each group has a key of its own.
+    """
+    if groups == 1:
+        return hashes
+    return [f"{key}.{group}" if group else key for key in hashes for group in range(groups)]
 
 
 def filling(
     active: Running, first: int, counts: Sequence[int], config: SchedulerConfig
 ) -> dict[str, int]:
-    """Hashes of the blocks that the prompt chunks of this step, rows `first` and on, fill -> the
-    blocks.
+    """The blocks that the prompt chunks of this step fill, rows `first` and on, by their keys.
 
     A row may read what another row of the same step writes: in each layer all keys and values are
     written before any is read. So of many requests with one prefix that arrive together, one
     computes it and the others do not wait.
     """
-    found: dict[str, int] = {}
+    filling_now: dict[str, int] = {}
     for i in range(first, len(counts)):
-        seq, start = active.seqs[i], active.computed[i]
-        fills(found, seq, start, start + counts[i], config)
-    return found
+        start = active.computed[i]
+        add_filled(filling_now, active.seqs[i], start, start + counts[i], config)
+    return filling_now
 
 
-def fills(found: dict[str, int], seq: Seq, start: int, stop: int, config: SchedulerConfig) -> None:
-    """Add to `found` the blocks that tokens `start` to `stop` of a sequence fill."""
-    size, groups = config.block_size, config.groups
-    for j in range(start // size, min(stop // size, len(seq.hashes))):
-        for group in range(groups):
-            found.setdefault(named(seq.hashes[j], group), seq.blocks[j * groups + group])
+def add_filled(
+    filling_now: dict[str, int], seq: Seq, start: int, stop: int, config: SchedulerConfig
+) -> None:
+    """Adds the blocks that tokens `start` to `stop` of a sequence fill, by their keys."""
+    groups = config.groups
+    first = start // config.block_size
+    last = min(stop // config.block_size, len(seq.hashes))
+    keys = block_keys(seq.hashes[first:last], groups)
+    for key, block in zip(keys, seq.blocks[first * groups : last * groups], strict=True):
+        filling_now.setdefault(key, block)
 
 
 def find(
     pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, config: SchedulerConfig
 ) -> tuple[int, ...]:
-    """Blocks of the longest beginning of a sequence that was computed before; one token is left to
-    compute.
+    """The blocks of the longest beginning of a sequence that was computed before. One token is left
+    to compute.
 
     Args:
         filling_now: blocks that rows of this step fill, see `filling`.
     """
-    keys = seq.hashes[: (seq.length - 1) // config.block_size]
+    hashes = seq.hashes[: (seq.length - 1) // config.block_size]
     if config.views:
-        return _find_seen(pool, filling_now, seq, keys, config)
-    found = blocks.find(pool, keys)
-    for key in keys[len(found) :]:
+        return _find_visible(pool, filling_now, seq, hashes, config)
+    table = blocks.find(pool, hashes)
+    for key in hashes[len(table) :]:
         block = pool.contents.get(key, filling_now.get(key))
         if block is None:
             break
-        found = (*found, block)
-    return found
+        table = (*table, block)
+    return table
 
 
-def _find_seen(
+def _find_visible(
     pool: BlockPool,
     filling_now: Mapping[str, int],
     seq: Seq,
-    keys: Sequence[str],
+    hashes: Sequence[str],
     config: SchedulerConfig,
 ) -> tuple[int, ...]:
-    """The same where queries do not see all blocks: those that the next query does not see are
+    """`find` where queries do not see all blocks: those that the next query does not see are
     holes.
     """
-    groups, contents, found = config.groups, pool.contents, []
-    for key in keys:
-        for group in range(groups):
-            name = named(key, group)
-            found.append(contents.get(name) or filling_now.get(name, HOLE))
-    of_request = views.views_of(config, seq.request)
-    at = views.usable(
-        of_request, [[block != HOLE for block in found[group::groups]] for group in range(groups)]
-    )
-    return views.seen(of_request, found[: at * groups])
+    groups = config.groups
+    keys = block_keys(hashes, groups)
+    table = [pool.contents.get(key) or filling_now.get(key, HOLE) for key in keys]
+    cached = [[block != HOLE for block in table[group::groups]] for group in range(groups)]
+    views_of_groups = views.views_of(config, seq.request)
+    num_blocks = views.num_shareable(views_of_groups, cached)
+    return views.visible_table(views_of_groups, table[: num_blocks * groups])
 
 
 def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
-    """Tokens of a waiting sequence whose keys and values are in the cache, or in the swap space."""
+    """The number of tokens of a waiting sequence whose keys and values are in the cache or in the
+    swap space.
+    """
     if seq.blocks:
         return seq.computed
     size = config.block_size
@@ -111,25 +119,30 @@ def publish(
     hashes: Mapping[str, tuple[str, ...]],
     config: SchedulerConfig,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
-    """Make the blocks that the rows of a step filled findable, now that the step has run."""
-    size, groups = config.block_size, config.groups
-    full = [i for i, end in enumerate(ends) if end % size < counts[i]]
-    if not full:
+    """Publishes the blocks that the rows of a step filled, now that the step has run -> (pool, rows
+    with their new hashes).
+
+    Args:
+        counts: the tokens that the step computed of each row.
+        ends: the tokens of each row that are computed now.
+        hashes: by request id, the new hashes of its blocks, see `scheduler.commit`.
+    """
+    size = config.block_size
+    groups = config.groups
+    rows = [i for i, end in enumerate(ends) if end % size < counts[i]]
+    if not rows:
         return pool, seqs
     filled: list[tuple[int, str]] = []
-    changed = list(seqs)
-    for i in full:
-        request, arrival, limit, length, computed, table, known, group = seqs[i]
-        new = hashes.get(request.request_id)
-        if new:
-            known += new
-            changed[i] = Seq(request, arrival, limit, length, computed, table, known, group)
-        if not known:
+    updated = list(seqs)
+    for i in rows:
+        seq = seqs[i]
+        new_hashes = hashes.get(seq.request.request_id)
+        if new_hashes:
+            seq = updated[i] = seq._replace(hashes=seq.hashes + new_hashes)
+        if not seq.hashes:
             continue
-        first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
-        for group in range(groups):
-            keys = (
-                known[first:last] if not group else [named(key, group) for key in known[first:last]]
-            )
-            filled += zip(table[first * groups + group : last * groups : groups], keys, strict=True)
-    return (blocks.publish(pool, filled) if filled else pool), tuple(changed)
+        first = (ends[i] - counts[i]) // size
+        last = min(ends[i] // size, len(seq.hashes))
+        keys = block_keys(seq.hashes[first:last], groups)
+        filled += zip(seq.blocks[first * groups : last * groups], keys, strict=True)
+    return (blocks.publish(pool, filled) if filled else pool), tuple(updated)

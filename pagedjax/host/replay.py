@@ -30,12 +30,12 @@ from pagedjax.host.event_log import (
     commit_line,
     forget_line,
     header_line,
-    noted,
     release_line,
     restart_line,
     schedule_line,
     submit_line,
     update_line,
+    with_notes,
 )
 from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
@@ -43,8 +43,8 @@ from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Released, Request
 
 REMEDY = (
-    "name one that was recorded, by llm.engine.record('run.jsonl') before llm.generate(...), or by `pagedjax serve "
-    "--record run.jsonl`"
+    "name one that was recorded, by llm.engine.record('run.jsonl') before llm.generate(...), "
+    "or by `pagedjax serve --record run.jsonl`"
 )
 
 
@@ -55,8 +55,8 @@ class ReplayError(ValueError):
 class Transition(NamedTuple):
     kind: Kind
     state: SchedulerState  # after it
-    plan: Plan | None  # of a schedule
-    events: tuple[Event, ...]  # of a commit or cancel
+    plan: Plan | None = None  # of a schedule
+    events: tuple[Event, ...] = ()  # of a commit or cancel
     at: float | None = None  # seconds since the recording began, where it says so
     prompt: tuple[int, ...] | None = None  # token ids of a submit, where they were recorded
 
@@ -76,7 +76,7 @@ class Refused(ReplayError):
 
 
 class ReplayReport(NamedTuple):
-    """What `verify` found. The counts are those up to the first difference."""
+    """The result of `verify`. The counts are those up to the first difference."""
 
     version: str  # the pagedjax that recorded
     lines: int
@@ -95,10 +95,9 @@ class ReplayReport(NamedTuple):
 def replay(
     path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES
 ) -> Iterator[Transition]:
-    """Run the scheduler again from a log -> every transition, the initial state first.
+    """Runs the scheduler again from a log -> every transition, the initial state first.
 
-    What the log says of outcomes is not looked at (see `verify`). A last line that is cut off is
-    left out.
+    The outcomes in the log are not read (see `verify`). A last line that is cut off is left out.
 
     Raises:
         ReplayError: an unknown format or policy, a malformed line, or a transition that the
@@ -119,13 +118,15 @@ def header(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> ReplayReport:
-    """Run the scheduler again and compare every line, byte for byte, up to the first difference.
+    """Runs the scheduler again and compares every line, byte for byte, up to the first difference.
 
     Raises:
         FileNotFoundError: there is no such file.
         ReplayError: a folder, an unknown format or policy, or a malformed line.
     """
-    version, lines, difference = "", 0, None
+    version = ""
+    lines = 0
+    difference = None
     kinds: Counter[str] = Counter()
     finished: Counter[str] = Counter()
     preemptions = 0
@@ -142,135 +143,149 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
             )
     except Refused as refused:
         difference = refused.difference
-    ends = dict(sorted(finished.items()))
-    cut = truncated(path)
     return ReplayReport(
-        version, lines, kinds["commit"], kinds["submit"], preemptions, ends, cut, difference
+        version,
+        lines,
+        steps=kinds["commit"],
+        requests=kinds["submit"],
+        preemptions=preemptions,
+        finished=dict(sorted(finished.items())),
+        truncated=truncated(path),
+        difference=difference,
     )
 
 
 def _rerun(
     path: str | PathLike[str], policies: Mapping[str, Policy]
 ) -> Iterator[tuple[int, str, str, Transition]]:
-    """Line number, the line as recorded, the line as it should be, and what it did."""
+    """Runs the scheduler again -> (line number, the line as recorded, the line as it should be, its
+    transition) of each line.
+    """
     rows = _rows(path)
     number, recorded, header = next(rows, (1, "", None))
     if header is None:
         raise ReplayError(f"{path} has no whole line: nothing was recorded")
     config, policy, version = _header(header, policies)
-    state, plan, written = scheduler.init(config), None, {}
-    yield (
-        number,
-        recorded,
-        header_line(config, policy.name, version),
-        Transition("init", state, None, ()),
-    )
+    transition = Transition("init", scheduler.init(config))
+    yield number, recorded, header_line(config, policy.name, version), transition
+    plan: Plan | None = None
+    written: Written = {}
     for number, recorded, record in rows:
         notes = {name: record.pop(name) for name in NOTES if name in record}
         kind, body = next(iter(record.items())) if len(record) == 1 else ("", None)
         try:
-            line, transition = _advance(state, plan, policy, written, kind, body)
+            line, advanced = _advance(transition.state, plan, policy, written, kind, body)
         except (AttributeError, KeyError, TypeError) as error:
             raise ReplayError(f"line {number} is a malformed {kind}: {error!r}") from error
         except ValueError as error:
             raise Refused(Difference(number, recorded, f"refused: {error}")) from error
-        if transition is None:
+        if advanced is None:
             raise ReplayError(
                 f"line {number} is no transition; one has a single key: {', '.join(KINDS[1:])}"
             )
-        state = transition.state
-        plan = None if kind == "commit" else transition.plan or plan
-        at, prompt = _checked(number, notes, transition)
-        yield number, recorded, noted(line, notes), transition._replace(at=at, prompt=prompt)
+        plan = None if kind == "commit" else advanced.plan or plan
+        transition = _with_notes(number, notes, advanced)
+        yield number, recorded, with_notes(line, notes), transition
 
 
-def _checked(
-    number: int, notes: Mapping[str, Any], transition: Transition
-) -> tuple[float | None, tuple[int, ...] | None]:
-    """The notes of a line, if they are what notes can be."""
-    at, prompt = (notes.get(name) for name in NOTES)
-    if "at" in notes and (
-        isinstance(at, bool) or not isinstance(at, int | float) or not (isfinite(at) and at >= 0)
-    ):
+def _with_notes(number: int, notes: Mapping[str, Any], transition: Transition) -> Transition:
+    """The transition of a line with its notes. Raises ReplayError for values that no note has."""
+    at = notes.get("at")
+    if "at" in notes and not _is_time(at):
         raise ReplayError(
             f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more"
         )
     if "prompt" not in notes:
-        return at, None
-    expected = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
+        return transition._replace(at=at)
+    prompt = notes["prompt"]
+    length = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
     ids = tuple(prompt) if isinstance(prompt, list) else ()
-    if not expected or len(ids) != expected or not all(type(token) is int for token in ids):
-        what = (
-            f"its request has {expected} prompt tokens"
-            if expected
-            else f"a {transition.kind} has none"
+    if not length or len(ids) != length or not all(type(token) is int for token in ids):
+        reason = (
+            f"its request has {length} prompt tokens" if length else f"a {transition.kind} has none"
         )
         raise ReplayError(
-            f"line {number} notes the prompt {prompt!r:.60}; {what}, and a note lists their ids"
+            f"line {number} notes the prompt {prompt!r:.60}; {reason}, and a note lists their ids"
         )
-    return at, ids
+    return transition._replace(at=at, prompt=ids)
+
+
+def _is_time(at: Any) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    return isinstance(at, int | float) and not isinstance(at, bool) and isfinite(at) and at >= 0
 
 
 def _advance(
     state: SchedulerState, plan: Plan | None, policy: Policy, written: Written, kind: str, body: Any
 ) -> tuple[str, Transition | None]:
-    """Take the inputs of a line, ignore its outcomes -> the line that it should be and the
-    transition.
+    """Runs the transition of a line from its inputs, without its outcomes -> (the line that it
+    should be, the transition). The transition is None if there is no such kind.
     """
     if kind == "submit":
         request = _request(body)
-        return submit_line(request), Transition(kind, scheduler.submit(state, request), None, ())
+        return submit_line(request), Transition(kind, scheduler.submit(state, request))
     if kind == "cancel":
-        state, events = scheduler.cancel(state, body["request_id"], body["reason"])
-        return cancel_line(body["request_id"], body["reason"], events, written), Transition(
-            kind, state, None, events
-        )
+        request_id = body["request_id"]
+        state, events = scheduler.cancel(state, request_id, body["reason"])
+        line = cancel_line(request_id, body["reason"], events, written)
+        return line, Transition(kind, state, events=events)
     if kind == "schedule":
         offered = body.get("offered", {})
         state, plan = scheduler.schedule(state, policy, offered)
-        return schedule_line(plan, written, offered), Transition(kind, state, plan, ())
+        return schedule_line(plan, written, offered), Transition(kind, state, plan)
     if kind == "commit":
-        if plan is None:
-            raise ValueError("a commit without a schedule before it")
-        sampled = [tuple(s) if isinstance(s, list) else s or 0 for s in body["sampled"]]
-        hashes = {request_id: tuple(new) for request_id, new in body["hashes"].items()}
-        choices = {
-            request_id: Choice(*map(tuple, choice))
-            for request_id, choice in body["choices"].items()
-        }
-        state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-        return commit_line(plan, sampled, hashes, choices, events, written), Transition(
-            kind, state, None, events
-        )
+        return _commit(state, plan, written, body)
     if kind == "forget":
-        return forget_line(), Transition(kind, scheduler.forget(state), None, ())
+        return forget_line(), Transition(kind, scheduler.forget(state))
     if kind == "restart":
-        return restart_line(written), Transition(kind, scheduler.restart(state), None, ())
+        return restart_line(written), Transition(kind, scheduler.restart(state))
     if kind == "update":
-        version, pending = body["version"], body["pending"]
+        version = body["version"]
+        pending = body["pending"]
         one_of("pending", pending, get_args(Pending))
         if type(version) is not int:
             raise ValueError(f"version is {version!r}; it must be an integer")
-        return update_line(version, pending, written), Transition(
-            kind, scheduler.update(state, pending), None, ()
-        )
+        line = update_line(version, pending, written)
+        return line, Transition(kind, scheduler.update(state, pending))
     if kind == "release":
         state, released = scheduler.release(state, body["request_id"])
-        return release_line(released, written), Transition(kind, state, None, ())
+        return release_line(released, written), Transition(kind, state)
     if kind == "adopt":
-        numbers = body["length"], body["computed"], tuple(body["from"]), tuple(body["hashes"])
-        released = Released(_request(body["request"]), *numbers)
+        released = Released(
+            length=body["length"],
+            computed=body["computed"],
+            blocks=tuple(body["from"]),
+            hashes=tuple(body["hashes"]),
+            request=_request(body["request"]),
+        )
         state, adopted = scheduler.adopt(state, policy, released)
-        return adopt_line(released, adopted, written), Transition(kind, state, None, ())
+        return adopt_line(released, adopted, written), Transition(kind, state)
     return "", None
 
 
+def _commit(
+    state: SchedulerState, plan: Plan | None, written: Written, body: Any
+) -> tuple[str, Transition]:
+    """`_advance` of a commit."""
+    if plan is None:
+        raise ValueError("a commit without a schedule before it")
+    sampled = [
+        tuple(sample) if isinstance(sample, list) else sample or 0 for sample in body["sampled"]
+    ]
+    hashes = {request_id: tuple(chain) for request_id, chain in body["hashes"].items()}
+    choices = {
+        request_id: Choice(*map(tuple, choice)) for request_id, choice in body["choices"].items()
+    }
+    state, events = scheduler.commit(state, plan, sampled, hashes, choices)
+    line = commit_line(plan, sampled, hashes, choices, events, written)
+    return line, Transition("commit", state, events=events)
+
+
 def _request(fields: Any) -> Request:
-    return Request(
-        **fields
-        | {"stop_token_ids": frozenset(fields["stop_token_ids"])}
-        | {name: tuple(fields.get(name, ())) for name in ("forks", "hashes", "tags")}
-    )
+    """The request of a record."""
+    stop_token_ids = frozenset(fields["stop_token_ids"])
+    tuples = {name: tuple(fields.get(name, ())) for name in ("forks", "hashes", "tags")}
+    return Request(**fields | tuples | {"stop_token_ids": stop_token_ids})
 
 
 def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -284,8 +299,8 @@ def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]
                 text = line[:-1].decode("ascii")
                 record = json.loads(text)
             except ValueError as error:
-                wrong = "" if number > 1 else f"; {os.fspath(path)} is no recording; {REMEDY}"
-                raise ReplayError(f"line {number} is not JSON in ASCII: {error}{wrong}") from None
+                remedy = "" if number > 1 else f"; {os.fspath(path)} is no recording; {REMEDY}"
+                raise ReplayError(f"line {number} is not JSON in ASCII: {error}{remedy}") from None
             if not isinstance(record, dict):
                 raise ReplayError(f"line {number} is not a JSON object")
             yield number, text, record
@@ -311,20 +326,21 @@ def truncated(path: str | PathLike[str]) -> bool:
 def _header(
     record: dict[str, Any], policies: Mapping[str, Policy]
 ) -> tuple[SchedulerConfig, Policy, str]:
+    """The configuration, the policy and the version of a recording's first record."""
     if record.get("pagedjax_replay") != FORMAT:
-        found = (
-            repr(record["pagedjax_replay"]) if "pagedjax_replay" in record else "no format number"
-        )
-        raise ReplayError(f"line 1 has {found}; this version reads format {FORMAT}; {REMEDY}")
+        file_format = "no format number"
+        if "pagedjax_replay" in record:
+            file_format = repr(record["pagedjax_replay"])
+        raise ReplayError(f"line 1 has {file_format}; this version reads format {FORMAT}; {REMEDY}")
     if record.get("policy") not in policies:
         raise ReplayError(
-            f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}"
+            f"line 1 names the policy {record.get('policy')!r}; "
+            f"known are {', '.join(sorted(policies))}"
         )
     try:
-        found = record["config"]
-        config = SchedulerConfig(
-            **found | {"views": tuple([View(w, tuple(kept)) for w, kept in found.get("views", ())])}
-        )
+        fields = record["config"]
+        views = [View(window, tuple(blocks)) for window, blocks in fields.get("views", ())]
+        config = SchedulerConfig(**fields | {"views": tuple(views)})
         scheduler.init(config)
         return config, policies[record["policy"]], str(record["pagedjax"])
     except (KeyError, TypeError, ValueError) as error:
@@ -336,22 +352,29 @@ def summary(report: ReplayReport) -> str:
     ends = ", ".join(f"{number} {reason}" for reason, number in report.finished.items()) or "none"
     lines = [
         f"recorded by pagedjax {report.version}",
-        f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions; finished: {ends}",
+        f"{report.steps} steps, {report.requests} requests, "
+        f"{report.preemptions} preemptions; finished: {ends}",
     ]
     if report.truncated:
         lines.append(
-            "the last line is cut off, so the run was killed while it wrote; the lines before it were replayed"
+            "the last line is cut off, so the run was killed while it wrote; "
+            "the lines before it were replayed"
         )
     if report.difference is None:
         return "\n".join([*lines, f"identical: all {report.lines} lines"])
     number, recorded, recomputed = report.difference
-    at = next((i for i, (a, b) in enumerate(zip(recorded, recomputed, strict=False)) if a != b), 0)
-    cut = slice(max(0, at - 40), at + 60)
-    lines.append(f"DIFFERENT from line {number} on, at column {at + 1}")
-    return "\n".join([*lines, f"  recorded    {recorded[cut]}", f"  recomputed  {recomputed[cut]}"])
+    pairs = enumerate(zip(recorded, recomputed, strict=False))
+    column = next((i for i, (old, new) in pairs if old != new), 0)
+    excerpt = slice(max(0, column - 40), column + 60)
+    lines += [
+        f"DIFFERENT from line {number} on, at column {column + 1}",
+        f"  recorded    {recorded[excerpt]}",
+        f"  recomputed  {recomputed[excerpt]}",
+    ]
+    return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _replay_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedjax.host.replay",
         description="Run a recorded scheduler again and compare every line.",
@@ -361,10 +384,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME"
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _replay_parser().parse_args(arguments)
     try:
-        mine = [find(options.policy)] if options.policy else []
-        report = verify(options.log, {**POLICIES, **{policy.name: policy for policy in mine}})
+        policies = dict(POLICIES)
+        if options.policy:
+            policy = find(options.policy)
+            policies[policy.name] = policy
+        report = verify(options.log, policies)
     except (ReplayError, OSError, ValueError) as error:
         print(f"cannot replay {options.log}: {error}", file=sys.stderr)
         return 1

@@ -20,78 +20,101 @@ def check(state: SchedulerState, request: Request) -> None:
     """Raises Rejected for an empty prompt, an id in use, or a request beyond a limit of the
     scheduler.
     """
-    c, r = state.config, request
-    if r.prompt_len < 1:
-        raise Rejected(f"request {r.request_id!r} has an empty prompt; give it at least one token")
-    if r.max_tokens < 0 or (r.max_tokens == 0 and r.forks):
-        wrong = f"max_tokens {r.max_tokens}" + (" and branches" if r.forks else "")
+    config = state.config
+    if request.prompt_len < 1:
         raise Rejected(
-            f"request {r.request_id!r} has {wrong}; it must be at least 1, or 0 to sample nothing"
+            f"request {request.request_id!r} has an empty prompt; give it at least one token"
         )
-    room = c.max_model_len - min(r.max_tokens, 1)
-    if r.prompt_len > room:
-        output = " and one token must be left for output" if r.max_tokens else ""
+    if request.max_tokens < 0 or (request.max_tokens == 0 and request.forks):
+        branches = " and branches" if request.forks else ""
         raise Rejected(
-            f"request {r.request_id!r} has a prompt of {r.prompt_len} tokens, but max_model_len is {c.max_model_len}"
-            f"{output}; shorten the prompt to {room} tokens or raise max_model_len"
+            f"request {request.request_id!r} has max_tokens {request.max_tokens}{branches}; "
+            "it must be at least 1, or 0 to sample nothing"
         )
-    limit, names = final_length(r, c), (r.request_id, *r.forks)
-    # the beams of a request must fit together even if they share no block
-    beams = len(names) if r.beams else 1
-    if not c.chunked_prefill or c.reservation != "none":
-        _check_baselines(
-            c, Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes), beams
-        )
-    need = views.fewest(c, r, limit) if c.views else blocks.needed(limit, c.block_size)
-    need, room = beams * need, c.num_blocks
-    if need > room:
-        what = f"can grow to {limit} tokens" + (f" in each of {beams} beams" if beams > 1 else "")
-        less = f"max_tokens{', beam_width' if beams > 1 else ''}"
+    longest_prompt = config.max_model_len - min(request.max_tokens, 1)
+    if request.prompt_len > longest_prompt:
+        output = " and one token must be left for output" if request.max_tokens else ""
         raise Rejected(
-            f"request {r.request_id!r} {what}, which {_takes(need, c)}, but the pool has {room}; "
-            f"raise num_blocks to {need}, or lower {less} or the prompt's length"
+            f"request {request.request_id!r} has a prompt of {request.prompt_len} tokens, "
+            f"but max_model_len is {config.max_model_len}{output}; "
+            f"shorten the prompt to {longest_prompt} tokens or raise max_model_len"
         )
+    names = (request.request_id, *request.forks)
+    _check_pool(state, request)
     for i, name in enumerate(names):
         if name in state.ids or name in names[:i]:
             raise Rejected(
                 f"request id {name!r} is in use; ids must be unique among unfinished requests"
             )
-    if len(names) > c.max_running:
+    if len(names) > config.max_running:
         raise Rejected(
-            f"request {r.request_id!r} has {len(names)} branches, but at most {c.max_running} sequences run at a time; "
-            "lower n or beam_width, or raise max_num_seqs (and max_num_batched_tokens, which gives each a token)"
+            f"request {request.request_id!r} has {len(names)} branches, "
+            f"but at most {config.max_running} sequences run at a time; "
+            "lower n or beam_width, or raise max_num_seqs "
+            "(and max_num_batched_tokens, which gives each a token)"
         )
-    if len(r.hashes) > r.prompt_len // c.block_size:
+    if len(request.hashes) > request.prompt_len // config.block_size:
         raise Rejected(
-            f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks"
+            f"request {request.request_id!r} has {len(request.hashes)} hashes; "
+            "its prompt has fewer full blocks"
         )
 
 
-def _takes(need: int, c: SchedulerConfig) -> str:
-    if not c.views:
-        return f"is {need} blocks of {c.block_size}"
-    return f"needs {need} blocks of {c.block_size} at one time (in {c.groups} groups of layers)"
+def _check_pool(state: SchedulerState, request: Request) -> None:
+    """Raises Rejected for a request that can grow beyond the pool, or beyond a baseline's limit."""
+    config = state.config
+    limit = final_length(request, config)
+    # the beams of a request must fit together even if they share no block
+    beams = 1 + len(request.forks) if request.beams else 1
+    if not config.chunked_prefill or config.reservation != "none":
+        seq = Seq(request, state.arrivals, limit, request.prompt_len, hashes=request.hashes)
+        _check_baselines(config, seq, beams)
+    if config.views:
+        need = beams * views.smallest_pool(config, request, limit)
+    else:
+        need = beams * blocks.needed(limit, config.block_size)
+    if need > config.num_blocks:
+        in_each = f" in each of {beams} beams" if beams > 1 else ""
+        size = f"{need} blocks of {config.block_size}"
+        if config.views:
+            takes = f"needs {size} at one time (in {config.groups} groups of layers)"
+        else:
+            takes = f"is {size}"
+        options = "max_tokens, beam_width" if beams > 1 else "max_tokens"
+        raise Rejected(
+            f"request {request.request_id!r} can grow to {limit} tokens{in_each}, "
+            f"which {takes}, but the pool has {config.num_blocks}; "
+            f"raise num_blocks to {need}, or lower {options} or the prompt's length"
+        )
 
 
-def _check_baselines(c: SchedulerConfig, seq: Seq, beams: int) -> None:
-    """Limits of whole prompts and of contiguous reservations. Raises Rejected."""
+def _check_baselines(config: SchedulerConfig, seq: Seq, beams: int) -> None:
+    """Raises Rejected for a request beyond the limits of whole prompts or of contiguous
+    reservations.
+    """
     name = seq.request_id
-    if not c.chunked_prefill and beams * seq.limit > c.max_num_batched_tokens:
-        each = f" in each of {beams} beams" if beams > 1 else ""
+    if not config.chunked_prefill and beams * seq.limit > config.max_num_batched_tokens:
+        in_each = f" in each of {beams} beams" if beams > 1 else ""
         raise Rejected(
-            f"request {name!r} can grow to {seq.limit} tokens{each}, which have to fit into one step without "
-            f"chunked_prefill, but max_num_batched_tokens is {c.max_num_batched_tokens}; raise it, or lower max_tokens"
+            f"request {name!r} can grow to {seq.limit} tokens{in_each}, "
+            "which have to fit into one step without chunked_prefill, "
+            f"but max_num_batched_tokens is {config.max_num_batched_tokens}; "
+            "raise it, or lower max_tokens"
         )
-    if c.reservation == "none":
+    if config.reservation == "none":
         return
     if seq.request.forks or seq.request.beams or seq.hashes:
         raise Rejected(
-            f"request {name!r} has branches or a shareable prefix, and a contiguous reservation ({c.reservation!r}) "
-            "shares nothing; use reservation='none', or n=1 and enable_prefix_caching=False"
+            f"request {name!r} has branches or a shareable prefix, "
+            f"and a contiguous reservation ({config.reservation!r}) shares nothing; "
+            "use reservation='none', or n=1 and enable_prefix_caching=False"
         )
-    need, room = reservation.piece(c, seq), reservation.largest(c)
-    if need > room:
+    need = reservation.piece(config, seq)
+    largest = reservation.largest(config)
+    if need > largest:
         raise Rejected(
-            f"request {name!r} reserves {need} blocks in a row (reservation {c.reservation!r}), but the largest piece "
-            f"of the pool has {room}; raise num_blocks to {need}, or lower max_model_len or max_tokens"
+            f"request {name!r} reserves {need} blocks in a row "
+            f"(reservation {config.reservation!r}), "
+            f"but the largest piece of the pool has {largest}; "
+            f"raise num_blocks to {need}, or lower max_model_len or max_tokens"
         )

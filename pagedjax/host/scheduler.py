@@ -51,7 +51,8 @@ from immutables import Map
 
 from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
-from pagedjax.host.admission import Admission, admit
+from pagedjax.host.admission import Admission, admit, chunk_size
+from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy
@@ -104,26 +105,36 @@ NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 
 
 def init(config: SchedulerConfig) -> SchedulerState:
+    """The state without requests.
+
+    Raises:
+        ValueError: a value of the configuration that is no such value.
+    """
     for name, value in zip(config._fields[:6], config[:6], strict=True):
-        least = 0 if name == "host_blocks" else 1
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-    for name, value in (
-        ("chunked_prefill", config.chunked_prefill),
-        ("mixed_steps", config.mixed_steps),
-    ):
+        minimum = 0 if name == "host_blocks" else 1
+        if value < minimum:
+            raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+    for name in ("chunked_prefill", "mixed_steps"):
+        value = getattr(config, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
     views.check_config(config)
-    host_pool = blocks.init(config.host_blocks) if config.host_blocks else None
     return SchedulerState(
-        config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map()
+        config,
+        pool=blocks.init(config.num_blocks),
+        waiting=(),
+        running=Running(),
+        step=0,
+        arrivals=0,
+        host_pool=blocks.init(config.host_blocks) if config.host_blocks else None,
+        forked=frozenset(),
+        ids=Map(),
     )
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
-    """Append a request to the queue.
+    """Appends a request to the queue.
 
     Raises:
         Rejected: the request can never run (request_limits.py). The message names the value, the
@@ -146,50 +157,30 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
 def schedule(
     state: SchedulerState, policy: Policy, offered: Mapping[str, int] = NO_DRAFTS
 ) -> tuple[SchedulerState, Plan]:
-    """Decide what the next step computes. The plan has no rows when nothing runs and nothing can.
+    """Decides what the next step computes. The plan has no rows when nothing runs and nothing can.
 
     Args:
         offered: by sequence id, how many draft tokens there are for it. Decodes get some of them
             (drafts.py).
     """
-    c = state.config
-    state, preempted = make_room(state, policy)
-    host_pool, waiting = state.host_pool, state.waiting
-    active, num_decodes, waiting_beams = _decodes_first(state.running)
-    if c.mixed_steps:
-        active, counts, admission = _token_counts(
-            state, policy, active, num_decodes, not preempted.preempted
-        )
-    else:
-        mixed, ones, skipped = active, num_decodes, waiting_beams
-        for kind in step_kinds.kinds(c, state.step):
-            active, num_decodes, skipped = step_kinds.split(mixed, ones, kind)
-            admits = kind != "decodes" and not preempted.preempted
-            active, counts, admission = _token_counts(state, policy, active, num_decodes, admits)
-            if counts:
-                break
-        waiting_beams = skipped.joined(waiting_beams)
-    admitted, pool = admission.admitted, admission.pool
-    new = Running(
-        admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted])
+    state, preemptions = make_room(state, policy)
+    admits = not preemptions.preempted  # rule 3
+    active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits)
+    admitted = Running(
+        admission.admitted,
+        tuple([seq.length for seq in admission.admitted]),
+        tuple([seq.computed for seq in admission.admitted]),
     )
     resumed: tuple[str, ...] = ()
-    if admitted:
-        away = {seq.arrival: seq for seq in waiting if seq.blocks}
-        back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
-        if back and host_pool is not None:
-            resumed = tuple([seq.request_id for seq in back])
-            host_pool = blocks.release(
-                host_pool, [block for seq in back for block in reversed(seq.blocks)]
-            )
-        entered = {seq.arrival for seq in admitted}
-        waiting = tuple([seq for seq in waiting if seq.arrival not in entered])
-        active = active.joined(new)
-
+    if admitted.seqs:
+        active = active.joined(admitted)
+        state, resumed = _leave_queue(state, admitted.seqs)
+    pool = admission.pool
     drafts: tuple[int, ...] = ()
     if offered:
-        left = c.max_num_batched_tokens - sum(counts)
-        pool, active, counts, drafts = grant(pool, active, num_decodes, counts, offered, left, c)
+        pool, active, counts, drafts = grant(
+            pool, active, num_decodes, counts, offered, state.config
+        )
     rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -197,35 +188,82 @@ def schedule(
         lengths=active.lengths[:rows],
         starts=active.computed[:rows],
         counts=tuple(counts),
-        admitted=tuple([seq.request_id for seq in admitted]),
-        known=new.lengths,
-        cached=new.computed,
-        copies=preempted.copies,
-        preempted=preempted.preempted,
-        swapped=preempted.swapped,
+        admitted=tuple([seq.request_id for seq in admitted.seqs]),
+        known=admitted.lengths,
+        cached=admitted.computed,
+        copies=preemptions.copies,
+        preempted=preemptions.preempted,
+        swapped=preemptions.swapped,
         resumed=resumed,
-        swap_out=preempted.swap_out,
+        swap_out=preemptions.swap_out,
         swap_in=admission.swap_in,
-        num_waiting=len(waiting),
+        num_waiting=len(state.waiting),
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
         drafts=drafts,
     )
-    active = active.joined(waiting_beams) if waiting_beams.seqs else active
-    return state._replace(pool=pool, waiting=waiting, running=active, host_pool=host_pool), plan
+    if idle.seqs:
+        active = active.joined(idle)
+    return state._replace(pool=pool, running=active), plan
+
+
+def _choose_rows(
+    state: SchedulerState, policy: Policy, admits: bool
+) -> tuple[Running, int, list[int], Admission, Running]:
+    """Chooses the running sequences that the step computes, and admits others.
+
+    Returns:
+        (running sequences of the step, the number of decodes among them, tokens of each, then of
+        each admitted sequence, admission, sequences that compute nothing)
+    """
+    runnable, num_decodes, waiting_beams = _decodes_first(state.running)
+    for kind in step_kinds.kinds(state.config, state.step):
+        active, decodes, skipped = step_kinds.split(runnable, num_decodes, kind)
+        active, counts, admission = _token_counts(
+            state, policy, active, decodes, admits and kind != "decodes"
+        )
+        if counts:
+            break
+    idle = skipped.joined(waiting_beams) if skipped.seqs else waiting_beams
+    return active, decodes, counts, admission, idle
+
+
+def _leave_queue(
+    state: SchedulerState, admitted: Sequence[Seq]
+) -> tuple[SchedulerState, tuple[str, ...]]:
+    """Takes admitted sequences out of the queue, and frees their host blocks -> (state, ids of the
+    sequences whose content comes back from the host).
+    """
+    arrivals = {seq.arrival for seq in admitted}
+    waiting = tuple([seq for seq in state.waiting if seq.arrival not in arrivals])
+    records = {seq.arrival: seq for seq in state.waiting if seq.blocks}
+    resumed = [records[seq.arrival] for seq in admitted if seq.arrival in records]
+    host_pool = state.host_pool
+    if resumed and host_pool is not None:
+        host_pool = _release_blocks(host_pool, resumed)
+    state = state._replace(waiting=waiting, host_pool=host_pool)
+    return state, tuple([seq.request_id for seq in resumed])
+
+
+def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
+    """Frees the blocks of some sequences, the last block of each first."""
+    return blocks.release(pool, [block for seq in seqs for block in reversed(seq.blocks)])
 
 
 def _token_counts(
     state: SchedulerState, policy: Policy, active: Running, num_decodes: int, admits: bool
 ) -> tuple[Running, list[int], Admission]:
-    """The tokens that each running sequence gets, decodes first, then each sequence that is
-    admitted.
+    """The tokens of each running sequence, decodes first, then those of each sequence that is
+    admitted -> (running sequences with their blocks, tokens, admission).
     """
-    c, pool = state.config, state.pool
-    counts, budget = [1] * num_decodes, c.max_num_batched_tokens - num_decodes
-    if c.views:
-        pool, active, chunks = views.grow(c, pool, active, num_decodes, budget)
-        counts, budget = counts + chunks, budget - sum(chunks)
+    config = state.config
+    pool = state.pool
+    counts = [1] * num_decodes
+    budget = config.max_num_batched_tokens - num_decodes
+    if config.views:
+        pool, active, chunks = views.grow(config, pool, active, num_decodes, budget)
+        counts += chunks
+        budget -= sum(chunks)
     else:
         for length, computed in zip(
             active.lengths[num_decodes:], active.computed[num_decodes:], strict=True
@@ -235,19 +273,18 @@ def _token_counts(
             counts.append(min(length - computed, budget))
             budget -= counts[-1]
 
-    free_rows = c.max_running - len(state.running.seqs)
+    free_rows = config.max_running - len(state.running.seqs)
     if state.waiting and free_rows > 0:
-        free_rows = c.max_running - sum([seq.num_rows for seq in state.running.seqs])
+        free_rows = config.max_running - sum([seq.num_rows for seq in state.running.seqs])
     admission = Admission(pool, {}, budget, free_rows, {})
     if state.waiting and budget and free_rows > 0 and admits:
-        filling_now = prefix_sharing.filling(active, num_decodes, counts, c)
-        promised = views.promised(c, active) if c.views else 0
+        filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
+        promised = views.promised_blocks(config, active) if config.views else 0
         admission = admission._replace(filling_now=filling_now, promised=promised)
-        admission = admit(admission, policy, state.waiting, state.running, c)
+        admission = admit(admission, policy, state.waiting, state.running, config)
     for seq in admission.admitted:
         if budget:  # beams are admitted together, even if tokens suffice only for the first of them
-            covered = len(seq.blocks) // c.groups * c.block_size
-            counts.append(min(seq.length - seq.computed, budget, covered - seq.computed))
+            counts.append(chunk_size(seq, budget, config))
             budget -= counts[-1]
     return active, counts, admission
 
@@ -313,7 +350,7 @@ def commit(
     )
     events = _events_of_plan(plan)
     if forks:
-        events += branches.forked(plan.step, forks)
+        events += branches.fork_events(plan.step, forks)
     events += _sampled(plan.step, rows)
     events += beamed
     events += _verified(plan.step, rows, drafted, ended)
@@ -514,7 +551,8 @@ def _finished(step: int, rows: Rows, ended: Mapping[int, FinishReason]) -> list[
 def cancel(
     state: SchedulerState, request_id: str, reason: FinishReason = "abort"
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
-    """End a request wherever it is and free its blocks. An unknown or finished id changes nothing.
+    """Ends a request wherever it is and frees its blocks. An unknown or finished id changes
+    nothing.
 
     Branches are cancelled one by one, but before the fork the first one's id ends all of them.
     Beams end together, by the id of any of them. The engine uses `reason="stop"` for a stop string
@@ -522,77 +560,85 @@ def cancel(
     """
     if request_id not in state.ids:
         return state, ()
-    active, queue = state.running, state.waiting
-    named = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
-    if request_id != named.request_id and not named.request.beams:
-        return _without_fork(state, named, request_id), (
-            Finished(state.step, request_id, reason, 0),
-        )
-    at = _indices(active.seqs, named)
-    waits = _indices(queue, named) if named.request.beams or not at else []
-    away, stopped = pick(queue, waits), current(*active.pick(at))
-    pool = blocks.release(state.pool, [block for seq in stopped for block in reversed(seq.blocks)])
-    host_pool = state.host_pool
-    host_pool = host_pool and blocks.release(
-        host_pool, [block for seq in away for block in reversed(seq.blocks)]
-    )
-    ends = [(name, seq.num_output) for seq in (*away, *stopped) for name in _names(seq)]
+    active = state.running
+    queue = state.waiting
+    seq = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
+    if request_id != seq.request_id and not seq.request.beams:
+        finished = Finished(state.step, request_id, reason, 0)
+        return _without_fork(state, seq, request_id), (finished,)
+    rows = _indices(active.seqs, seq)
+    places = _indices(queue, seq) if seq.request.beams or not rows else []
+    stopped = current(*active.pick(rows))
+    dequeued = pick(queue, places)
+    events: list[Finished] = []
+    for ended in (*dequeued, *stopped):
+        events += [Finished(state.step, name, reason, ended.num_output) for name in _names(ended)]
     state = state._replace(
-        pool=pool,
-        host_pool=host_pool,
-        waiting=_except(queue, waits),
+        pool=_release_blocks(state.pool, stopped),
+        host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
+        waiting=_except(queue, places),
         running=Running(
-            _except(active.seqs, at), _except(active.lengths, at), _except(active.computed, at)
+            _except(active.seqs, rows),
+            _except(active.lengths, rows),
+            _except(active.computed, rows),
         ),
-        ids=_without(state.ids, [name for name, _ in ends]),
+        ids=_without(state.ids, [event.request_id for event in events]),
     )
-    return state, tuple([Finished(state.step, name, reason, outputs) for name, outputs in ends])
+    return state, tuple(events)
 
 
 def _names(seq: Seq) -> tuple[str, ...]:
-    """Its own id, and those of branches that have not forked yet."""
+    """The id of a sequence, and those of its branches that have not forked yet."""
     return (seq.request.request_id, *seq.request.forks)
 
 
-def _indices(line: tuple[Seq, ...], named: Seq) -> list[int]:
-    """Its indices in a line; of a beam, those of its siblings too. Requests mostly end in order,
-    near the front.
+def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:
+    """The index of a sequence among others, or none; for a beam, those of its siblings too.
+
+    Requests mostly end in order, near the front.
     """
-    if named.request.beams:
-        return [i for i, seq in enumerate(line) if seq.group == named.group]
-    return [line.index(named)] if named in line else []
+    if seq.request.beams:
+        return [i for i, sibling in enumerate(seqs) if sibling.group == seq.group]
+    return [seqs.index(seq)] if seq in seqs else []
 
 
-def _except(line: tuple[Item, ...], at: Sequence[int]) -> tuple[Item, ...]:
+def _except(column: tuple[Item, ...], indices: Sequence[int]) -> tuple[Item, ...]:
     """All items except those at some indices, which ascend."""
-    for i in reversed(at):
-        line = line[:i] + line[i + 1 :]
-    return line
+    for i in reversed(indices):
+        column = column[:i] + column[i + 1 :]
+    return column
 
 
 def forget(state: SchedulerState) -> SchedulerState:
-    """Forget what cached blocks hold: no block so far is found again. Running sequences keep their
+    """Forgets what cached blocks hold: no block so far is found again. Running sequences keep their
     blocks.
     """
     return state._replace(pool=blocks.forget(state.pool))
 
 
 def restart(state: SchedulerState) -> SchedulerState:
-    """Running sequences return to the front of the queue with nothing computed, and cached content
-    is forgotten.
+    """Returns running sequences to the front of the queue with nothing computed, and forgets cached
+    content.
 
     The engine uses it after a failed step: the device may have written any block that a plan after
     this state could use. Known tokens stay known, and content in host blocks stays there.
     """
     active = sorted(running(state), key=lambda seq: seq.arrival)
-    pool = blocks.release(state.pool, [block for seq in active for block in reversed(seq.blocks)])
-    back = tuple([seq._replace(computed=0, blocks=()) for seq in active])
-    queue, left = (*back, *state.waiting), Running()
-    return state._replace(pool=blocks.forget(pool), waiting=queue, running=left, forked=frozenset())
+    return state._replace(
+        pool=blocks.forget(_release_blocks(state.pool, active)),
+        waiting=(*map(_emptied, active), *state.waiting),
+        running=Running(),
+        forked=frozenset(),
+    )
+
+
+def _emptied(seq: Seq) -> Seq:
+    """A sequence with nothing computed."""
+    return seq._replace(computed=0, blocks=())
 
 
 def update(state: SchedulerState, pending: Pending) -> SchedulerState:
-    """The weights are others from now on, so no block so far is found again.
+    """Forgets what cached blocks hold, because the weights are others from now on.
 
     Args:
         pending: "restart": everything that unfinished sequences have computed is computed again,
@@ -601,50 +647,56 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
     """
     if pending == "restart":
         state = restart(state)
-        away = [block for seq in state.waiting for block in reversed(seq.blocks)]
-        host_pool = state.host_pool and blocks.release(state.host_pool, away)
-        waiting = tuple(
-            [seq._replace(computed=0, blocks=()) if seq.blocks else seq for seq in state.waiting]
-        )
+        host_pool = state.host_pool and _release_blocks(state.host_pool, state.waiting)
+        waiting = tuple([_emptied(seq) if seq.blocks else seq for seq in state.waiting])
         return state._replace(host_pool=host_pool, waiting=waiting)
     waiting = tuple([seq._replace(hashes=()) if seq.blocks else seq for seq in state.waiting])
-    active = state.running._replace(
-        seqs=tuple([seq._replace(hashes=()) for seq in state.running.seqs])
-    )
-    return forget(state)._replace(waiting=waiting, running=active)
+    seqs = tuple([seq._replace(hashes=()) for seq in state.running.seqs])
+    return forget(state)._replace(waiting=waiting, running=state.running._replace(seqs=seqs))
 
 
 def _decodes_first(active: Running) -> tuple[Running, int, Running]:
-    """Reorder, stably, so that sequences with one token to compute come first.
+    """Reorders the sequences, stably, so that those with one token to compute come first.
 
     Returns:
         (sequences with tokens to compute, the number of decodes among them, beams that wait for
         their siblings)
     """
-    left = list(map(sub, active.lengths, active.computed))
-    num_decodes, waiting_beams = left.count(1), Running()
-    if 0 in left:
-        waiting_beams = active.pick([i for i, number in enumerate(left) if not number])
-        active = active.pick([i for i, number in enumerate(left) if number])
-        left = [number for number in left if number]
-    if num_decodes < len(left) and left[:num_decodes].count(1) != num_decodes:
-        active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
+    to_compute = list(map(sub, active.lengths, active.computed))
+    num_decodes = to_compute.count(1)
+    waiting_beams = Running()
+    if 0 in to_compute:
+        waiting_beams = active.pick([i for i, count in enumerate(to_compute) if not count])
+        active = active.pick([i for i, count in enumerate(to_compute) if count])
+        to_compute = [count for count in to_compute if count]
+    if num_decodes < len(to_compute) and to_compute[:num_decodes].count(1) != num_decodes:
+        active = active.pick(sorted(range(len(to_compute)), key=lambda i: to_compute[i] != 1))
     return active, num_decodes, waiting_beams
 
 
-def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
-    left = ids.mutate()
-    for request_id in gone:
-        del left[request_id]
-    return left.finish()
+def _without(ids: Map[str, None], removed: Sequence[str]) -> Map[str, None]:
+    """The ids of unfinished sequences without some of them."""
+    unfinished = ids.mutate()
+    for request_id in removed:
+        del unfinished[request_id]
+    return unfinished.finish()
 
 
-def _without_fork(state: SchedulerState, seq: Seq, fork: str) -> SchedulerState:
-    """Cancel a branch before its fork."""
-    request = seq.request._replace(forks=tuple(name for name in seq.request.forks if name != fork))
-    same = seq.arrival
-    swap = lambda seqs: tuple(s._replace(request=request) if s.arrival == same else s for s in seqs)  # noqa: E731
-    running = state.running._replace(seqs=swap(state.running.seqs))
+def _without_fork(state: SchedulerState, leader: Seq, fork: str) -> SchedulerState:
+    """The state without a branch that has not forked yet from its leader."""
+    forks = tuple(name for name in leader.request.forks if name != fork)
+    request = leader.request._replace(forks=forks)
+
+    def with_request(seqs: tuple[Seq, ...]) -> tuple[Seq, ...]:
+        return tuple(
+            [
+                seq._replace(request=request) if seq.arrival == leader.arrival else seq
+                for seq in seqs
+            ]
+        )
+
     return state._replace(
-        waiting=swap(state.waiting), running=running, ids=_without(state.ids, [fork])
+        waiting=with_request(state.waiting),
+        running=state.running._replace(seqs=with_request(state.running.seqs)),
+        ids=_without(state.ids, [fork]),
     )

@@ -15,28 +15,28 @@ from pagedjax.host.types import Running, SchedulerConfig, Seq, current
 
 
 def limits(
-    c: EngineConfig, host_blocks: int = 0, of_groups: tuple[View, ...] = ()
+    config: EngineConfig, host_blocks: int = 0, views_of_groups: tuple[View, ...] = ()
 ) -> SchedulerConfig:
     """The scheduler's part of an engine's configuration, in which nothing is left open.
 
     Args:
-        of_groups: what queries see, by group of layers; () if all of them see everything. A
+        views_of_groups: what queries see, by group of layers; () if all of them see everything. A
             configured block has the keys and values of all layers; here it is a block for each
             group. The trash block needs one alone.
     """
-    assert c.max_model_len is not None, "resolve the configuration first"
-    assert c.num_blocks is not None, "resolve the configuration first"
+    assert config.max_model_len is not None, "resolve the configuration first"
+    assert config.num_blocks is not None, "resolve the configuration first"
     return SchedulerConfig(
-        c.block_size,
-        (c.num_blocks + 1) * max(1, len(of_groups)) - 1,
-        c.max_num_batched_tokens,
-        c.max_num_seqs,
-        c.max_model_len,
-        host_blocks,
-        c.chunked_prefill,
-        c.mixed_steps,
-        c.reservation,
-        of_groups,
+        config.block_size,
+        num_blocks=(config.num_blocks + 1) * max(1, len(views_of_groups)) - 1,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        host_blocks=host_blocks,
+        chunked_prefill=config.chunked_prefill,
+        mixed_steps=config.mixed_steps,
+        reservation=config.reservation,
+        views=views_of_groups,
     )
 
 
@@ -63,28 +63,31 @@ def running(state: SchedulerState) -> tuple[Seq, ...]:
 
 
 def check(state: SchedulerState) -> None:
-    """The invariants that hold between any two transitions. Raises AssertionError."""
-    c, active = state.config, running(state)
+    """Checks the invariants that hold between any two transitions. Raises AssertionError."""
+    config = state.config
+    active = running(state)
     blocks.check(state.pool, [seq.blocks for seq in active])
-    away = [seq for seq in state.waiting if seq.blocks]
-    assert state.host_pool is not None or not away, "a waiting sequence holds cache"
+    swapped = [seq for seq in state.waiting if seq.blocks]
+    assert state.host_pool is not None or not swapped, "a waiting sequence holds cache"
     if state.host_pool is not None:
-        blocks.check(state.host_pool, [seq.blocks for seq in away])
-    complete = all(
-        len(seq.blocks) == blocks.needed(seq.computed, c.block_size) * c.groups
-        for seq in state.waiting
-    )
-    assert complete, "content is lost"
-    assert sum(seq.num_rows for seq in active) <= c.max_running, "too many sequences run, or will"
+        blocks.check(state.host_pool, [seq.blocks for seq in swapped])
+    for seq in state.waiting:
+        entries = blocks.needed(seq.computed, config.block_size) * config.groups
+        assert len(seq.blocks) == entries, "content is lost"
+    num_rows = sum(seq.num_rows for seq in active)
+    assert num_rows <= config.max_running, "too many sequences run, or will"
     for seq in active:
-        behind = 0 if seq.request.beams else 1
-        assert 0 <= seq.computed <= seq.length - behind, "computed must chase length"
-        assert seq.length <= seq.limit <= c.max_model_len, "a sequence is longer than it may be"
-        assert seq.computed * c.groups <= len(seq.blocks) * c.block_size, (
+        to_compute = 0 if seq.request.beams else 1
+        assert 0 <= seq.computed <= seq.length - to_compute, "computed must chase length"
+        assert seq.length <= seq.limit <= config.max_model_len, (
+            "a sequence is longer than it may be"
+        )
+        assert seq.computed * config.groups <= len(seq.blocks) * config.block_size, (
             "computed tokens lie outside the blocks"
         )
-        views.check(c, seq)
-        assert len(seq.hashes) <= seq.length // c.block_size, "a hash of a block that is not full"
+        views.check(config, seq)
+        full_blocks = seq.length // config.block_size
+        assert len(seq.hashes) <= full_blocks, "a hash of a block that is not full"
         assert seq.request.stop_token_ids <= state.stops, "a stop token would be missed"
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
@@ -92,7 +95,7 @@ def check(state: SchedulerState) -> None:
     assert beams.isdisjoint(seq.group for seq in state.waiting), (
         "some beams of a request run and others wait"
     )
-    named = Counter(
+    names = Counter(
         name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks)
     )
-    assert Counter(list(state.ids)) == named, "an id is lost, left over or used twice"
+    assert Counter(list(state.ids)) == names, "an id is lost, left over or used twice"

@@ -3,9 +3,11 @@
 Two switches choose the kinds of steps:
 
     mixed_steps  chunked_prefill
-    yes          yes              chunks of prompts fill what decodes leave of the budget (Sarathi-Serve); the default
+    yes          yes              chunks of prompts fill what decodes leave of the budget
+                                  (Sarathi-Serve); the default
     yes          no               whole prompts join the decodes (Orca)
-    no           no               whole prompts first, and decodes wait for them (vLLM before chunked prefill)
+    no           no               whole prompts first, and decodes wait for them
+                                  (vLLM before chunked prefill)
     no           yes              chunks and decodes in turn
 
 Where prompts are whole, each is computed by the step that admits it, so the budget must hold the
@@ -31,10 +33,19 @@ def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
 
 
 def split(active: Running, num_decodes: int, kind: Kind) -> tuple[Running, int, Running]:
-    """Running sequences, decodes first -> (those of this kind of step, the number of decodes, those
-    that wait).
+    """Splits the running sequences by the kind of the step.
+
+    Args:
+        active: decodes first.
+
+    Returns:
+        (sequences that this kind of step computes, the number of decodes among them, sequences that
+        wait for another step)
     """
     if kind == "both":
         return active, num_decodes, Running()
-    first, rest = active.pick(range(num_decodes)), active.pick(range(num_decodes, len(active.seqs)))
-    return (first, num_decodes, rest) if kind == "decodes" else (rest, 0, first)
+    decodes = active.pick(range(num_decodes))
+    prompts = active.pick(range(num_decodes, len(active.seqs)))
+    if kind == "decodes":
+        return decodes, num_decodes, prompts
+    return prompts, 0, decodes

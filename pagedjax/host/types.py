@@ -133,9 +133,10 @@ class Running(NamedTuple):
     lengths: tuple[int, ...] = ()
     computed: tuple[int, ...] = ()
 
-    def joined(self, other: Running) -> Running:
+    def joined(self, tail: Running) -> Running:
+        """These sequences, with those of `tail` behind them."""
         return Running(
-            self.seqs + other.seqs, self.lengths + other.lengths, self.computed + other.computed
+            self.seqs + tail.seqs, self.lengths + tail.lengths, self.computed + tail.computed
         )
 
     def pick(self, keep: Sequence[int]) -> Running:
@@ -156,7 +157,7 @@ class Row(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """True when this chunk reaches the end of the known tokens, so that a new one is sampled."""
+        """Whether this chunk reaches the end of the known tokens, so that a new one is sampled."""
         return self.seq.computed + self.count >= self.seq.length
 
 
@@ -208,8 +209,8 @@ def current(
 ) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
     return tuple(
-        Seq(seq.request, seq.arrival, seq.limit, length, done, seq.blocks, seq.hashes, seq.group)
-        for seq, length, done in zip(seqs, lengths, computed, strict=True)
+        Seq(seq.request, seq.arrival, seq.limit, length, count, seq.blocks, seq.hashes, seq.group)
+        for seq, length, count in zip(seqs, lengths, computed, strict=True)
     )
 
 

@@ -2,18 +2,19 @@
 (kv_policies.py).
 
 `SchedulerConfig.views` has a `View` for each group of layers; () is one group that sees everything,
-and then nothing of this file is used. With G groups, `Seq.blocks` has G entries for each block of
-tokens, in the order of the groups. The entry of a block that was given back, or that was never
-needed, is HOLE.
+and then no table has holes. With G groups, `Seq.blocks` has G entries for each block of tokens, in
+the order of the groups. The entry of a block that was given back, or that was never needed, is
+HOLE.
 
 Between two transitions a running sequence has exactly the blocks that the query of its next token
-sees, and those behind them that it was given (`check`). `commit` gives back what went out of sight
-(`drop`).
+sees, and those behind them that it was given (`check`). `commit` gives back the blocks that went
+out of sight (`drop`).
 
 A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once:
-of a long prompt most blocks are given back before the last one is needed. So admission compares
-with the blocks that it has at most at one time until its known tokens are computed (`most_held`),
-and counts what running sequences still need of theirs as taken (`promised`).
+of a long prompt most blocks are given back before the last one is needed. So admission compares the
+free blocks with the most blocks that the sequence has at one time until its known tokens are
+computed (`peak_blocks`). What running sequences still need of theirs counts as taken
+(`promised_blocks`).
 """
 
 from __future__ import annotations
@@ -33,170 +34,195 @@ def check_config(config: SchedulerConfig) -> None:
     every block.
     """
     for view in config.views:
-        sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
-        if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(
-            set(view.kept)
-        ):
+        if not isinstance(view, View) or not _has_valid_sizes(view):
             raise ValueError(f"a view is {view!r}; it must be a View(window, kept) of blocks")
         if view.window == 0:
             raise ValueError(f"a view is {view!r}; a window has at least 1 block")
-    if config.views and (
-        config.reservation != "none" or not (config.chunked_prefill and config.mixed_steps)
-    ):
+    baseline = config.reservation != "none" or not config.chunked_prefill or not config.mixed_steps
+    if config.views and baseline:
         raise ValueError(
             f"views are {config.views}, and a baseline keeps every block; give it no views"
         )
 
 
+def _has_valid_sizes(view: View) -> bool:
+    """Whether the sizes are integers of at least 0, and the kept blocks ascend."""
+    sizes = (*view.kept, view.window or 1)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        return False
+    return list(view.kept) == sorted(set(view.kept))
+
+
 def views_of(config: SchedulerConfig, request: Request) -> Views:
-    """What the queries of a request need, by group. A request whose sampling reads its tokens needs
-    all blocks.
+    """The view of a request's queries for each group of layers. A request whose sampling reads its
+    tokens needs all blocks.
     """
     return (ALL,) * config.groups if request.keeps_blocks else config.views or (ALL,)
 
 
 def held(table: Sequence[int]) -> int:
-    """The blocks of a table that are no holes."""
+    """The number of blocks in a table, without holes."""
     return len(table) - table.count(HOLE)
 
 
-def seen(views: Views, found: Sequence[int]) -> tuple[int, ...]:
-    """A table of full blocks without those that the query behind them does not see.
+def visible_table(views: Views, blocks_of_groups: Sequence[int]) -> tuple[int, ...]:
+    """A table of full blocks where those are holes that the next query does not see.
 
     Args:
-        found: the entries of a sequence's first blocks.
+        blocks_of_groups: the entries of a sequence's first blocks.
     """
-    table, groups = list(found), len(views)
-    at = len(found) // groups
+    table = list(blocks_of_groups)
+    groups = len(views)
+    block = len(table) // groups  # the block of the next query
     for group, view in enumerate(views):
-        kept = view.outside(at)
-        for i in range(view.first(at)):
-            if i not in kept:
+        outside = view.outside(block)
+        for i in range(view.first(block)):
+            if i not in outside:
                 table[i * groups + group] = HOLE
     return tuple(table)
 
 
-def usable(views: Views, present: Sequence[Sequence[bool]]) -> int:
-    """The most blocks of a beginning that can be shared: all that the query behind them sees is
-    there.
+def num_shareable(views: Views, cached: Sequence[Sequence[bool]]) -> int:
+    """The most first blocks that a sequence can share, such that all that the next query sees is
+    cached.
 
     Args:
-        present: of each group and block, whether it is found.
+        cached: of each group and block, whether it is in the cache.
     """
-    most = min((len(one) for one in present), default=0)
-    fits = [True] * (most + 1)
-    for view, found in zip(views, present, strict=True):
-        run, kept_missing, kept = 0, False, frozenset(view.kept)
-        for at in range(most + 1):  # a query in block `at`, behind the blocks before it
-            needed = at - view.first(at)
-            fits[at] = fits[at] and run >= needed and not (kept_missing and view.first(at) > 0)
-            if at < most:
-                run = run + 1 if found[at] else 0
-                kept_missing = kept_missing or (at in kept and not found[at])
-    return max(at for at in range(most + 1) if fits[at])
+    num_blocks = min(map(len, cached), default=0)
+    fits = [True] * (num_blocks + 1)
+    for view, is_cached in zip(views, cached, strict=True):
+        run = 0  # cached blocks directly before `block`
+        misses_kept = False
+        kept_blocks = frozenset(view.kept)
+        for block in range(num_blocks + 1):  # of a query, behind the blocks before it
+            first = view.first(block)
+            fits[block] = fits[block] and run >= block - first and not (misses_kept and first > 0)
+            if block < num_blocks:
+                run = run + 1 if is_cached[block] else 0
+                misses_kept = misses_kept or (block in kept_blocks and not is_cached[block])
+    return max(block for block in range(num_blocks + 1) if fits[block])
 
 
-def most_held(config: SchedulerConfig, request: Request, tokens: int, chunk: int) -> int:
-    """Blocks that a sequence has at most at one time until its first `tokens` tokens are computed.
+def peak_blocks(config: SchedulerConfig, request: Request, tokens: int, chunk: int) -> int:
+    """The most blocks that a sequence has at one time until its first `tokens` tokens are computed.
 
     Args:
-        chunk: tokens of a step at most.
+        chunk: the most tokens of a step.
     """
-    whole, total = blocks.needed(tokens, config.block_size), 0
+    per_group = blocks.needed(tokens, config.block_size)
+    total = 0
     for view in views_of(config, request):
         if view.window is None:
-            total += whole
+            total += per_group
         else:
-            kept = len(view.outside(whole - 1)) if whole else 0
-            total += min(whole, kept + view.window + blocks.needed(chunk - 1, config.block_size))
+            outside = len(view.outside(per_group - 1)) if per_group else 0
+            window = view.window + blocks.needed(chunk - 1, config.block_size)
+            total += min(per_group, outside + window)
     return total
 
 
-def wanted(config: SchedulerConfig, seq: Seq) -> int:
-    """Blocks that must be free for a sequence to enter: `most_held` of its known tokens, at most
-    the whole pool.
+def entry_need(config: SchedulerConfig, seq: Seq) -> int:
+    """The number of blocks that must be free for a sequence to enter: `peak_blocks` of its known
+    tokens, at most the whole pool.
 
-    `submit` ensures that a pool of fewer blocks suffices for shorter chunks (`fewest`).
+    `submit` ensures that a pool of fewer blocks suffices for shorter chunks (`smallest_pool`).
     """
-    # `submit` ensures that all beams fit so
+    # `submit` ensures that all beams of a request fit with chunks of one token
     chunk = 1 if seq.is_beam else config.max_num_batched_tokens
-    return min(most_held(config, seq.request, seq.length, chunk), config.num_blocks)
+    return min(peak_blocks(config, seq.request, seq.length, chunk), config.num_blocks)
 
 
-def fewest(config: SchedulerConfig, request: Request, limit: int) -> int:
-    """Blocks of the smallest pool in which a sequence of `limit` tokens ends, one token a step.
+def smallest_pool(config: SchedulerConfig, request: Request, limit: int) -> int:
+    """The blocks of the smallest pool in which a sequence grows to `limit` tokens, one token a
+    step.
 
     A branch computes the last token of its prompt again, and the block of that token may have to be
     copied.
     """
-    need = most_held(config, request, limit, 1)
-    whole = config.groups * blocks.needed(limit, config.block_size)
-    return min(need + config.groups, whole) if request.forks and not request.beams else need
+    need = peak_blocks(config, request, limit, 1)
+    if request.forks and not request.beams:
+        full_table = config.groups * blocks.needed(limit, config.block_size)
+        return min(need + config.groups, full_table)
+    return need
 
 
 def sequences_that_fit(config: SchedulerConfig) -> int:
-    """Sequences of max_model_len tokens whose blocks fit into the pool at once."""
-    whole = blocks.needed(config.max_model_len, config.block_size) * config.groups
-    longest = Request("", 1, config.max_model_len)
-    each = (
-        most_held(config, longest, config.max_model_len, config.max_num_batched_tokens)
-        if config.views
-        else whole
-    )
-    return config.num_blocks // each
+    """The number of sequences of max_model_len tokens whose blocks fit into the pool at once."""
+    length = config.max_model_len
+    if config.views:
+        longest = Request("", 1, length)
+        need = peak_blocks(config, longest, length, config.max_num_batched_tokens)
+    else:
+        need = blocks.needed(length, config.block_size)
+    return config.num_blocks // need
 
 
-def entering(
-    config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int
+def entry_blocks(
+    config: SchedulerConfig, seq: Seq, cached: Sequence[int], free: int, budget: int
 ) -> tuple[int, int]:
-    """Of a sequence that enters: (new blocks that it gets now, blocks that it still needs after
-    that).
+    """The blocks of a sequence that enters -> (number of new blocks that it gets now, number of
+    blocks that it still needs after that).
 
     Args:
-        found: its blocks that need no new one: shared ones and holes; of a swapped one, shared ones
-            alone.
-        free: blocks that it may have.
-        budget: tokens that it may compute.
+        cached: its blocks that need no new one: shared ones and holes; of a swapped sequence,
+            shared ones alone.
+        free: the number of blocks that it may have.
+        budget: the number of tokens that it may compute.
     """
-    size, groups = config.block_size, config.groups
+    size = config.block_size
+    groups = config.groups
     if seq.blocks:
-        had, computed = len(seq.blocks), seq.computed
-        new = held(seq.blocks) - len(found)
+        entries = len(seq.blocks)
+        computed = seq.computed
+        new_blocks = held(seq.blocks) - len(cached)
     else:
-        had, computed, new = len(found), len(found) // groups * size, 0
-    count = min(seq.length - computed, budget, (had + free - new) // groups * size - computed)
-    new += max(0, blocks.needed(computed + count, size) * groups - had)
-    return new, max(0, wanted(config, seq) - held(found) - new)
+        entries = len(cached)
+        computed = entries // groups * size
+        new_blocks = 0
+    covered = (entries + free - new_blocks) // groups * size
+    count = min(seq.length - computed, budget, covered - computed)
+    new_blocks += max(0, blocks.needed(computed + count, size) * groups - entries)
+    return new_blocks, max(0, entry_need(config, seq) - held(cached) - new_blocks)
 
 
-def promised(config: SchedulerConfig, active: Running) -> int:
-    """Blocks that running sequences still need until their known tokens are computed."""
+def promised_blocks(config: SchedulerConfig, active: Running) -> int:
+    """The number of blocks that running sequences still need until their known tokens are
+    computed.
+    """
     total = 0
     for seq, length, computed in zip(active.seqs, active.lengths, active.computed, strict=True):
         if length - computed > 1:
-            total += max(0, wanted(config, seq._replace(length=length)) - held(seq.blocks))
+            need = entry_need(config, seq._replace(length=length))
+            total += max(0, need - held(seq.blocks))
     return total
 
 
-def room(config: SchedulerConfig, pool: BlockPool, table: Sequence[int]) -> int:
-    """Tokens that a table can cover if it gets all free blocks."""
+def coverable_tokens(config: SchedulerConfig, pool: BlockPool, table: Sequence[int]) -> int:
+    """The number of tokens that a table covers if it gets all free blocks."""
     return (len(table) // config.groups + pool.num_free // config.groups) * config.block_size
 
 
-def extended(config: SchedulerConfig, pool: BlockPool, table: tuple[int, ...], tokens: int):
-    """A table with blocks for its first `tokens` tokens; the pool has them. -> (pool, table)"""
-    more = blocks.needed(tokens, config.block_size) * config.groups - len(table)
-    if more <= 0:
+def extend(
+    config: SchedulerConfig, pool: BlockPool, table: tuple[int, ...], tokens: int
+) -> tuple[BlockPool, tuple[int, ...]]:
+    """Extends a table to its first `tokens` tokens; the pool has the blocks -> (pool, table).
+
+    It returns the same table if that covers them.
+    """
+    need = blocks.needed(tokens, config.block_size) * config.groups - len(table)
+    if need <= 0:
         return pool, table
-    taken = blocks.allocate(pool, more)
-    assert taken is not None, "the tokens were bounded by the free blocks"
-    return taken[0], table + taken[1]
+    allocation = blocks.allocate(pool, need)
+    assert allocation is not None, "the tokens were bounded by the free blocks"
+    pool, new_blocks = allocation
+    return pool, table + new_blocks
 
 
 def grow(
     config: SchedulerConfig, pool: BlockPool, active: Running, first: int, budget: int
 ) -> tuple[BlockPool, Running, list[int]]:
-    """Give the sequences from `first` on their tokens of this step, and blocks for them, in order.
+    """Gives the sequences from `first` on their tokens of this step, and blocks for them, in order.
 
     A chunk is cut where no block is left for it. It has one token at least, because `make_room`
     came before.
@@ -204,13 +230,17 @@ def grow(
     Returns:
         (pool, running sequences, tokens of each until the budget is used)
     """
-    seqs, counts = list(active.seqs), []
+    seqs = list(active.seqs)
+    counts: list[int] = []
     for i in range(first, len(seqs)):
         if budget == 0:
             break
-        seq, length, computed = seqs[i], active.lengths[i], active.computed[i]
-        count = min(length - computed, budget, room(config, pool, seq.blocks) - computed)
-        pool, table = extended(config, pool, seq.blocks, computed + count)
+        seq = seqs[i]
+        length = active.lengths[i]
+        computed = active.computed[i]
+        coverable = coverable_tokens(config, pool, seq.blocks)
+        count = min(length - computed, budget, coverable - computed)
+        pool, table = extend(config, pool, seq.blocks, computed + count)
         if table is not seq.blocks:
             seqs[i] = seq._replace(length=length, computed=computed, blocks=table)
         counts.append(count)
@@ -219,25 +249,28 @@ def grow(
 
 
 def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[BlockPool, Running]:
-    """Give back the blocks of running sequences that no later query sees."""
-    seqs, groups, size, freed = list(active.seqs), config.groups, config.block_size, []
+    """Gives back the blocks of running sequences that no later query sees."""
+    seqs = list(active.seqs)
+    groups = config.groups
+    freed: list[int] = []
     for i, seq in enumerate(seqs):
-        at = position(active.lengths[i], active.computed[i]) // size
+        query_block = position(active.lengths[i], active.computed[i]) // config.block_size
         table: list[int] | None = None
         for group, view in enumerate(views_of(config, seq.request)):
-            block = view.first(at) - 1
-            while block >= 0:  # below the first hole that is not kept, all others are holes
+            # below the first hole that is not kept, all others are holes
+            for block in range(view.first(query_block) - 1, -1, -1):
+                if block in view.kept:
+                    continue
                 entry = block * groups + group
-                if block not in view.kept:
-                    if seq.blocks[entry] == HOLE:
-                        break
-                    table = table or list(seq.blocks)
-                    freed.append(table[entry])
-                    table[entry] = HOLE
-                block -= 1
+                if seq.blocks[entry] == HOLE:
+                    break
+                table = table or list(seq.blocks)
+                freed.append(table[entry])
+                table[entry] = HOLE
         if table:
-            length, computed = active.lengths[i], active.computed[i]
-            seqs[i] = seq._replace(length=length, computed=computed, blocks=tuple(table))
+            seqs[i] = seq._replace(
+                length=active.lengths[i], computed=active.computed[i], blocks=tuple(table)
+            )
     if not freed:
         return pool, active
     return blocks.release(pool, freed), active._replace(seqs=tuple(seqs))
@@ -251,13 +284,14 @@ def position(length: int, computed: int) -> int:
 
 
 def check(config: SchedulerConfig, seq: Seq) -> None:
-    """A running sequence has the blocks that its next query sees, and no others before them. Raises
-    AssertionError.
+    """Checks that a running sequence has the blocks that its next query sees, and no others before
+    them. Raises AssertionError.
     """
-    at = position(seq.length, seq.computed) // config.block_size
+    query_block = position(seq.length, seq.computed) // config.block_size
     for group, view in enumerate(views_of(config, seq.request)):
-        first, kept = view.first(at), view.outside(at)
+        first = view.first(query_block)
+        outside = view.outside(query_block)
         for i, block in enumerate(seq.blocks[group :: config.groups]):
-            assert (block == HOLE) == (i < first and i not in kept), (
+            assert (block == HOLE) == (i < first and i not in outside), (
                 f"{seq.request_id}: block {i} of group {group}"
             )

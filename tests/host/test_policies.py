@@ -474,7 +474,7 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
     need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
     need = (
-        views.fewest(config, Request("longest", 1, 31), config.max_model_len)
+        views.smallest_pool(config, Request("longest", 1, 31), config.max_model_len)
         if config.views
         else need
     )
