@@ -14,7 +14,7 @@ import os
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
@@ -590,7 +590,7 @@ def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | 
     return positions
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

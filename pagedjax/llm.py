@@ -593,6 +593,8 @@ class LLM:
     def _truncated(self, ids: list[int], params: Params) -> Sequence[int]:
         """Returns the last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
         count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+        if count is None:
+            return ids
         return vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
 
     def _tokens(self, source: Any) -> list[int]:
