@@ -201,7 +201,8 @@ class Session(Calls):
         Args:
             spelled: the token ids of bad words, by the words; new ones are added.
         """
-        params = params.drawn()
+        if params.best_of is not None:
+            params = params.drawn()
         words = params.bad_words
         if not words:
             return params
