@@ -1,8 +1,8 @@
-"""Frozen, strict configuration. Rejects what it does not know; never adjusts a value silently.
-Imports no jax.
+"""Frozen, strict configuration. It rejects unknown keys, and never adjusts a value silently. This
+module imports no jax.
 
-`EngineConfig` is what a user writes (None means "choose for me"); `resolve()` turns it, once, into
-a `Resolved` in which nothing is left to choose. A run saves the resolved one.
+A user writes an `EngineConfig`, in which None means "choose for me". `resolve()` turns it, once,
+into a `Resolved`, in which nothing is left to choose. A run saves the resolved one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
@@ -33,9 +33,9 @@ Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
-MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` says more or less
-ON_DEVICE = ("draft", "eagle")  # methods of a drafter that is a model
-VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
+MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` is set
+ON_DEVICE = ("draft", "eagle")  # methods whose drafter is a model
+VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
     "num_speculative_tokens": "num_tokens",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
@@ -47,21 +47,21 @@ VLLM_METHODS = {"draft_model": "draft"}
 class Speculative:
     """Speculative decoding: which drafter guesses the next tokens of a sequence, and how many.
 
-    method: "ngram": what followed the last tokens where they occurred before in the sequence
-        (prompt lookup); "suffix": the same by a tree of suffixes, over earlier outputs of the
-        engine too; "draft": a smaller model; "eagle": a head on the model's own layers. One of your
-        own is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
+    method: "ngram": the tokens that followed the last tokens where these occurred before in the
+        sequence (prompt lookup); "suffix": the same by a tree of suffixes, also over earlier
+        outputs of the engine; "draft": a smaller model; "eagle": a head on the model's own layers.
+        A user's own drafter is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
     model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of
         "eagle", the folder of a head (`python -m experiments.training.train_draft`).
-    num_tokens: draft tokens of a sequence in a step, at most. One step verifies all of them and
+    num_tokens: the most draft tokens of a sequence in a step. One step verifies all of them and
         adds one token.
-    adaptive: draft fewer tokens, or none, where more would not pay: by the share of accepted drafts
-        and the measured times of steps. Tokens do not depend on it.
+    adaptive: draft fewer tokens, or none, where more would not pay. This follows from the share of
+        accepted drafts and the measured times of steps. Tokens do not depend on it.
     rule: which drafts are accepted. "strict": those that equal the token that the engine samples in
         their place, so tokens are those of an engine without drafts. "rejection": speculative
-        sampling (Leviathan et al. 2023), where more drafts are accepted; tokens have the same
-        distribution, and are others. Greedy requests are strict.
-    ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens that is looked up.
+        sampling (Leviathan et al. 2023), which accepts more drafts; tokens have the same
+        distribution, but are not the same tokens. Greedy requests are strict.
+    ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens to look up.
     """
 
     method: str = "ngram"
@@ -75,27 +75,22 @@ class Speculative:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "ngram_max", "ngram_min"):
             value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not 1 <= value <= MAX_DRAFT_TOKENS
-            ):
-                remedy = (
-                    "; to switch speculation off, leave speculative out"
-                    if name == "num_tokens"
-                    else ""
+            if not (_is_integer(value) and 1 <= value <= MAX_DRAFT_TOKENS):
+                remedy = "; to switch speculation off, leave speculative out"
+                raise ValueError(
+                    f"speculative.{name} is {value!r}; it must be an integer from 1 to "
+                    f"{MAX_DRAFT_TOKENS}{remedy if name == 'num_tokens' else ''}"
                 )
-                what = f"it must be an integer from 1 to {MAX_DRAFT_TOKENS}{remedy}"
-                raise ValueError(f"speculative.{name} is {value!r}; {what}")
         if self.ngram_min > self.ngram_max:
             raise ValueError(
-                f"speculative.ngram_min is {self.ngram_min}; it must be at most ngram_max {self.ngram_max}"
+                f"speculative.ngram_min is {self.ngram_min}; "
+                f"it must be at most ngram_max {self.ngram_max}"
             )
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"speculative.adaptive is {self.adaptive!r}; it must be True or False")
         one_of("speculative.rule", self.rule, get_args(AcceptanceRule))
-        if not (isinstance(self.method, str) and ":" in self.method):
-            one_of("speculative.method", self.method, get_args(DraftMethod), own=True)
+        if not _names_own_value(self.method):
+            one_of("speculative.method", self.method, get_args(DraftMethod), custom=True)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -104,18 +99,18 @@ class Speculative:
             )
         if self.rule == "rejection" and self.method == "suffix":
             raise ValueError(
-                "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns from other requests: "
-                "with equal seeds their tokens have the same random numbers, and outputs would be biased; use the rule "
-                "'strict', or another method"
+                "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns "
+                "from other requests: with equal seeds their tokens have the same random numbers, "
+                "and outputs would be biased; use the rule 'strict', or another method"
             )
         if self.model is not None and self.method not in ON_DEVICE:
             raise ValueError(
-                f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no model; leave it out, or "
-                f"use a method of {', '.join(ON_DEVICE)}"
+                f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no "
+                f"model; leave it out, or use a method of {', '.join(ON_DEVICE)}"
             )
 
 
-# by field: its policy, its default, the least integer
+# fields: (the policy that has it, its default, the smallest integer; None: it is a bool)
 _KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {
     "sinks": ("streaming", 4, 0),
     "window": ("streaming", 1020, 1),
@@ -127,17 +122,18 @@ _KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {
 
 @dataclass(frozen=True)
 class KVPolicyOptions:
-    """Which blocks of its sequence a query still sees (docs/design/kv-policies.md).
+    """Which blocks of its sequence a query sees (docs/design/kv-policies.md).
 
     name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv
-        2309.17453); other blocks are given back. "quest": it reads the blocks whose keys fit it
-        best (arXiv 2406.10774); all blocks are kept. A `KVPolicy` of your own is "module:NAME" or
+        2309.17453); other blocks are freed. "quest": a query reads the blocks whose keys fit it
+        best (arXiv 2406.10774); all blocks are kept. A user's own `KVPolicy` is "module:NAME" or
         "folder/file.py:NAME".
-    sinks: of "streaming", the first tokens that every query sees; None is 4.
-    window: of "streaming", the last tokens that a query sees at least, its own included; None is
-        1020.
-    tokens: of "quest", the tokens that a query reads at most, its own block included; None is 1024.
-    dense_layers: of "quest", the first layers, in which a query reads all; None is 2.
+    sinks: of "streaming", the number of first tokens that every query sees; None is 4.
+    window: of "streaming", the smallest number of last tokens that a query sees, its own included;
+        None is 1020.
+    tokens: of "quest", the largest number of tokens that a query reads, its own block included;
+        None is 1024.
+    dense_layers: of "quest", the number of first layers, where a query reads all; None is 2.
     dense_prompts: of "quest", whether queries of prompts read all; None is True.
     """
 
@@ -149,43 +145,46 @@ class KVPolicyOptions:
     dense_prompts: bool | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.name, str) and ":" in self.name):
-            one_of("kv_policy", self.name, get_args(KVPolicyName), own=True)
-        for name, (of, usual, least) in _KV_POLICY_SIZES.items():
+        if not _names_own_value(self.name):
+            one_of("kv_policy", self.name, get_args(KVPolicyName), custom=True)
+        for name, (policy, default, minimum) in _KV_POLICY_SIZES.items():
             value = getattr(self, name)
-            if self.name == of and value is None:
-                object.__setattr__(self, name, usual)
-            elif value is not None and self.name != of:
-                what = f"kv_policy.{name} is {value!r}, and kv_policy.name {self.name!r}"
-                raise ValueError(f"{what}, which does not take it; leave it out, or use {of!r}")
-            elif value is not None and least is None and not isinstance(value, bool):
-                raise ValueError(f"kv_policy.{name} is {value!r}; it must be True or False")
-            elif (
-                value is not None
-                and least is not None
-                and not (type(value) is int and value >= least)
-            ):
+            if value is None:
+                if self.name == policy:
+                    object.__setattr__(self, name, default)
+            elif self.name != policy:
                 raise ValueError(
-                    f"kv_policy.{name} is {value!r}; it must be an integer of at least {least}"
+                    f"kv_policy.{name} is {value!r}, and kv_policy.name {self.name!r}, "
+                    f"which does not take it; leave it out, or use {policy!r}"
+                )
+            elif minimum is None:
+                if not isinstance(value, bool):
+                    raise ValueError(f"kv_policy.{name} is {value!r}; it must be True or False")
+            elif type(value) is not int or value < minimum:
+                raise ValueError(
+                    f"kv_policy.{name} is {value!r}; it must be an integer of at least {minimum}"
                 )
 
     @staticmethod
     def read(value: Any) -> KVPolicyOptions | None:
-        """From None, a name, a mapping of fields (as YAML and the command line give it), or a
-        `KVPolicyOptions`. None is "full".
+        """Returns the options that a value describes; None for "full".
+
+        Args:
+            value: None ("full"), a name, a mapping of fields (from YAML and the command line), or a
+                `KVPolicyOptions`.
 
         Raises:
             ValueError: an unknown name or field, or a size out of range.
         """
         if isinstance(value, Mapping):
-            value = from_dict(
-                KVPolicyOptions, {str(name): one for name, one in value.items()}, where="kv_policy."
-            )
+            fields = {str(name): item for name, item in value.items()}
+            value = from_dict(KVPolicyOptions, fields, where="kv_policy.")
         elif isinstance(value, str):
             value = KVPolicyOptions(value)
         elif value is not None and not isinstance(value, KVPolicyOptions):
             raise ValueError(
-                f"kv_policy is {value!r}; it must be a name, or a mapping such as {{'name': 'streaming'}}"
+                f"kv_policy is {value!r}; it must be a name, "
+                "or a mapping such as {'name': 'streaming'}"
             )
         return None if value is None or value.name == "full" else value
 
@@ -194,9 +193,9 @@ class KVPolicyOptions:
 class MeshConfig:
     """How many devices share one model, by axis of the mesh (docs/design/devices.md).
 
-    tensor: heads, the width of every MLP and the vocabulary are split over it.
-    expert: the experts of a mixture are dealt over it; everything else is split over both axes, as
-        if they were one.
+    tensor: heads, the width of every MLP and the vocabulary are split over this axis.
+    expert: the experts of a mixture are dealt over this axis; everything else is split over both
+        axes, as if they were one.
     """
 
     tensor: int = 1
@@ -205,7 +204,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name in ("tensor", "expert"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not (_is_integer(value) and value >= 1):
                 raise ValueError(f"mesh.{name} is {value!r}; it must be an integer of at least 1")
 
     @property
@@ -215,7 +214,10 @@ class MeshConfig:
 
     @staticmethod
     def read(value: Any) -> MeshConfig | None:
-        """From None, a `MeshConfig`, or sizes by axis, as YAML and the command line give them.
+        """Returns the mesh that a value describes; None for None.
+
+        Args:
+            value: None, a `MeshConfig`, or sizes by axis (from YAML and the command line).
 
         Raises:
             ValueError: an axis that does not exist, or a size below 1.
@@ -228,12 +230,11 @@ class MeshConfig:
             )
         if "data" in value:
             raise ValueError(
-                "mesh has the axis 'data', and an engine has one cache and one queue; start an engine for each slice "
-                "of the devices (devices=...), with a mesh of its own"
+                "mesh has the axis 'data', and an engine has one cache and one queue; start an "
+                "engine for each slice of the devices (devices=...), with a mesh of its own"
             )
-        return from_dict(
-            MeshConfig, {str(name): size for name, size in value.items()}, where="mesh."
-        )
+        sizes = {str(name): size for name, size in value.items()}
+        return from_dict(MeshConfig, sizes, where="mesh.")
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,8 @@ class EngineConfig:
     block_size: token slots in a cache block (S).
     max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks
         share the rest.
-    max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each
-        needs one a step.
+    max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens,
+        because each needs one in each step.
     max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
     num_blocks: cache blocks that requests can own; None fills what a step leaves of
         `memory_fraction` of the free memory (on a CPU at most 4 GiB), but no more than max_num_seqs
@@ -261,12 +262,12 @@ class EngineConfig:
     policy: the order of admission and the choice of victims when blocks run out; host/policies.py
         states the promise of each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform,
-        once. One of your own is "module:NAME" or "folder/file.py:NAME".
+        once. A user's own one is "module:NAME" or "folder/file.py:NAME".
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored;
-        None chooses by platform, once. One of your own is named in the same way.
+        None chooses by platform, once. A user's own one is named in the same way.
     model_family: what reads the model, if no built-in family does: "module:NAME" or
         "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md). It may replace
-        a built-in one. None: a built-in one.
+        a built-in family. None: a built-in family.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to
         the budget.
     batch_invariant: the tokens and log-probabilities of a request have the same bits beside any
@@ -274,39 +275,40 @@ class EngineConfig:
         of threads. It needs implementations that promise it (docs/design/batch-invariance.md), and
         excludes the rule "rejection" of speculation.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when
-        a step first needs it, so that the first token comes sooner. Then no step is measured when
-        the number of blocks is chosen. "background": the largest at start-up, the others one at a
-        time while steps run; a step is padded to the next larger one that exists. It is the default
-        of `LLM` and `pagedjax serve`, excludes speculative, and is for one process.
-    preemption: what happens to the content of a preempted sequence. "recompute": it is computed
-        again; "swap": it moves to host memory, `swap_space_gib` of it at most, and comes back; what
-        finds no room there is computed again.
+        a step first needs it, so that the first token comes sooner. With "lazy", no step is
+        measured when the number of blocks is chosen. "background": the largest is compiled at
+        start-up, and the others one at a time while steps run; a step is padded to the next larger
+        one that exists. It is the default of `LLM` and `pagedjax serve`, excludes speculative, and
+        is for one process.
+    preemption: what happens to the content of a preempted sequence. "recompute": its keys and
+        values are computed again. "swap": they move to host memory, at most `swap_space_gib` of it,
+        and come back; those that find no room there are computed again.
     lookahead: steps that are sent to the device before the tokens of the current step are known
-        (engine/lookahead.py). 0: each step waits for the one before; 1 hides the host's work behind
-        the device's. It changes no token.
+        (engine/lookahead.py). With 0, each step waits for the one before. 1 hides the host's work
+        behind the device's. It changes no token.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
         names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
-        no token. It excludes lookahead, which sends a step before the tokens are known that a draft
-        would follow.
+        no token. It excludes lookahead, because a draft follows known tokens, and lookahead sends a
+        step before they are known.
     mesh: the devices that share the model, a `MeshConfig` or a mapping such as {"tensor": 4}; None
         is one device. It changes no token, up to rounding.
     devices: positions in `jax.devices()` of the devices to use, one each; None is the first ones.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests
         that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes
-        share steps. Without them steps are made as earlier engines made them (host/step_kinds.py),
-        to compare with.
+        share steps. Without them, steps are those of earlier engines (host/step_kinds.py), for
+        comparisons.
     kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", "quest",
         your own, or a `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4,
-        "window": 1020}. Blocks that no query sees any more are free for others. All but "full"
-        change tokens.
+        "window": 1020}. Blocks that no query will see again are freed. All but "full" change
+        tokens.
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It
         changes no token.
-    reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of
-        the cache for its whole life, as engines before paging did (host/reservation.py); it needs
-        enable_prefix_caching=False.
+    reservation: "none" is paging. With another value, a sequence gets one contiguous piece of the
+        cache for its whole life when it enters, as in engines before paging (host/reservation.py).
+        This needs enable_prefix_caching=False.
     enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one
-        device, and products that can add those of low rank; it excludes draft models.
+        device, and products that can add those of low rank. It excludes draft models.
     max_loras: adapters that an engine has at once, beside none, at most.
     max_lora_rank: the rank of an adapter, at most; those of lower ranks are padded with zeros.
     row_features: sampling options of one's own (docs/design/logits-processors.md), each
@@ -326,9 +328,9 @@ class EngineConfig:
     dtype: DType | None = None
     weight_dtype: WeightDType | None = None
     kv_cache_dtype: CacheDType | None = None
-    policy: str = "fcfs"  # a PolicyName, or where one of your own is
-    attention_impl: str | None = None  # an AttentionImpl, or where one of your own is
-    linear_impl: str | None = None  # a LinearImpl, or where one of your own is
+    policy: str = "fcfs"  # a PolicyName, or the place of a user's own
+    attention_impl: str | None = None  # an AttentionImpl, or the place of a user's own
+    linear_impl: str | None = None  # a LinearImpl, or the place of a user's own
     model_family: str | None = None
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
@@ -340,7 +342,7 @@ class EngineConfig:
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
-    kv_policy: KVPolicyOptions | str | None = None  # no str, once it is checked
+    kv_policy: KVPolicyOptions | str | None = None  # no str after __post_init__
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
@@ -352,80 +354,38 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        open_ones = "max_model_len", "num_blocks", "max_tap_bytes"
         sizes = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank"
-        for name in (*sizes, *open_ones):
+        optional_sizes = "max_model_len", "num_blocks", "max_tap_bytes"
+        for name in (*sizes, *optional_sizes):
             value = getattr(self, name)
-            if value is None and name in open_ones:
+            if value is None and name in optional_sizes:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not (_is_integer(value) and value >= 1):
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-        if (
-            isinstance(self.lookahead, bool)
-            or not isinstance(self.lookahead, int)
-            or self.lookahead < 0
-        ):
+        if not (_is_integer(self.lookahead) and self.lookahead >= 0):
             raise ValueError(
                 f"lookahead is {self.lookahead!r}; it must be an integer of at least 0"
             )
-        if isinstance(self.speculative, Mapping):  # as YAML and the command line spell it
-            given: Any = self.speculative
-            names: dict[str, Any] = {
-                VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()
-            }
-            if len(names) < len(given):
-                raise ValueError(
-                    f"speculative is {dict(given)!r}, which gives one field under two names"
-                )
-            if isinstance(method := names.get("method"), str):
-                names["method"] = VLLM_METHODS.get(method, method)
-            options = from_dict(Speculative, names, where="speculative.")
-            object.__setattr__(self, "speculative", options)
-        if self.speculative is not None and not isinstance(self.speculative, Speculative):
-            raise ValueError(
-                f"speculative is {self.speculative!r}; it must be None, or its fields by name"
-            )
-        if self.speculative is not None and self.lookahead:
-            raise ValueError(
-                f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
-                "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
-            )
-        if (
-            self.batch_invariant
-            and self.speculative is not None
-            and self.speculative.rule == "rejection"
-        ):
-            raise ValueError(
-                "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; "
-                "set speculative.rule='strict', or batch_invariant=False"
-            )
+        self._check_speculative()
         object.__setattr__(self, "kv_policy", KVPolicyOptions.read(self.kv_policy))
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
         share = self.memory_fraction
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+        if not (_is_number(share) and 0.0 < share <= 1.0):
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
         swap = self.swap_space_gib
-        if (
-            isinstance(swap, bool)
-            or not isinstance(swap, (int, float))
-            or not 0.0 <= swap < float("inf")
-        ):
+        if not (_is_number(swap) and 0.0 <= swap < float("inf")):
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
-        if (
-            isinstance(self.seed, bool)
-            or not isinstance(self.seed, int)
-            or not 0 <= self.seed < 2**32
-        ):
+        if not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        switches = (
+        for name in (
             "enable_prefix_caching",
             "chunked_prefill",
             "mixed_steps",
             "free_window_blocks",
             "batch_invariant",
-        )
-        for name in (*switches, "enable_lora"):
+            "enable_lora",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         one_of("reservation", self.reservation, get_args(Reservation))
@@ -433,66 +393,110 @@ class EngineConfig:
         self._check_adapters()
         if self.reservation != "none" and self.enable_prefix_caching:
             raise ValueError(
-                f"reservation is {self.reservation!r}, which shares no blocks, but enable_prefix_caching "
-                "is True; set enable_prefix_caching=False, or reservation='none'"
+                f"reservation is {self.reservation!r}, which shares no blocks, but "
+                "enable_prefix_caching is True; set enable_prefix_caching=False, "
+                "or reservation='none'"
             )
         one_of("preemption", self.preemption, get_args(Preemption))
         one_of("compilation", self.compilation, get_args(Compilation))
         if self.compilation == "background" and self.speculative is not None:
             raise ValueError(
-                f"compilation is 'background' and speculative is {self.speculative.method!r}, whose number of drafts "
-                "follows the times of steps of each size; set compilation='eager', or speculative=None"
+                f"compilation is 'background' and speculative is {self.speculative.method!r}, "
+                "whose number of drafts follows the times of steps of each size; "
+                "set compilation='eager', or speculative=None"
             )
-        if self.dtype is not None:
-            one_of("dtype", self.dtype, get_args(DType))
-        if self.weight_dtype is not None:
-            one_of("weight_dtype", self.weight_dtype, get_args(WeightDType))
-        if self.kv_cache_dtype is not None:
-            one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
-        if not (isinstance(self.policy, str) and ":" in self.policy):
-            one_of("policy", self.policy, get_args(PolicyName), own=True)
-        for name, known in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
-            impl = getattr(self, name)
-            if impl is not None and not (isinstance(impl, str) and ":" in impl):
-                one_of(name, impl, get_args(known), own=True)
-        if self.model_family is not None and not (
-            isinstance(self.model_family, str) and ":" in self.model_family
-        ):
-            what = f"model_family is {self.model_family!r}"
-            raise ValueError(
-                f"{what}; it must be module:NAME or folder/file.py:NAME of a Family, or None"
-            )
-        if isinstance(self.row_features, list):  # as YAML spells a tuple
-            object.__setattr__(self, "row_features", tuple(self.row_features))
-        named = isinstance(self.row_features, tuple)
-        if not named or not all(isinstance(one, str) and ":" in one for one in self.row_features):
-            what = f"row_features is {self.row_features!r:.200}"
-            raise ValueError(
-                f"{what}; it must be a list, and each item module:NAME or folder/file.py:NAME"
-            )
+        self._check_names()
         if self.token_buckets is not None:
-            sizes = self.token_buckets
-            if isinstance(sizes, list):  # as YAML spells a tuple
-                object.__setattr__(self, "token_buckets", tuple(sizes))
-            if (
-                not isinstance(sizes, (list, tuple))
-                or not sizes
-                or any(type(t) is not int or t < 1 for t in sizes)
-                or list(sizes) != sorted(set(sizes))
-            ):
+            self._check_token_buckets()
+
+    def _check_speculative(self) -> None:
+        """Replace a mapping of its fields. Raises ValueError for a wrong field, and for what
+        speculation cannot be combined with.
+        """
+        if isinstance(self.speculative, Mapping):  # from YAML and the command line
+            values: dict[str, Any] = dict(self.speculative)
+            fields = {VLLM_NAMES.get(str(name), str(name)): item for name, item in values.items()}
+            if len(fields) < len(values):
                 raise ValueError(
-                    f"token_buckets is {sizes!r}; it must be ascending integers of at least 1"
+                    f"speculative is {values!r}, which gives one field under two names"
                 )
-            if sizes[-1] < self.max_num_batched_tokens:
-                raise ValueError(
-                    f"the largest of token_buckets is {sizes[-1]}, below max_num_batched_tokens "
-                    f"{self.max_num_batched_tokens}; add it, or a step could be too large for every bucket"
-                )
+            method = fields.get("method")
+            if isinstance(method, str):
+                fields["method"] = VLLM_METHODS.get(method, method)
+            options = from_dict(Speculative, fields, where="speculative.")
+            object.__setattr__(self, "speculative", options)
+        if self.speculative is None:
+            return
+        if not isinstance(self.speculative, Speculative):
+            raise ValueError(
+                f"speculative is {self.speculative!r}; it must be None, or its fields by name"
+            )
+        if self.lookahead:
+            raise ValueError(
+                f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: "
+                "a draft follows known tokens, and lookahead sends a step before they are known; "
+                "set lookahead=0, or speculative=None"
+            )
+        if self.batch_invariant and self.speculative.rule == "rejection":
+            raise ValueError(
+                "batch_invariant is True and speculative.rule is 'rejection', with which a token "
+                "depends on its draft; set speculative.rule='strict', or batch_invariant=False"
+            )
+
+    def _check_names(self) -> None:
+        """Raises ValueError for an unknown dtype, policy, implementation, family or row feature."""
+        for name, allowed in (
+            ("dtype", DType),
+            ("weight_dtype", WeightDType),
+            ("kv_cache_dtype", CacheDType),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                one_of(name, value, get_args(allowed))
+        if not _names_own_value(self.policy):
+            one_of("policy", self.policy, get_args(PolicyName), custom=True)
+        for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
+            value = getattr(self, name)
+            if value is not None and not _names_own_value(value):
+                one_of(name, value, get_args(allowed), custom=True)
+        if self.model_family is not None and not _names_own_value(self.model_family):
+            raise ValueError(
+                f"model_family is {self.model_family!r}; "
+                "it must be module:NAME or folder/file.py:NAME of a Family, or None"
+            )
+        if isinstance(self.row_features, list):  # YAML has no tuples
+            object.__setattr__(self, "row_features", tuple(self.row_features))
+        features = self.row_features
+        if not isinstance(features, tuple) or not all(map(_names_own_value, features)):
+            raise ValueError(
+                f"row_features is {features!r:.200}; "
+                "it must be a list, and each item module:NAME or folder/file.py:NAME"
+            )
+
+    def _check_token_buckets(self) -> None:
+        sizes: Any = self.token_buckets
+        if isinstance(sizes, list):  # YAML has no tuples
+            object.__setattr__(self, "token_buckets", tuple(sizes))
+        if (
+            not isinstance(sizes, (list, tuple))
+            or not sizes
+            or any(type(size) is not int or size < 1 for size in sizes)
+            or list(sizes) != sorted(set(sizes))
+        ):
+            raise ValueError(
+                f"token_buckets is {sizes!r}; it must be ascending integers of at least 1"
+            )
+        if sizes[-1] < self.max_num_batched_tokens:
+            raise ValueError(
+                f"the largest of token_buckets is {sizes[-1]}, below max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}; add it, or a step could be too large for every "
+                "bucket"
+            )
 
     @property
     def is_baseline(self) -> bool:
-        """Whether steps or reservations are those of an earlier engine (host/step_kinds.py,
-        host/reservation.py).
+        """Whether steps or reservations are those of engines before paging or before mixed steps
+        (host/step_kinds.py, host/reservation.py).
         """
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
 
@@ -502,30 +506,34 @@ class EngineConfig:
             return
         if self.speculative is not None and self.speculative.method in ON_DEVICE:
             raise ValueError(
-                f"enable_lora is True and speculative.method is {self.speculative.method!r}, whose model has no "
-                "adapters; use the method 'ngram' or 'suffix', or enable_lora=False"
+                f"enable_lora is True and speculative.method is {self.speculative.method!r}, "
+                "whose model has no adapters; use the method 'ngram' or 'suffix', "
+                "or enable_lora=False"
             )
         if self.mesh is not None or self.devices is not None:
             raise ValueError(
-                f"enable_lora is True, mesh {self.mesh} and devices {self.devices}: adapters are on the first device "
-                "alone; leave mesh and devices out, or merge the adapter into the weights"
+                f"enable_lora is True, mesh {self.mesh} and devices {self.devices}: adapters are "
+                "on the first device alone; leave mesh and devices out, "
+                "or merge the adapter into the weights"
             )
 
     def _check_kv_policy(self) -> None:
         """Raises ValueError for what a KV policy cannot be combined with."""
         if not isinstance(self.kv_policy, KVPolicyOptions):
             return
-        what = f"kv_policy is {self.kv_policy.name!r}"
+        policy = self.kv_policy.name
         if self.is_baseline:
             raise ValueError(
-                f"{what}, and reservation is {self.reservation!r}, chunked_prefill {self.chunked_prefill} and "
-                f"mixed_steps {self.mixed_steps}: these baselines keep every block; set reservation='none' and both "
-                "others to True, or kv_policy='full'"
+                f"kv_policy is {policy!r}, and reservation is {self.reservation!r}, "
+                f"chunked_prefill {self.chunked_prefill} and mixed_steps {self.mixed_steps}: "
+                "these baselines keep every block; set reservation='none' and both others to True, "
+                "or kv_policy='full'"
             )
         if self.speculative is not None and self.speculative.method in ON_DEVICE:
             raise ValueError(
-                f"{what} and speculative.method is {self.speculative.method!r}, whose model reads every block of a "
-                "sequence; use the method 'ngram' or 'suffix', or kv_policy='full'"
+                f"kv_policy is {policy!r} and speculative.method is {self.speculative.method!r}, "
+                "whose model reads every block of a sequence; use the method 'ngram' or 'suffix', "
+                "or kv_policy='full'"
             )
 
 
@@ -534,13 +542,12 @@ NONE_STAYS = ("speculative", "mesh", "devices", "kv_policy", "model_family")
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
-    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and
-    saves this.
+    """An EngineConfig in which nothing is left to choose. An engine runs with it and saves it.
 
-    Where None means "without" or "the first ones" (NONE_STAYS), it stays None.
+    None stays only in fields where it means "without" or "the first ones" (NONE_STAYS).
     """
 
-    # the defaults only satisfy dataclasses: `resolve` sets each of them
+    # dataclasses need these defaults; `resolve` sets every one of the fields
     max_model_len: int = 0
     num_blocks: int = 0
     dtype: DType = "float32"
@@ -559,89 +566,108 @@ class Resolved(EngineConfig):
 
 
 def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | None:
-    """Positions of devices as a tuple; None stays None.
+    """Returns the positions of devices as a tuple; None stays None.
 
     Raises:
-        ValueError: they are no different positions, or not as many as the mesh has devices.
+        ValueError: they are not different positions, or not as many as the mesh has devices.
     """
     if devices is None:
         return None
-    found, size = (
-        tuple(devices) if isinstance(devices, (list, tuple)) else devices,
-        mesh.size if mesh else 1,
-    )
-    right = isinstance(found, tuple) and all(type(i) is int and i >= 0 for i in found)
-    if not right or len(set(found)) < len(found):
+    positions = tuple(devices) if isinstance(devices, list) else devices
+    if (
+        not isinstance(positions, tuple)
+        or any(type(i) is not int or i < 0 for i in positions)
+        or len(set(positions)) < len(positions)
+    ):
         raise ValueError(
-            f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on"
+            f"devices is {positions!r}; it must be different positions in jax.devices(), from 0 on"
         )
-    if len(found) != size:
+    size = mesh.size if mesh else 1
+    if len(positions) != size:
         raise ValueError(
-            f"devices has {len(found)} positions, and the mesh {size} devices; make them equal"
+            f"devices has {len(positions)} positions, and the mesh {size} devices; make them equal"
         )
-    return found
+    return positions
 
 
-def one_of(name: str, value: object, allowed: tuple[Any, ...], *, own: bool = False) -> None:
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _names_own_value(value: Any) -> bool:
+    """Returns whether a value may name a user's own one, as in `own_value`."""
+    return isinstance(value, str) and ":" in value
+
+
+def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool = False) -> None:
     """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them.
 
     Args:
-        own: the caller takes a user's own value too, and the message says so.
+        custom: the caller takes a user's own value too, and the message says so.
     """
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+        near = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        named = f"{', '.join(map(repr, allowed))}{', or FILE.py:NAME' if own else ''}"
-        raise ValueError(f"{name} is {value!r}; it must be one of {named}{hint}")
+        choices = f"{', '.join(map(repr, allowed))}{', or FILE.py:NAME' if custom else ''}"
+        raise ValueError(f"{name} is {value!r}; it must be one of {choices}{hint}")
 
 
-def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) -> Value:
-    """Returns the user's own value for a field: "module:NAME" or "folder/file.py:NAME" names it.
+def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str]) -> Value:
+    """Returns the user's own value for a field.
 
     Args:
-        known: the names of the built-in values, for error messages.
+        name: "module:NAME" or "folder/file.py:NAME".
+        built_in: the names of the built-in values, for error messages.
 
     Raises:
         ValueError: there is no such module, file or value, or the value is not of that kind.
     """
-    where, _, attribute = name.rpartition(":")
-    built_in = ", ".join(known)
-    usage = f"write {f'one of {built_in}, ' if built_in else ''}module:NAME, or folder/file.py:NAME"
-    if not where or not attribute:
+    module, _, attribute = name.rpartition(":")
+    choices = "".join(f"{choice}, " for choice in built_in)
+    usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
+    if not module or not attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
+    is_file = module.endswith(".py")
     try:
-        values = (
-            runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
-        )
+        values = runpy.run_path(module) if is_file else vars(importlib.import_module(module))
     except ImportError as error:
-        if where.endswith(".py"):  # the folder of a file is not on the path
+        if is_file:  # the folder of a file is not on the path
             usage = "install what it imports, or add its folder to PYTHONPATH"
         raise ValueError(
-            f"{field} is {name!r}, but {where} cannot be imported ({error}); {usage}"
+            f"{field} is {name!r}, but {module} cannot be imported ({error}); {usage}"
         ) from error
     except FileNotFoundError:
-        raise ValueError(f"{field} is {name!r}, but there is no file {where}; {usage}") from None
+        raise ValueError(f"{field} is {name!r}, but there is no file {module}; {usage}") from None
     value = values.get(attribute)
     if not isinstance(value, kind):
-        mine = sorted(key for key, value in values.items() if isinstance(value, kind))
-        wrong = f"{attribute} in {where} is no {kind.__name__}; those in it: {mine or 'none'}"
-        raise ValueError(f"{field} is {name!r}, but {wrong}")
+        names = sorted(key for key, item in values.items() if isinstance(item, kind))
+        raise ValueError(
+            f"{field} is {name!r}, but {attribute} in {module} is no {kind.__name__}; "
+            f"those in it: {names or 'none'}"
+        )
     return value
 
 
 def from_dict(
-    cls: type[Config], values: dict[str, Any], *, where: str = "", others: Iterable[str] = ()
+    cls: type[Config], values: dict[str, Any], *, where: str = "", aliases: Iterable[str] = ()
 ) -> Config:
-    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the
-    nearest known one.
+    """Returns a dataclass `cls` with the values of a mapping.
 
     Args:
-        others: names that the caller knows beside the fields, to suggest.
+        where: the prefix of a key in error messages.
+        aliases: names that the caller takes beside the fields, to suggest.
+
+    Raises:
+        ValueError: an unknown key; the message suggests the nearest known one.
     """
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), [*known, *others], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), [*fields, *aliases], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(fields)}"
             raise ValueError(f"unknown key {where}{key!r}; {hint}")
     return cls(**values)

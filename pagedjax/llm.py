@@ -50,7 +50,7 @@ from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
-# a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
+# the mappings are vLLM's: {"prompt": ...}, {"prompt_token_ids": ...}
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -61,19 +61,19 @@ class LLM:
         model: a path, hub id or name for `load_model`, or the result of `load_model` or
             `from_params`; None is DEFAULT_MODEL.
         params, config, tokenizer: the arguments of `from_params`, in place of `model`. With a path,
-            hub id or name, `tokenizer` is another one than the model's own.
+            hub id or name, `tokenizer` replaces the model's own.
         progress: show progress bars while loading and compiling.
         compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1.5 GiB at most, so that
             the next process starts faster. JAX's options are restored after each compilation. If
-            JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this
-            changes nothing.
+            JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), JAX uses that folder, and
+            this option changes nothing.
         row_features: sampling options of your own (docs/design/logits-processors.md):
             `RowFeature`s, or their names, "folder/file.py:NAME". Requests set them by `extra_args`.
-        engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes
+        engine: the fields of `EngineConfig`, by name, and the arguments of vLLM's `LLM`
             (docs/design/vllm.md). `compilation` is "background" here, where that is possible: the
-            first answers come sooner and later ones faster. For a measurement set it to "eager",
-            and also for the same bits in each run where they depend on the program of a step, as in
-            16 bits or on an accelerator (docs/design/start-up.md).
+            first answers come sooner, and later ones come faster. Set it to "eager" for a
+            measurement. Also set it to "eager" if each run must give the same bits and these depend
+            on the program of a step, as in 16 bits or on an accelerator (docs/design/start-up.md).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LLM:
             **arguments.engine,
             "row_features": names,
         }
-        engine_config = from_dict(EngineConfig, options, others=ARGUMENTS)
+        engine_config = from_dict(EngineConfig, options, aliases=ARGUMENTS)
         with compilations.disk_cache(compilation_cache):
             self._open(
                 model, params, config, tokenizer, progress, engine_config, features, arguments
@@ -113,51 +113,28 @@ class LLM:
         arguments: EngineArguments,
     ) -> None:
         """Load the model and make its engine."""
-        progress, owned = progress and arguments.progress, not isinstance(model, LoadedModel)
-        names = ("dtype", "weight_dtype", "linear_impl", "model_family")
-        formats = {name: getattr(engine_config, name) for name in names}
-        if params is not None:
-            if model is not None or config is None:
-                raise ValueError(
-                    "params come with config, what the model's config.json says, and in place of model"
-                )
-            model = from_params(params, config, tokenizer=tokenizer, **formats)
-        elif config is not None or (tokenizer is not None and not owned):
-            raise ValueError(
-                "config goes with params, and tokenizer with params or a name; a loaded model has its own"
-            )
-        if arguments.hub and isinstance(model, LoadedModel):
-            raise ValueError(
-                f"{next(iter(arguments.hub))} is of a model from the hub, and this one is loaded"
-            )
-        if model is None:
-            model = DEFAULT_MODEL
-        if not isinstance(model, LoadedModel):
-            _prepare_kernels(engine_config)
-            places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
-            options = {"tokenizer": tokenizer, "hub": arguments.hub, "progress": progress}
-            model = load_model(model, **formats, **places, **options)
-        elif engine_config.model_family not in (None, model.family):
-            what = f"model_family is {engine_config.model_family!r}, and the loaded model's is {model.family!r}"
-            raise ValueError(f"{what}; leave it out, or give it to load_model")
+        progress = progress and arguments.progress
+        owns_params = not isinstance(model, LoadedModel)
+        model = _loaded_model(
+            model, params, config, tokenizer, engine_config, arguments.hub, progress
+        )
         engine_config = replace(engine_config, model_family=model.family)
         self.tokenizer = model.tokenizer
-        draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
-        options = {
-            "row_features": row_features,
-            "draft_model": draft_model,
-            "owns_params": owned,
-            "progress": progress,
-        }
         self.engine = make_engine(
-            model.model, engine_config, eos_token_ids=model.eos_token_ids, **options
+            model.model,
+            engine_config,
+            eos_token_ids=model.eos_token_ids,
+            row_features=row_features,
+            draft_model=load_draft_model(engine_config.speculative, model, progress=progress),
+            owns_params=owns_params,
+            progress=progress,
         )
-        # the engine's may be replaced or sleep
+        # without parameters: those of the engine may be replaced, or may sleep
         self._loaded = replace(model, model=model.model._replace(params=None))
         self._warned = False
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        # one for all calls: a step serves all of them
+        # one session for all calls, because a step serves all of them
         self.session = Session(self.engine, model.tokenizer, model.eos_token_ids)
 
     def reset_prefix_cache(self) -> None:
@@ -168,7 +145,7 @@ class LLM:
 
     @property
     def params_version(self) -> int:
-        """How often `update_params` has replaced the parameters; `CompletionOutput.versions` are
+        """How often `update_params` has replaced the parameters. `CompletionOutput.versions` has
         such numbers.
         """
         return self.engine.params_version
@@ -182,9 +159,9 @@ class LLM:
         Args:
             tree: as in `from_params`, in the shapes and dtypes of the model's parameters. For an
                 int8 model, matrices are rounded here, or come with their scales.
-            pending: what becomes of unfinished requests (docs/design/trainer-parity.md). All keep
+            pending: what happens to unfinished requests (docs/design/trainer-parity.md). All keep
                 their tokens so far. "restart" computes their keys and values again with the new
-                parameters. "keep" leaves those that are in the cache.
+                parameters. "keep" leaves the keys and values in the cache as they are.
 
         Raises:
             ValueError: requests are unfinished and `pending` is None, or a parameter differs (all
@@ -193,24 +170,24 @@ class LLM:
         self.engine.update_params(tree, pending)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the devices' memory: the cache, and the parameters, which move to the host (1) or
-        are dropped (2).
+        """Free the devices' memory: the cache, and the parameters, which move to the host (level 1)
+        or are dropped (level 2).
 
-        The prefix cache is emptied, and no program is compiled again. The memory of a model that
-        was given as a `LoadedModel` is free when no one else uses it; other parameters are deleted,
-        also those of `llm.model`.
+        The prefix cache is emptied, and no program is compiled again. The parameters of a
+        `LoadedModel` that was given are freed when no one else uses them. Other parameters are
+        deleted, also those of `llm.model`.
 
         Raises:
-            ValueError: requests are unfinished, it sleeps already, or there is no such level.
+            ValueError: requests are unfinished, the engine sleeps already, or there is no such
+                level.
         """
         self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`. After level 2 the parameters come from `update_params`, before or after
-        this.
+        """Undo `sleep`. After level 2, call `update_params` too, before or after this.
 
         Args:
-            tags: "weights" or "kv_cache" wakes up that part alone; None is both.
+            tags: "weights" or "kv_cache" wakes up only that part; None is both.
 
         Raises:
             ValueError: an unknown tag.
@@ -227,29 +204,32 @@ class LLM:
     ) -> None:
         """Load an adapter under a name, also while requests are unfinished. Nothing is compiled.
 
-        An adapter that has the name is replaced; unfinished requests keep theirs. It stays until it
-        is unloaded.
+        An adapter that has the name already is replaced; unfinished requests keep theirs. The
+        adapter stays until it is unloaded.
 
         Args:
             source: the adapter's folder, or arrays of numpy or JAX, which are copied: the factors A
                 [r, in] and B [out, r] by the matrix's name in transformers, as
-                `pagedjax.models.initial_factors` gives them.
-            options: of arrays, as in `pagedjax.models.adapter_parts`. A folder has its own.
+                `pagedjax.models.initial_factors` returns them.
+            options: the options of arrays, as in `pagedjax.models.adapter_parts`. A folder has its
+                own.
 
         Raises:
-            ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays are
-                none that fit the model, options come with a folder, or all `max_loras` slots are
-                taken. Nothing changes.
+            ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays do
+                not fit the model, options come with a folder, or all `max_loras` slots are
+                occupied. Nothing changes.
         """
         if not isinstance(source, (str, os.PathLike, Mapping)):
-            what = f"source is {type(source).__name__}; it must be the folder of an adapter"
-            raise ValueError(f"{what}, or a mapping of arrays (A, B) by the matrix's name")
+            raise ValueError(
+                f"source is {type(source).__name__}; it must be the folder of an adapter, "
+                "or a mapping of arrays (A, B) by the matrix's name"
+            )
         if not isinstance(source, Mapping):
             if options is not None:
-                what = (
-                    f"options is {options!r:.80}, and a folder has its own in adapter_config.json"
+                raise ValueError(
+                    f"options is {options!r:.80}, and a folder has its own in adapter_config.json; "
+                    "leave options out, or give arrays"
                 )
-                raise ValueError(f"{what}; leave options out, or give arrays")
             return self._load(LoRARequest(name, lora_path=os.fspath(source)), keep=True)
         from pagedjax.weights.adapter_files import adapter_of
 
@@ -261,7 +241,7 @@ class LLM:
         )
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Unfinished requests continue with it.
+        """Unload an adapter. Unfinished requests continue with it.
 
         Raises:
             ValueError: there is no such adapter.
@@ -276,47 +256,43 @@ class LLM:
         adapter = read_adapter(request.lora_path, self.engine.model.config, request.lora_name)
         self.engine.load_adapter(adapter, keep=keep, needed=needed)
 
-    def _adapters(self, requests: Any, count: int) -> list[str | None]:
-        """The names of the adapters of `count` prompts. Those that are not there are loaded.
+    def _load_adapters(self, lora_request: Any, count: int) -> list[str | None]:
+        """Load the adapters of `count` prompts, except those that are loaded already. Returns their
+        names.
 
         Raises:
             ValueError: something else than `LoRARequest`s, a name with two folders, or as
-            `load_adapter`.
+                `load_adapter`.
         """
-        if requests is None:
+        if lora_request is None:
             return [None] * count
-        each = list(requests) if isinstance(requests, (list, tuple)) else [requests] * count
-        if len(each) != count:
+        if isinstance(lora_request, (list, tuple)):
+            requests = list(lora_request)
+        else:
+            requests = [lora_request] * count
+        if len(requests) != count:
             raise ValueError(
-                f"{len(each)} lora_request for {count} prompts; give one for all, or one for each"
+                f"{len(requests)} lora_request for {count} prompts; "
+                "give one for all, or one for each"
             )
-        wanted: dict[str, LoRARequest] = {}
-        for one in each:
-            if one is not None and not isinstance(one, LoRARequest):
-                raise ValueError(
-                    f"lora_request is {one!r:.80}; it must be a LoRARequest, or a list of them and None"
-                )
-            if one is not None and wanted.setdefault(one.lora_name, one).lora_path != one.lora_path:
-                paths = f"{wanted[one.lora_name].lora_path!r} and {one.lora_path!r}"
-                raise ValueError(
-                    f"lora_request {one.lora_name!r} has the folders {paths}; give each its own name"
-                )
-        most = self.engine.config.max_loras
-        if self.engine.config.enable_lora and len(wanted) > most:
+        by_name = _requests_by_name(requests)
+        limit = self.engine.config.max_loras
+        if self.engine.config.enable_lora and len(by_name) > limit:
             raise ValueError(
-                f"{len(wanted)} adapters in one call, and max_loras is {most}; raise it, or make two calls"
+                f"{len(by_name)} adapters in one call, and max_loras is {limit}; "
+                "raise it, or make two calls"
             )
-        if wanted and not self.engine.config.enable_lora:
-            raise no_adapters(next(iter(wanted)))
-        for name, one in wanted.items():
-            here = self.engine.adapters.get(name)
-            stays = here is not None and one.lora_path in ("", here.source)
-            if one.lora_path and (one.load_inplace or not stays):
-                self._load(one, keep=False, needed=wanted)
-        return [one and one.lora_name for one in each]
+        if by_name and not self.engine.config.enable_lora:
+            raise no_adapters(next(iter(by_name)))
+        for name, request in by_name.items():
+            adapter = self.engine.adapters.get(name)
+            is_loaded = adapter is not None and request.lora_path in ("", adapter.source)
+            if request.lora_path and (request.load_inplace or not is_loaded):
+                self._load(request, keep=False, needed=by_name)
+        return [None if request is None else request.lora_name for request in requests]
 
     def start_profile(self, folder: str | os.PathLike[str] = "profile") -> None:
-        """Write a trace of what the host and the devices do from now on, for Perfetto or XProf."""
+        """Begin a trace of what the host and the devices do, for Perfetto or XProf."""
         jax.profiler.start_trace(folder)
 
     def stop_profile(self) -> None:
@@ -324,24 +300,24 @@ class LLM:
         jax.profiler.stop_trace()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, with `encode` and `decode`."""
+        """Returns the model's tokenizer, with `encode` and `decode`."""
         return self.tokenizer
 
     @property
     def model(self) -> LoadedModel:
-        """What was loaded, with the parameters that the engine uses, on its devices."""
+        """The loaded model, with the parameters that the engine uses, on its devices."""
         return replace(self._loaded, model=self.engine.model)
 
     # several processes (docs/design/processes.md) -------------------------------------------------
 
     @property
     def follows(self) -> bool:
-        """Whether requests come from process 0, which is another one."""
+        """Whether this is a process from 1 on, whose requests come from process 0."""
         return isinstance(self.engine, FollowerEngine)
 
     def follow(self, **options: Any) -> None:
-        """Compute this process's part of what process 0 is asked for, until it calls `release` or
-        ends.
+        """Compute this process's part of the requests to process 0, until that process calls
+        `release_followers` or ends.
 
         Args:
             options: as in `FollowerEngine.follow`.
@@ -386,25 +362,26 @@ class LLM:
                 {"prompt_token_ids": ...}, or a list of them.
             sampling_params: one for all, or one for each; None is `SamplingParams()`.
                 `BeamSearchParams` beside them run in the same steps.
-            priority, user: one for all, or one for each; used by the policies "priority" (the lower
-                number first) and "fair".
-            lora_request: the adapter of all, or of each prompt.
+            priority, user: one for all, or one for each. The policy "priority" uses the priority
+                (the lower number first), and "fair" the user.
+            lora_request: the adapter of all prompts, or one for each.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is
             usable.
         """
-        texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
-        order = (0 if priority is None else priority), user
-        ids = [self._tokens(p) for p in prompts]
-        return self._run(
-            texts,
-            ids,
-            _each(sampling_params, len(ids)),
-            use_tqdm,
-            *order,
-            lora_request=lora_request,
-        )
+        texts, sources = zip(*map(_text_and_source, _prompt_list(prompts)), strict=True)
+        ids = [self._tokens(source) for source in sources]
+        params_of_each = _params_of_each(sampling_params, len(ids))
+        priorities = _values_of_each("priority", 0 if priority is None else priority, int, len(ids))
+        users = _values_of_each("user", user, str, len(ids))
+        requests = [
+            GenerationRequest(
+                self._truncated(ids[i], params), params, texts[i], priorities[i], users[i]
+            )
+            for i, params in enumerate(params_of_each)
+        ]
+        return self._run(requests, use_tqdm, lora_request)
 
     def beam_search(
         self,
@@ -414,7 +391,7 @@ class LLM:
         use_tqdm: bool = False,
         lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
-        """Search every prompt, and return the results in vLLM's form. `generate` takes
+        """Run a beam search for every prompt. Returns the results in vLLM's form. `generate` takes
         `BeamSearchParams` too.
 
         Raises:
@@ -437,26 +414,33 @@ class LLM:
         tool_call_parser: str | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of {"role": ..., "content": ...}.
+        """Answer one conversation, or several. A conversation is a list of
+        {"role": ..., "content": ...}.
 
         Args:
             tools, tool_choice, parallel_tool_calls: as in OpenAI's API (docs/design/tools.md). An
-                answer's calls are its `tool_calls`, and stay in its `text` too. They are valid: a
-                grammar forbids others.
-            tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None finds
-                it in the chat template.
+                answer's calls are its `tool_calls`, and stay in its `text` too. They are valid,
+                because a grammar forbids others.
+            tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None takes
+                it from the chat template.
             lora_request: as in `generate`.
 
         Raises:
             ValueError: as `generate`; or a tool, the choice, or a message about calls is wrong.
         """
         use = tool_use(self.tokenizer, tools, tool_choice, parallel_tool_calls, tool_call_parser)
-        ids = [use.tokens(self.tokenizer, m) for m in _conversations(messages)]
-        prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
-        params = [use.applied(one, self.tokenizer)[0] for one in _each(sampling_params, len(ids))]
-        for one in params if use.tools else ():
-            use.compiled(self.session.grammars, one)
-        outputs = self._run(prompts, ids, params, use_tqdm, lora_request=lora_request)
+        ids = [use.tokens(self.tokenizer, item) for item in _conversations(messages)]
+        params_of_each = [
+            use.applied(params, self.tokenizer)[0]
+            for params in _params_of_each(sampling_params, len(ids))
+        ]
+        requests = []
+        for tokens, params in zip(ids, params_of_each, strict=True):
+            if use.tools:
+                use.compiled(self.session.grammars, params)
+            text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+            requests.append(GenerationRequest(self._truncated(tokens, params), params, text))
+        outputs = self._run(requests, use_tqdm, lora_request)
         return [use.read(output) for output in outputs]
 
     def stream(
@@ -469,23 +453,24 @@ class LLM:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the
         request's blocks.
         """
-        (params,) = _each(sampling_params, 1)
+        (params,) = _params_of_each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError(
                 f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate"
             )
-        if reason := _several_branches(params):
-            raise ValueError(f"{reason}; a stream has one branch, use generate")
+        cause = _cause_of_branches(params)
+        if cause:
+            raise ValueError(f"{cause}; a stream has one branch, use generate")
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
-        _, prompt = _text_and_prompt(prompt)
-        ids = self._truncated(self._tokens(prompt), params)
-        sent = 0
+        _, source = _text_and_source(prompt)
+        ids = self._truncated(self._tokens(source), params)
+        sent = 0  # characters
         with ExitStack() as stack:
-            with interrupts.deferred(), self._turn(lora_request):
-                (adapter,) = self._adapters(lora_request, 1)
+            with interrupts.deferred(), self._adapter_turn(lora_request):
+                (adapter,) = self._load_adapters(lora_request, 1)
                 request = GenerationRequest(ids, params, adapter=adapter)
-                outputs, unfinished = stack.enter_context(self.session.awaited([request]))
+                outputs, unfinished = stack.enter_context(self.session.call([request]))
             (branch,) = outputs[0].values()
             assert isinstance(branch, OutputBuilder)
             running = True
@@ -506,8 +491,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is
-        False.
+        """Returns one vector for each prompt: its pooled hidden states, of length 1 unless
+        `normalize` is False.
 
         Args:
             prompts: as in `generate`.
@@ -518,7 +503,7 @@ class LLM:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is
             usable.
         """
-        outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm, lora_request)
+        outputs = self._pool(_prompt_list(prompts), pooling_params, "embed", use_tqdm, lora_request)
         return [pooling.embedding(output) for output in outputs]
 
     def encode(
@@ -530,14 +515,17 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Adapters = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Hidden states after the last norm as arrays; arguments and errors are those of `embed`.
+        """Returns hidden states after the last norm as arrays. The other arguments and the errors
+        are those of `embed`.
 
         Args:
             pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None
                 is the task of the parameters, or else "token_embed". Rows have length 1 unless
                 `normalize` is False.
         """
-        return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm, lora_request)
+        return self._pool(
+            _prompt_list(prompts), pooling_params, pooling_task, use_tqdm, lora_request
+        )
 
     def score(
         self,
@@ -549,25 +537,31 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Adapters = None,
     ) -> list[ScoringRequestOutput]:
-        """The cosine similarity of the embeddings of two texts, for each pair.
+        """Returns the cosine similarity of the embeddings of two texts, for each pair.
 
         Args:
             text_1: one text for all of `text_2`, or one for each.
             pooling_params: as in `embed`, one for all.
-            lora_request: the adapter of all texts, or of each: those of `text_1`, then those of
-                `text_2`.
+            lora_request: the adapter of all texts, or one for each: those of `text_1`, then those
+                of `text_2`.
         """
-        ones, others = _several(text_1), _several(text_2)
-        if len(ones) not in (1, len(others)):
+        texts_1 = _prompt_list(text_1)
+        texts_2 = _prompt_list(text_2)
+        if len(texts_1) not in (1, len(texts_2)):
             raise ValueError(
-                f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each"
+                f"text_1 has {len(texts_1)} texts and text_2 {len(texts_2)}; "
+                "give one, or one for each"
             )
-        found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm, lora_request)
-        firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
-        pairs = zip(firsts, seconds, strict=True)
-        return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
+        texts = [*texts_1, *texts_2]
+        outputs = self._pool(texts, pooling_params, "embed", use_tqdm, lora_request)
+        outputs_1 = outputs[: len(texts_1)] * (len(texts_2) // len(texts_1))
+        outputs_2 = outputs[len(texts_1) :]
+        return [
+            pooling.similarity(str(i), output_1, output_2)
+            for i, (output_1, output_2) in enumerate(zip(outputs_1, outputs_2, strict=True))
+        ]
 
-    def _pooled(
+    def _pool(
         self,
         prompts: list[Prompt],
         params: Any,
@@ -575,153 +569,239 @@ class LLM:
         use_tqdm: bool,
         lora_request: Any = None,
     ) -> list[Any]:
-        each, own = _each(params, len(prompts), PoolingParams), self._loaded.pooling
-        each = [pooling.resolved(one, task or one.task or "token_embed", own) for one in each]
-        limit = self.engine.config.max_model_len
-        texts, plain = zip(*map(_text_and_prompt, prompts), strict=True)
-        ids = [
-            pooling.truncated(self._tokens(p), one, limit)
-            for p, one in zip(plain, each, strict=True)
+        params_of_each = [
+            pooling.resolved(item, task or item.task or "token_embed", self._loaded.pooling)
+            for item in _params_of_each(params, len(prompts), PoolingParams)
         ]
+        texts, sources = zip(*map(_text_and_source, prompts), strict=True)
+        limit = self.engine.config.max_model_len
+        requests = []
+        for text, source, params in zip(texts, sources, params_of_each, strict=True):
+            ids = pooling.truncated(self._tokens(source), params, limit)
+            requests.append(GenerationRequest(ids, params, text))
         self.warn_if_not_made_for_embeddings()
-        return self._run(texts, ids, each, use_tqdm, what="embedding", lora_request=lora_request)
+        return self._run(requests, use_tqdm, lora_request, "embedding")
 
     def warn_if_not_made_for_embeddings(self) -> None:
-        """One warning, once, for a model whose hidden states were not trained to be embeddings."""
+        """Warn, once, if the model's hidden states were not trained to be embeddings."""
         if self._loaded.pooling is None and not self._warned:
             self._warned = True
             warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=4)
 
-    # ------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _truncated(self, ids: list[int], params: Params) -> Sequence[int]:
-        """The tokens that `truncate_prompt_tokens` keeps."""
+        """Returns the last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
         count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
-        return (
-            ids
-            if count is None
-            else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
-        )
+        if count is None:
+            return ids
+        return vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
 
-    def _tokens(self, prompt: Any) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+    def _tokens(self, source: Any) -> list[int]:
+        ids = self.tokenizer.encode(source) if isinstance(source, str) else _token_ids(source)
         if not ids:
             raise ValueError("the prompt is empty: it has no tokens; give it at least one")
         return ids
 
     def _run(
         self,
-        texts,
-        ids,
-        params,
+        requests: list[GenerationRequest],
         use_tqdm: bool,
-        priority: Any = 0,
-        user: Any = "",
-        what: str = "generating",
-        lora_request: Any = None,
+        lora_request: Any,
+        description: str = "generating",
     ) -> list[Any]:
-        """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling
-        for each.
-        """
-        priorities = _one_each("priority", priority, int, len(ids))
-        users = _one_each("user", user, str, len(ids))
+        """Load the adapters, and run steps until all requests have ended. Returns the outputs."""
         with ExitStack() as stack:
-            with interrupts.deferred(), self._turn(lora_request):
-                adapters = self._adapters(lora_request, len(ids))
-                columns = zip(ids, texts, params, priorities, users, adapters, strict=True)
+            with interrupts.deferred(), self._adapter_turn(lora_request):
+                adapters = self._load_adapters(lora_request, len(requests))
                 requests = [
-                    GenerationRequest(
-                        self._truncated(tokens, p), p, text, rank, name, adapter=adapter
-                    )
-                    for tokens, text, p, rank, name, adapter in columns
+                    replace(request, adapter=adapter)
+                    for request, adapter in zip(requests, adapters, strict=True)
                 ]
-                outputs, unfinished = stack.enter_context(self.session.awaited(requests))
-            total = len(unfinished)
-            bar = stack.enter_context(
-                tqdm(total=total, desc=what, unit="seq", disable=not use_tqdm, leave=False)
-            )
-            tokens, started = 0, time.perf_counter()
+                outputs, unfinished = stack.enter_context(self.session.call(requests))
+            self._run_steps(unfinished, description, use_tqdm)
+        return [
+            output_of(str(i), request, branches)
+            for i, (request, branches) in enumerate(zip(requests, outputs, strict=True))
+        ]
+
+    def _run_steps(self, unfinished: set[str], description: str, use_tqdm: bool) -> None:
+        """Run steps until no sequence is unfinished, and show a progress bar."""
+        total = len(unfinished)
+        tokens = 0
+        with tqdm(
+            total=total, desc=description, unit="seq", disable=not use_tqdm, leave=False
+        ) as bar:
+            started = time.perf_counter()
             while step := self.session.step_for(unfinished):
                 bar.update(total - len(unfinished) - bar.n)
                 tokens += step.tokens
-                bar.set_postfix_str(
-                    f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False
-                )
-        each = enumerate(zip(requests, outputs, strict=True))
-        return [output_of(str(i), request, branches) for i, (request, branches) in each]
+                rate = tokens / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
-    def _turn(self, lora_request: Any) -> AbstractContextManager[None]:
-        """One turn from the loading of adapters to the requests for them, which no other thread may
-        come between.
+    def _adapter_turn(self, lora_request: Any) -> AbstractContextManager[None]:
+        """Returns a turn for a call that loads adapters, so that no other thread replaces them
+        before their requests are queued.
         """
         return nullcontext() if lora_request is None else self.session.turns
 
 
+def _loaded_model(
+    model, params, config, tokenizer, engine_config: EngineConfig, hub, progress: bool
+) -> LoadedModel:
+    """Returns the model that the arguments of `LLM` describe.
+
+    Args:
+        hub: arguments for the download from the hub.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+    names = ("dtype", "weight_dtype", "linear_impl", "model_family")
+    formats = {name: getattr(engine_config, name) for name in names}
+    if params is not None:
+        if model is not None or config is None:
+            raise ValueError(
+                "params come with config, what the model's config.json says, and in place of model"
+            )
+        model = from_params(params, config, tokenizer=tokenizer, **formats)
+    elif config is not None or (tokenizer is not None and isinstance(model, LoadedModel)):
+        raise ValueError(
+            "config goes with params, and tokenizer with params or a name; "
+            "a loaded model has its own"
+        )
+    if not isinstance(model, LoadedModel):
+        _prepare_kernels(engine_config)
+        return load_model(
+            DEFAULT_MODEL if model is None else model,
+            **formats,
+            mesh=engine_config.mesh,
+            devices=engine_config.devices,
+            tokenizer=tokenizer,
+            hub=hub,
+            progress=progress,
+        )
+    if hub:
+        raise ValueError(f"{next(iter(hub))} is of a model from the hub, and this one is loaded")
+    if engine_config.model_family not in (None, model.family):
+        raise ValueError(
+            f"model_family is {engine_config.model_family!r}, and the loaded model's is "
+            f"{model.family!r}; leave it out, or give it to load_model"
+        )
+    return model
+
+
 def default_compilation(engine: Mapping[str, Any]) -> Compilation:
-    """Of an `LLM` with these options: behind the steps, wherever an engine can compile there."""
-    alone = joined() is None and jax.process_count() == 1
-    return "background" if alone and not engine.get("speculative") else "eager"
+    """Returns `compilation` of an `LLM` with these options: "background" where an engine can do it,
+    else "eager".
+    """
+    single_process = joined() is None and jax.process_count() == 1
+    return "background" if single_process and not engine.get("speculative") else "eager"
 
 
 def _prepare_kernels(config: EngineConfig) -> None:
-    """Starts what kernels need once a process, before the model is read."""
+    """Start the preparations that kernels need once in a process, before the model is read."""
     dtype = config.dtype or "float32"
-    kept = config.kv_cache_dtype or dtype
     attention.prepare(
-        config.attention_impl, dtype=kept, query_dtype=dtype, invariant=config.batch_invariant
+        config.attention_impl,
+        dtype=config.kv_cache_dtype or dtype,
+        query_dtype=dtype,
+        invariant=config.batch_invariant,
     )
-    weight_dtype = config.weight_dtype or dtype
     linear.prepare(
-        config.linear_impl, dtype=dtype, weight_dtype=weight_dtype, low_rank=config.enable_lora
+        config.linear_impl,
+        dtype=dtype,
+        weight_dtype=config.weight_dtype or dtype,
+        low_rank=config.enable_lora,
     )
 
 
-def _features(given: Any, processors: Any) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
-    """Sampling options of one's own: those that are named, and those that are values.
+def _features(
+    row_features: Any, logits_processors: Any
+) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
+    """Returns a user's own sampling options: (the names of some, the others as values).
 
     Args:
-        processors: what was given as `logits_processors`.
+        logits_processors: the same argument under vLLM's name.
 
     Raises:
-        ValueError: both are given, or one is neither a name nor a `RowFeature`.
+        ValueError: both are given, or an item is neither a name nor a `RowFeature`.
     """
-    several = [
-        (one,) if isinstance(one, (str, RowFeature)) else tuple(one) for one in (given, processors)
-    ]
-    if all(several):
+    features, processors = (
+        (argument,) if isinstance(argument, (str, RowFeature)) else tuple(argument)
+        for argument in (row_features, logits_processors)
+    )
+    if features and processors:
         raise ValueError(
-            "logits_processors is vLLM's name of row_features, and both are given; leave one of them out"
+            "logits_processors is vLLM's name of row_features, and both are given; "
+            "leave one of them out"
         )
-    features = several[0] or several[1]
-    for one in features:
-        if not isinstance(one, (str, RowFeature)):
+    names = []
+    values = []
+    for feature in features or processors:
+        if isinstance(feature, str):
+            names.append(feature)
+        elif isinstance(feature, RowFeature):
+            values.append(feature)
+        else:
             raise ValueError(
-                f"row_features has {one!r:.80}; write a RowFeature, or give folder/file.py:NAME of one"
+                f"row_features has {feature!r:.80}; write a RowFeature, "
+                "or give folder/file.py:NAME of one"
             )
-    named = tuple(one for one in features if isinstance(one, str))
-    return named, tuple(one for one in features if isinstance(one, RowFeature))
+    return tuple(names), tuple(values)
 
 
-def _text_and_prompt(prompt: Any) -> tuple[str | None, Any]:
-    """The text of a prompt, if it has one, and what its tokens come from."""
+def _requests_by_name(requests: Iterable[Any]) -> dict[str, LoRARequest]:
+    """Returns the adapters of a call, by their names.
+
+    Raises:
+        ValueError: a request that is no `LoRARequest`, or a name with two folders.
+    """
+    by_name: dict[str, LoRARequest] = {}
+    for request in requests:
+        if request is None:
+            continue
+        if not isinstance(request, LoRARequest):
+            raise ValueError(
+                f"lora_request is {request!r:.80}; it must be a LoRARequest, "
+                "or a list of them and None"
+            )
+        first = by_name.setdefault(request.lora_name, request)
+        if first.lora_path != request.lora_path:
+            raise ValueError(
+                f"lora_request {request.lora_name!r} has the folders {first.lora_path!r} "
+                f"and {request.lora_path!r}; give each its own name"
+            )
+    return by_name
+
+
+def _text_and_source(prompt: Any) -> tuple[str | None, Any]:
+    """Returns (the text of a prompt, if it has one; the text or token ids that its tokens come
+    from).
+    """
     if isinstance(prompt, Mapping):
         return vllm_prompts.text_and_prompt(prompt)
     return (prompt if isinstance(prompt, str) else None), prompt
 
 
-def _several(prompts: Any) -> list[Any]:
+def _prompt_list(prompts: Any) -> list[Any]:
+    """Returns the prompts as a list, also for a single one.
+
+    Raises:
+        ValueError: there is no prompt, or it is none.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts is {prompts!r:.80}; give a string, token ids, a mapping, or a list of them"
         )
-    several: list[Any] = list(prompts)
-    if not several:
+    items: list[Any] = list(prompts)
+    if not items:
         raise ValueError(
             "there are no prompts; give a string, token ids, a mapping, or a list of them"
         )
-    return [several] if isinstance(several[0], Integral) else several
+    return [items] if isinstance(items[0], Integral) else items
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -736,19 +816,20 @@ def _token_ids(prompt: Any) -> list[int]:
 
 
 def _conversations(messages: Any) -> list[Any]:
-    several: list[Any] = list(messages) if isinstance(messages, (list, tuple)) else []
-    if several and isinstance(several[0], Mapping):
-        several = [several]
-    if not several or not all(isinstance(conversation, (list, tuple)) for conversation in several):
+    """Returns the conversations as a list, also for a single one."""
+    conversations: list[Any] = list(messages) if isinstance(messages, (list, tuple)) else []
+    if conversations and isinstance(conversations[0], Mapping):
+        conversations = [conversations]
+    if not conversations or not all(isinstance(item, (list, tuple)) for item in conversations):
         form = "[{'role': 'user', 'content': ...}, ...]"
         raise ValueError(
             f"messages is {messages!r:.80}; give a conversation, {form}, or a list of conversations"
         )
-    return several
+    return conversations
 
 
-def _several_branches(params: SamplingParams | BeamSearchParams) -> str:
-    """Why a request has more than one branch; empty for one of one branch."""
+def _cause_of_branches(params: SamplingParams | BeamSearchParams) -> str:
+    """Returns what gives a request several branches; empty if it has one."""
     if isinstance(params, BeamSearchParams):
         return "beam search"
     if params.n != 1:
@@ -756,37 +837,48 @@ def _several_branches(params: SamplingParams | BeamSearchParams) -> str:
     return f"best_of is {params.best_of}" if params.drawn().n != 1 else ""
 
 
-def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:
-    """Parameters of a kind for each of `count` prompts; None is the default of the kind."""
+def _params_of_each(params: Any, count: int, kind: Any = Params) -> list[Any]:
+    """Returns the parameters of each of `count` prompts.
+
+    Args:
+        params: one for all, or one for each; None is the default of the kind.
+        kind: `Params` or `PoolingParams`.
+    """
     pools = kind is PoolingParams
-    default, name = (
-        (PoolingParams, "pooling_params") if pools else (SamplingParams, "sampling_params")
-    )
+    default = PoolingParams if pools else SamplingParams
     if params is None or isinstance(params, kind):
         return [params or default()] * count
-    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
-    for one in each:
-        if not isinstance(one, kind):
-            known = "PoolingParams" if pools else "SamplingParams or BeamSearchParams"
-            raise ValueError(f"{name} is {one!r:.80}; it must be {known}, or a list of them")
-    if len(each) != count:
+    items: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    for item in items:
+        if not isinstance(item, kind):
+            name = "pooling_params" if pools else "sampling_params"
+            kinds = "PoolingParams" if pools else "SamplingParams or BeamSearchParams"
+            raise ValueError(f"{name} is {item!r:.80}; it must be {kinds}, or a list of them")
+    if len(items) != count:
         raise ValueError(
-            f"{len(each)} {default.__name__} for {count} prompts; give one for all, or one for each"
+            f"{len(items)} {default.__name__} for {count} prompts; "
+            "give one for all, or one for each"
         )
-    return each
+    return items
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+def _values_of_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """Returns the values of an argument for each of `count` prompts.
+
+    Args:
+        name: of the argument.
+        value: one for all, or one for each.
+    """
     if isinstance(value, kind) and not isinstance(value, bool):
         return [value] * count
-    each = list(value) if isinstance(value, (list, tuple)) else [value]
-    for one in each:
-        if not isinstance(one, kind) or isinstance(one, bool):
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
             raise ValueError(
-                f"{name} is {one!r:.80}; it must be of type {kind.__name__}, or a list of them"
+                f"{name} is {item!r:.80}; it must be of type {kind.__name__}, or a list of them"
             )
-    if len(each) != count:
+    if len(items) != count:
         raise ValueError(
-            f"{len(each)} values of {name} for {count} prompts; give one for all, or one for each"
+            f"{len(items)} values of {name} for {count} prompts; give one for all, or one for each"
         )
-    return each
+    return items

@@ -1,5 +1,5 @@
-"""What a user asks of a request: how its tokens are chosen, checked when it is written. Imports no
-jax and no numpy.
+"""The parameters of a request. Each class checks its values when it is created. This module imports
+no jax and no numpy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ MAX_LOGPROBS = 20
 CUTS = "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    """A tuple from a list, tuple, set or single item; None is nothing, as in vLLM."""
+def _items(value: Any) -> tuple[Any, ...]:
+    """Returns a tuple of the items of a list, tuple or set, or of a single item; () for None, as in
+    vLLM.
+    """
+    if value is None:
+        return ()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        return () if value is None else (value,)
+        return (value,)
     return tuple(value)
 
 
 @cache
 def _types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, whether its module writes them as types or as text."""
+    """Returns the types of a dataclass's fields; its module may write them as types or as text."""
     return get_type_hints(cls)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    items = _several(value)
+    items = _items(value)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
             raise ValueError(f"{name} holds {item!r}; token ids are integers of at least 0")
@@ -42,24 +46,30 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, (list, tuple)) or not all(
-        isinstance(one, (list, tuple)) and one for one in value
+        isinstance(sequence, (list, tuple)) and sequence for sequence in value
     ):
         raise ValueError(
-            f"bad_words_token_ids is {value!r:.80}; it must be lists of token ids, none of them empty"
+            f"bad_words_token_ids is {value!r:.80}; "
+            "it must be lists of token ids, none of them empty"
         )
-    return tuple(_ids("bad_words_token_ids", one) for one in value)
+    return tuple(_ids("bad_words_token_ids", sequence) for sequence in value)
 
 
 def _logprobs_rule(value: Any) -> str:
-    """What a number of log-probabilities must be. vLLM's -1 is the whole vocabulary."""
+    """Returns what a number of log-probabilities must be, for an error message. A user of vLLM may
+    write -1, which is the whole vocabulary there.
+    """
     rule = f"None or an integer from 0 to {MAX_LOGPROBS}"
     if type(value) is not int:
         return rule
-    return f"{rule}, as a step ranks no more; for other tokens, put them at the end of a prompt with prompt_logprobs=0"
+    return (
+        f"{rule}, as a step ranks no more; "
+        "for other tokens, put them at the end of a prompt with prompt_logprobs=0"
+    )
 
 
 def _bias(value: Any) -> dict[int, float]:
-    """Token ids to numbers; JSON clients spell the ids as strings."""
+    """Returns numbers by token ids. JSON clients write the ids as strings."""
     try:
         bias = {int(token): float(number) for token, number in value.items()}
     except (AttributeError, TypeError, ValueError):
@@ -69,7 +79,9 @@ def _bias(value: Any) -> dict[int, float]:
 
 
 def _extra_args(value: Any) -> dict[str, Any]:
-    """Names to plain values: None, bool, int, float, str, and lists of them, which become tuples."""
+    """Returns plain values by names: None, bool, int, float, str, and tuples of them. Lists become
+    tuples.
+    """
 
     def plain(name: str, item: Any) -> Any:
         if isinstance(item, (list, tuple)):
@@ -77,7 +89,8 @@ def _extra_args(value: Any) -> dict[str, Any]:
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
         raise ValueError(
-            f"extra_args[{name!r}] is {item!r:.80}; it must be a number, a string, True, False or a list"
+            f"extra_args[{name!r}] is {item!r:.80}; "
+            "it must be a number, a string, True, False or a list"
         )
 
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -88,29 +101,30 @@ def _extra_args(value: Any) -> dict[str, Any]:
 @takes(STRUCTURED_OUTPUTS)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What form an answer must have. Exactly one of the first five is given. Names are vLLM's.
+    """The form that an answer must have. Exactly one of the first five is given. Names are vLLM's.
 
-    Every token that cannot lead to an answer of this form is forbidden, so an answer that ends by
-    itself has it. One that ends by its length (finish_reason "length") is the beginning of one that
-    has it.
+    Every token that cannot lead to an answer of this form is forbidden. So an answer that ends by
+    itself has the form, and an answer that ends by its length (finish_reason "length") is the
+    beginning of an answer that has it.
 
     Attributes:
         json: a JSON schema: a mapping, its text, or a pydantic model. Unsupported keywords are
-            refused (docs/design/structured-outputs.md).
-        regex: a regular expression, of the whole answer. Rust's syntax, without look-around.
+            errors (docs/design/structured-outputs.md).
+        regex: a regular expression of the whole answer, in Rust's syntax, without look-around.
         choice: the answer is one of these texts.
         grammar: a context-free grammar, in Lark's syntax or as GBNF.
         json_object: the answer is any JSON object.
-        ignore_unsupported: JSON-schema keywords that are not supported change nothing, in place of
-            an error.
-        disable_any_whitespace: JSON without white space. Else there are at most 16 characters of it
-            in a place.
+        ignore_unsupported: JSON-schema keywords that are not supported are ignored, and are no
+            errors.
+        disable_any_whitespace: JSON without white space. Otherwise there are at most 16 characters
+            of it in one place.
         disable_additional_properties: as if each object of the schema had `additionalProperties:
             false`.
         whitespace_pattern: a regular expression of the white space between JSON's tokens.
 
     Raises:
-        ValueError: none of the forms, or several; or a value of another type. The message names it.
+        ValueError: none of the forms, or several of them; or a value of another type. The message
+            names it.
     """
 
     json: str | Mapping[str, Any] | type | None = None  # kept as text
@@ -127,47 +141,57 @@ class StructuredOutputsParams:
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
-            object.__setattr__(self, "choice", _several(self.choice))
+            object.__setattr__(self, "choice", _items(self.choice))
         forms = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in forms if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            what = " and ".join(given) if given else "nothing"
+        present = [name for name in forms if getattr(self, name) not in (None, False)]
+        if len(present) != 1:
+            names = " and ".join(present) if present else "nothing"
             raise ValueError(
-                f"structured_outputs has {what}; give exactly one of {', '.join(forms)}"
+                f"structured_outputs has {names}; give exactly one of {', '.join(forms)}"
             )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(
-                    f"structured_outputs.{name} is {value!r:.80}; it must be a text that is not empty"
+                    f"structured_outputs.{name} is {value!r:.80}; "
+                    "it must be a text that is not empty"
                 )
         if self.choice is not None and not all(
             isinstance(text, str) and text for text in self.choice or ("",)
         ):
-            what = f"structured_outputs.choice is {self.choice!r:.80}"
-            raise ValueError(f"{what}; it must be a list of texts, none of them empty")
-        names = "ignore_unsupported", "disable_any_whitespace", "disable_additional_properties"
-        for name in (*names, *(("json_object",) if self.json_object is not None else ())):
-            if not isinstance(getattr(self, name), bool):
+            raise ValueError(
+                f"structured_outputs.choice is {self.choice!r:.80}; "
+                "it must be a list of texts, none of them empty"
+            )
+        for name in (
+            "ignore_unsupported",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "json_object",
+        ):
+            value = getattr(self, name)
+            may_be_none = name == "json_object"
+            if not (isinstance(value, bool) or (may_be_none and value is None)):
                 raise ValueError(
-                    f"structured_outputs.{name} is {getattr(self, name)!r:.80}; it must be True or False"
+                    f"structured_outputs.{name} is {value!r:.80}; it must be True or False"
                 )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
-                "structured_outputs has disable_any_whitespace and whitespace_pattern; give one of them"
+                "structured_outputs has disable_any_whitespace and whitespace_pattern; "
+                "give one of them"
             )
 
 
 def _schema_text(schema: Any) -> str:
-    """The text of a JSON schema."""
+    """Returns the text of a JSON schema."""
     if isinstance(schema, str):
         return schema
     if hasattr(schema, "model_json_schema"):  # a pydantic model
         schema = schema.model_json_schema()
     if not isinstance(schema, Mapping):
-        what = f"structured_outputs.json is {schema!r:.80}"
         raise ValueError(
-            f"{what}; it must be a JSON schema: a mapping, its text, or a pydantic model"
+            f"structured_outputs.json is {schema!r:.80}; "
+            "it must be a JSON schema: a mapping, its text, or a pydantic model"
         )
     try:
         return json.dumps(schema, ensure_ascii=False)
@@ -176,8 +200,8 @@ def _schema_text(schema: Any) -> str:
 
 
 def _layers(name: str, value: Any) -> tuple[int, ...]:
-    """Layers or heads in ascending order, each once."""
-    items = _several(value)
+    """Returns layers or heads in ascending order, each once."""
+    items = _items(value)
     for item in items:
         if type(item) is not int or item < 0:
             raise ValueError(
@@ -188,21 +212,22 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Taps:
-    """What a request gives of the model's inside, beside its tokens (docs/design/taps.md). None or
-    () is nothing.
+    """The internal values of the model that a request returns with its tokens: docs/design/taps.md.
+    None or () is none.
 
     Attributes:
-        hidden_states: those of every token that is computed, counted as in transformers'
-            `output_hidden_states`: 0 is what the first layer gets, i is the output of layer i - 1,
-            and the number of layers is the output of the last one after the final norm.
-        attention: by layer, query heads: {3: (0, 1)} or ((3, (0, 1)),). What the token that an
-            output token follows weighs the values of its context with.
-        experts: layers with a mixture of experts: which ones each token that is computed chose, and
-            their weights.
+        hidden_states: the hidden states to return, for every token that is computed. They are
+            counted as in transformers' `output_hidden_states`: 0 is the input of the first layer, i
+            is the output of layer i - 1, and the number of layers is the output of the last layer
+            after the final norm.
+        attention: query heads by layer: {3: (0, 1)} or ((3, (0, 1)),). For each output token, these
+            are the weights that the token before it gives to the values of its context.
+        experts: layers with a mixture of experts. For every token that is computed, these are the
+            chosen experts and their weights.
 
     Raises:
-        ValueError: what is no layer and no head; a layer twice, or without heads. The message names
-        it.
+        ValueError: a value that is no layer or head; a layer twice, or without heads. The message
+            names it.
     """
 
     hidden_states: tuple[int, ...] = ()
@@ -212,17 +237,19 @@ class Taps:
     def __post_init__(self) -> None:
         for name in ("hidden_states", "experts"):
             object.__setattr__(self, name, _layers(name, getattr(self, name)))
-        given: Any = () if self.attention is None else self.attention
-        pairs = list(given.items()) if isinstance(given, Mapping) else list(_several(given))
+        attention: Any = self.attention
+        pairs = attention.items() if isinstance(attention, Mapping) else _items(attention)
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
             raise ValueError(
-                f"taps.attention is {given!r:.80}; it must be heads by layer, such as {{3: (0, 1)}}"
+                f"taps.attention is {attention!r:.80}; "
+                "it must be heads by layer, such as {3: (0, 1)}"
             )
         layers = _layers("attention", [layer for layer, _ in pairs])
-        heads = {layer: _layers("attention", some) for layer, some in pairs}
+        heads = {layer: _layers("attention", items) for layer, items in pairs}
         if len(layers) < len(pairs) or not all(heads.values()):
             raise ValueError(
-                f"taps.attention is {given!r:.80}; name each layer once, and at least one of its heads"
+                f"taps.attention is {attention!r:.80}; "
+                "name each layer once, and at least one of its heads"
             )
         object.__setattr__(self, "attention", tuple((layer, heads[layer]) for layer in layers))
 
@@ -231,7 +258,7 @@ class Taps:
 
     @property
     def of_every_token(self) -> bool:
-        """Whether something is wanted of tokens that no output token follows."""
+        """Whether the taps need every token, also those that no output token follows."""
         return bool(self.hidden_states or self.experts)
 
 
@@ -241,15 +268,16 @@ class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults are vLLM's
     (docs/design/vllm.md).
 
-    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, bad words,
-    logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
-    `top_k` of 0 or -1 is off. `best_of` branches are drawn and the n of the largest summed
-    log-probability returned; None is n. `max_tokens=None` ends a request at max_model_len.
+    The order of operations on the logits is vLLM's: structured_outputs, allowed_token_ids, bad
+    words, logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. `temperature=0` is
+    greedy. `top_k` of 0 or -1 is off. `best_of` branches are generated, and the n with the largest
+    summed log-probability are returned; None is n. `max_tokens=None` ends a request at
+    max_model_len.
 
     Raises:
         ValueError: a value out of its range; the message names the value and the range.
-        TypeError: an argument that does not exist; the message names the near one, or the
-        alternative.
+        TypeError: an argument that does not exist; the message names the nearest one, or the
+            alternative.
     """
 
     n: int = 1
@@ -273,28 +301,28 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     # texts that are not generated, with and without a space before them
     bad_words: str | tuple[str, ...] = ()
-    # the same as token ids: no output has one of them in it
+    # the same as token ids: no output contains one of these sequences
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    # so many of the prompt's last tokens are used; -1: max_model_len - 1
+    # only so many of the prompt's last tokens are used; -1: max_model_len - 1
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    # False: neither finds blocks in the cache nor leaves any there
+    # False: the request neither uses cached blocks nor leaves any in the cache
     enable_prefix_caching: bool = True
-    cache_salt: str | None = None  # shares blocks only with requests of the same salt
+    cache_salt: str | None = None  # blocks are shared only with requests of the same salt
     structured_outputs: StructuredOutputsParams | None = None
     # for the engine's `row_features`, by the names that they declare
     extra_args: Mapping[str, Any] | None = None
-    taps: Taps | None = None  # hidden states, attention and experts that come with the output
+    taps: Taps | None = None  # hidden states, attention and experts to return with the output
 
     def __post_init__(self) -> None:
-        # normalising the spelling of a value, never its meaning
+        # normalises the form of a value, never its meaning
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", _several(self.stop))
-        put("bad_words", _several(self.bad_words))
+        put("stop", _items(self.stop))
+        put("bad_words", _items(self.bad_words))
         put("bad_words_token_ids", _sequences(self.bad_words_token_ids))
         if self.max_tokens is None:
             put("max_tokens", NO_LIMIT)
@@ -357,7 +385,7 @@ class SamplingParams:
             ranked = value is None or (type(value) is int and 0 <= value <= MAX_LOGPROBS)
             check(ranked, name, _logprobs_rule(value))
         check(
-            all(isinstance(s, str) and s for s in self.stop),
+            all(isinstance(text, str) and text for text in self.stop),
             "stop",
             "a non-empty string or several of them",
         )
@@ -402,14 +430,14 @@ class SamplingParams:
                 check(getattr(self, name) == (), name, rule)
         bias = self.logit_bias or {}
         check(
-            all(-100.0 <= v <= 100.0 for v in bias.values()),
+            all(-100.0 <= number <= 100.0 for number in bias.values()),
             "logit_bias",
             "between -100 and 100 for every token",
         )
 
     def drawn(self) -> SamplingParams:
-        """What to run: as many branches as are drawn, with the log-probabilities that choosing
-        among them needs.
+        """Returns the parameters to run: with `best_of` branches, and with the log-probabilities
+        that the choice among them needs.
         """
         if self.best_of is None or self.best_of == self.n:
             return self
@@ -428,18 +456,18 @@ class SamplingParams:
 @takes(BEAM_SEARCH)
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Beam search: at every position the `beam_width` best continuations of all beams are kept (see
-    host/beams.py).
+    """Beam search: at every position, the search keeps the `beam_width` best continuations of all
+    beams (see host/beams.py).
 
-    Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a
-    sequence of m tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop
-    token counts.
+    The scores and the end of the search are those of transformers'
+    `generate(num_beams=beam_width)`: a sequence of m tokens scores (sum of its log-probabilities) /
+    m ** length_penalty, and its stop token counts.
 
     Attributes:
         n: how many of the best sequences are returned; None is all, `beam_width`.
-        early_stopping: False ends when the best beam, at its present length, cannot beat the worst
-            of the finished ones; True as soon as `beam_width` sequences are finished; "never" when
-            no beam could win at any length.
+        early_stopping: when the search ends. False: when the best beam, at its present length,
+            cannot beat the worst finished sequence. True: as soon as `beam_width` sequences are
+            finished. "never": when no beam could win at any length.
 
     Raises:
         ValueError, TypeError: as of `SamplingParams`.
@@ -460,7 +488,9 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        width, penalty, n = self.beam_width, self.length_penalty, self.n
+        width = self.beam_width
+        penalty = self.length_penalty
+        n = self.n
         if type(width) is not int or width < 1:
             raise ValueError(f"beam_width is {width!r}; it must be an integer of at least 1")
         if (
@@ -471,7 +501,7 @@ class BeamSearchParams:
             raise ValueError(
                 f"length_penalty is {penalty!r}; it must be a finite number (0 is off)"
             )
-        # beyond it, what a length is raised to leaves the range of floats
+        # with a larger exponent, a power of a length leaves the range of floats
         if not -10.0 <= penalty <= 10.0:
             raise ValueError(
                 f"length_penalty is {penalty!r}; it must be between -10 and 10 (0 is off)"
@@ -484,10 +514,12 @@ class BeamSearchParams:
             raise ValueError(
                 f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})"
             )
-        self.row(1)  # it shares the other rules
+        self.row(1)  # checks the other fields
 
     def row(self, top: int) -> SamplingParams:
-        """How each beam's row samples: its `top` log-probabilities are what the search goes by."""
+        """Returns the parameters of each beam's row. The search chooses by its `top`
+        log-probabilities.
+        """
         return SamplingParams(
             temperature=0.0,
             logprobs=top,
@@ -509,20 +541,20 @@ NO_HEAD = "models here have no head for classes or rewards"
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What becomes of the hidden states of a prompt, after the last norm. Nothing is sampled. Names
-    are vLLM's.
+    """How the hidden states of a prompt, after the last norm, become vectors. Nothing is sampled.
+    Names are vLLM's.
 
     Attributes:
-        task: "embed" gives one vector for a prompt, "token_embed" one for each token; None is what
-            the method does.
+        task: "embed" gives one vector for a prompt, "token_embed" one for each token; None is the
+            task of the method that is called.
         pooling_type: of "embed": the state of the last token ("LAST"), the mean of all ("MEAN") or
             that of the first ("CLS"); None is the model's own, if its files name one, else "LAST".
             In vLLM it belongs to the engine.
         normalize: divide each vector by its length; None is True. `use_activation` is its newer
             name.
-        dimensions: keep so many numbers of each vector, the first ones, before it is normalised;
+        dimensions: keep only so many of the first numbers of each vector, before it is normalised;
             None is all.
-        truncate_prompt_tokens: keep so many tokens of a longer prompt, the last ones; -1 is
+        truncate_prompt_tokens: keep only so many of the last tokens of a longer prompt; -1 is
             `max_model_len`.
 
     Raises:
@@ -541,14 +573,19 @@ class PoolingParams:
     activation: InitVar[Any] = None
     step_tag_id: InitVar[Any] = None
     returned_token_ids: InitVar[Any] = None
-    n = 1  # no fields: what metrics and sessions ask of all parameters
+    n = 1  # no fields, but attributes that metrics and sessions read of all parameters
     max_tokens = 0
 
     def __post_init__(
         self, softmax: Any, activation: Any, step_tag_id: Any, returned_token_ids: Any
     ) -> None:
-        heads = {"softmax": softmax, "activation": activation, "step_tag_id": step_tag_id}
-        for name, value in (heads | {"returned_token_ids": returned_token_ids}).items():
+        options_of_heads = {
+            "softmax": softmax,
+            "activation": activation,
+            "step_tag_id": step_tag_id,
+            "returned_token_ids": returned_token_ids,
+        }
+        for name, value in options_of_heads.items():
             if value is not None:
                 raise ValueError(f"{name} is {value!r:.80}, but {NO_HEAD}; leave it out")
         if self.task is not None and self.task not in get_args(PoolingTask):
@@ -560,13 +597,13 @@ class PoolingParams:
                 f"pooling_type is {self.pooling_type!r:.80}; it must be 'LAST', 'MEAN' or 'CLS'"
             )
         for name in ("normalize", "use_activation"):
-            if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r:.80}; it must be None, True or False"
-                )
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise ValueError(f"{name} is {value!r:.80}; it must be None, True or False")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
-                f"enable_prefix_caching is {self.enable_prefix_caching!r:.80}; it must be True or False"
+                f"enable_prefix_caching is {self.enable_prefix_caching!r:.80}; "
+                "it must be True or False"
             )
         if (
             None not in (self.normalize, self.use_activation)
@@ -575,29 +612,29 @@ class PoolingParams:
             raise ValueError(
                 "normalize and use_activation mean the same, and they differ; give one of them"
             )
-        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+        for name, minimum in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least or value == 0):
-                few = ", or -1 for the model's length" if least < 0 else ""
+            if value is not None and (type(value) is not int or value < minimum or value == 0):
+                alternative = ", or -1 for the model's length" if minimum < 0 else ""
                 raise ValueError(
-                    f"{name} is {value!r:.80}; it must be None, an integer of at least 1{few}"
+                    f"{name} is {value!r:.80}; "
+                    f"it must be None, an integer of at least 1{alternative}"
                 )
-        self.row()  # it shares the other rules
+        self.row()  # checks the other fields
 
     @property
     def kind(self) -> Literal["LAST", "MEAN", "CLS", "ALL"]:
-        """The tokens whose states are wanted."""
+        """The tokens whose hidden states are pooled; "ALL": a vector for each token."""
         return "ALL" if self.task == "token_embed" else self.pooling_type or "LAST"
 
     @property
     def normalized(self) -> bool:
-        return (
-            True if self.use_activation is None else self.use_activation
-        ) and self.normalize is not False
+        return self.use_activation is not False and self.normalize is not False
 
     def row(self) -> SamplingParams:
-        """How its row goes through a step. A token that is found in the cache has no hidden state:
-        only the last token, which is always computed, can do without the others."""
+        """Returns the parameters of its row in a step. Tokens in the prefix cache have no hidden
+        states. So only "LAST" may use the cache, because the last token is always computed.
+        """
         return SamplingParams(
             temperature=0.0,
             ignore_eos=True,
@@ -612,12 +649,12 @@ class LoRARequest:
     """The adapter of a request (docs/design/adapters.md), under vLLM's names.
 
     Attributes:
-        lora_name: what the engine calls it. An adapter that is loaded under this name is used,
-            unless `lora_path` is another folder.
-        lora_int_id: vLLM's number of it; nothing here depends on it.
-        lora_path: its folder, as PEFT saves it; "" is one that is loaded.
-        load_inplace: read the folder again, because its files may be others.
-        base_model_name: for people.
+        lora_name: its name in the engine. An adapter that is loaded under this name is used, unless
+            `lora_path` is another folder.
+        lora_int_id: its number in vLLM; nothing here depends on it.
+        lora_path: its folder, as PEFT saves it; "" is an adapter that is loaded already.
+        load_inplace: read the folder again, because its files may have changed.
+        base_model_name: for people; nothing depends on it.
 
     Raises:
         ValueError: a name or path that is no text, or a number below 1.
@@ -638,7 +675,7 @@ class LoRARequest:
             )
         if not isinstance(self.lora_path, str):
             raise ValueError(f"lora_path is {self.lora_path!r:.80}; it must be a folder")
-        if self.lora_path:  # the same folder in one spelling
+        if self.lora_path:  # one form of the path for the same folder
             object.__setattr__(
                 self, "lora_path", os.path.normpath(os.path.expanduser(self.lora_path))
             )

@@ -1,5 +1,5 @@
-"""`Session`: requests on an engine, and the text that its steps make of them. `LLM` and the server
-use one.
+"""`Session`: requests on an engine, and the text of the tokens that its steps give them. `LLM` and
+the server use one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagedjax.text.pooling import PoolingBuilder, PoolingOutput, PoolingRequestO
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
-# Of a request, by sequence id; of a beam search, the first id.
+# the outputs of a request, by sequence id; of a beam search, by its first id
 Branches = dict[str, OutputBuilder | BeamOutputBuilder | PoolingBuilder]
 
 
@@ -30,9 +30,9 @@ Branches = dict[str, OutputBuilder | BeamOutputBuilder | PoolingBuilder]
 class GenerationRequest:
     """One prompt to complete or to pool.
 
-    prompt: its text, None if token ids were given.
-    grammar: of `params.structured_outputs`; None: `Session.add` compiles it.
-    adapter: the name of one that the engine has loaded; None: the model alone.
+    prompt: its text; None if token ids were given.
+    grammar: that of `params.structured_outputs`; None: `Session.add` compiles it.
+    adapter: the name of an adapter that the engine has loaded; None: the model alone.
     """
 
     prompt_token_ids: Sequence[int]
@@ -57,18 +57,18 @@ class SessionStep(NamedTuple):
 
     result: StepResult
     deltas: tuple[TextDelta, ...]
-    ended: tuple[str, ...]  # sequence ids; of a beam search, the first
-    # of the step, and of stop strings, which end a sequence after the step
+    ended: tuple[str, ...]  # sequence ids; of a beam search, its first id
+    # those of the step, and those of stop strings, which end a sequence after the step
     events: tuple[Event, ...]
-    tokens: int  # of all sequences, and of beam searches that ended
+    tokens: int  # new tokens of all sequences, and all tokens of beam searches that ended
 
 
 class Calls:
-    """Calls that wait for sequences, in any number of threads. A session is one; so are two that go
-    together.
+    """Calls that wait for sequences, in any number of threads. The base of a session, and of a pair
+    of sessions that prefill and decode.
 
     Attributes:
-        turns: one thread at a time queues, steps and abandons.
+        turns: lets one thread at a time queue requests, run steps and abandon requests.
     """
 
     turns: interrupts.Turns
@@ -81,19 +81,19 @@ class Calls:
         self._calls: list[set[str]] = []  # the sequences that each call waits for
 
     def end(self, names: Iterable[str]) -> None:
-        """No call waits for these any more."""
+        """Let no call wait for these sequences any more."""
         for unfinished in self._calls:
             unfinished.difference_update(names)
 
     @contextmanager
-    def awaited(
+    def call(
         self, requests: Sequence[GenerationRequest]
     ) -> Iterator[tuple[list[Branches], set[str]]]:
-        """Queue requests; what is unfinished at the end of the block is abandoned.
+        """Queue requests. Those that are unfinished at the end of the block are abandoned.
 
         Yields:
-            The branches of each request, and the names of the unfinished ones: steps remove names
-            from it, in whatever thread they run.
+            (the branches of each request, the sequence ids of the unfinished branches). Steps
+            remove ids from this set, in whatever thread they run.
 
         Raises:
             ValueError: as `add`.
@@ -103,30 +103,31 @@ class Calls:
         # before the turn, because compiling takes long
         requests = [replace(request, grammar=self.grammar_of(request)) for request in requests]
         try:
-            with interrupts.deferred(), self.turns:  # no request without an owner
+            # Ctrl-C waits, so that each request in the engine is in `outputs` too
+            with interrupts.deferred(), self.turns:
                 outputs = self.add(requests)
                 unfinished.update(name for branches in outputs for name in branches)
                 self._calls.append(unfinished)
             yield outputs, unfinished
         finally:
             with interrupts.deferred(), self.turns:
-                self._calls = [call for call in self._calls if call is not unfinished]
+                self._calls = [names for names in self._calls if names is not unfinished]
                 for branches in outputs:
                     self.abandon(branches)
 
     def step_for(self, unfinished: set[str]) -> Any:
-        """A step for a call that waits; None if a step of another thread has ended all that it
-        waits for.
+        """Run a step for a call that waits. Returns None, without a step, if steps of other threads
+        have ended all its sequences.
         """
         with interrupts.deferred(), self.turns:
             return self.step() if unfinished else None
 
 
 class Session(Calls):
-    """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own
-    requests.
+    """Unfinished requests of an engine. Sessions of one engine are independent: each sees only its
+    own requests.
 
-    Any thread may call it; a step serves the requests of all threads.
+    Any thread may call it. A step serves the requests of all threads.
 
     Attributes:
         branches: the outputs under construction, by sequence id.
@@ -135,7 +136,9 @@ class Session(Calls):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
         super().__init__()
-        self.engine, self.tokenizer, self.turns = engine, tokenizer, engine.turns
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.turns = engine.turns
         self.branches: Branches = {}
         self._eos = frozenset(eos_token_ids)
         self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, tuple(self._eos))
@@ -144,7 +147,7 @@ class Session(Calls):
             engine.sessions.add(self)
 
     def another(self) -> Session:
-        """A session of the same engine, without requests."""
+        """Returns a session of the same engine, without requests."""
         return Session(self.engine, self.tokenizer, self._eos)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
@@ -154,41 +157,32 @@ class Session(Calls):
             ValueError: a request that can never run (see `Engine.add`), stop strings or bad words
                 without a tokenizer, or structured outputs that cannot be compiled.
         """
-        for params in (request.params for request in requests):
-            for name in ("stop", "bad_words") if isinstance(params, SamplingParams) else ():
-                if isinstance(self.tokenizer, NoTokenizer) and (texts := getattr(params, name)):
-                    what = f"{name} is {texts!r:.80}, but this model has no tokenizer and no text"
-                    raise ValueError(f"{what}; use {name}_token_ids")
-        compiled = [self.grammar_of(request) for request in requests]
+        if isinstance(self.tokenizer, NoTokenizer):
+            for request in requests:
+                _check_without_text(request.params)
+        grammars = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
-        # the sequences of bad words, often of all requests
-        spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}
+        spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # many requests have the same words
         try:
-            # a request is in the engine and in `added`, or in none of them
+            # Ctrl-C waits, so that each request in the engine is in `added` too
             with interrupts.deferred(), self.engine.turns:
-                for request, grammar in zip(requests, compiled, strict=True):
+                for request, grammar in zip(requests, grammars, strict=True):
                     params = request.params
-                    if isinstance(params, SamplingParams) and params.best_of is not None:
-                        params = params.drawn()
-                    if isinstance(params, SamplingParams) and (words := params.bad_words):
-                        ids = spelled[words] = spelled.get(words) or spellings(
-                            words, self.tokenizer
-                        )
-                        params = replace(
-                            params,
-                            bad_words=(),
-                            bad_words_token_ids=(*params.bad_words_token_ids, *ids),
-                        )
+                    if isinstance(params, SamplingParams):
+                        params = self._engine_params(params, spelled)
                     width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-                    first, *forks = names = self.engine.new_ids(width)
-                    order: dict[str, Any] = {
-                        "priority": request.priority,
-                        "user": request.user,
-                        "grammar": grammar,
-                    }
-                    if request.adapter is not None:
-                        order["adapter"] = request.adapter
-                    self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
+                    names = self.engine.new_ids(width)
+                    adapter = {} if request.adapter is None else {"adapter": request.adapter}
+                    self.engine.add(
+                        names[0],
+                        request.prompt_token_ids,
+                        params,
+                        forks=list(names[1:]),
+                        priority=request.priority,
+                        user=request.user,
+                        grammar=grammar,
+                        **adapter,
+                    )
                     added.append(self._outputs(names, request.prompt_token_ids, params))
                 for branches in added:
                     self.branches |= branches
@@ -198,33 +192,50 @@ class Session(Calls):
             raise
         return added
 
+    def _engine_params(
+        self, params: SamplingParams, spelled: dict[Any, tuple[tuple[int, ...], ...]]
+    ) -> SamplingParams:
+        """Returns the parameters as the engine takes them: without `best_of`, and with the token
+        ids of bad words in place of their texts.
+
+        Args:
+            spelled: the token ids of bad words, by the words; new ones are added.
+        """
+        if params.best_of is not None:
+            params = params.drawn()
+        words = params.bad_words
+        if not words:
+            return params
+        if words not in spelled:
+            spelled[words] = spellings(words, self.tokenizer)
+        ids = (*params.bad_words_token_ids, *spelled[words])
+        return replace(params, bad_words=(), bad_words_token_ids=ids)
+
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
-        """The compiled grammar of a request's structured outputs; None without. Any thread may call
-        it.
+        """Returns the compiled grammar of a request's structured outputs; None if it has none. Any
+        thread may call it.
 
         Raises:
             ValueError: they cannot be compiled.
         """
-        form = (
-            request.params.structured_outputs
-            if isinstance(request.params, SamplingParams)
-            else None
-        )
-        return request.grammar or (self.grammars.compiled(form) if form else None)
+        if request.grammar or not isinstance(request.params, SamplingParams):
+            return request.grammar
+        form = request.params.structured_outputs
+        return self.grammars.compiled(form) if form else None
 
     def _outputs(
         self, names: Sequence[str], prompt: Sequence[int], params: Params | PoolingParams
     ) -> Branches:
         if isinstance(params, PoolingParams):
             return {names[0]: PoolingBuilder()}
-        parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
-            return {names[0]: BeamOutputBuilder(params, *parts)}
-        collected = collect(names, len(prompt)) if params.taps else {}
-        each = enumerate(names)
+            return {names[0]: BeamOutputBuilder(params, self.tokenizer, prompt, self._eos)}
+        taps = collect(names, len(prompt)) if params.taps else {}
         return {
-            name: OutputBuilder(i, params, *parts, collected=collected.get(name))
-            for i, name in each
+            name: OutputBuilder(
+                i, params, self.tokenizer, prompt, self._eos, collected=taps.get(name)
+            )
+            for i, name in enumerate(names)
         }
 
     @interrupts.deferred()
@@ -240,79 +251,93 @@ class Session(Calls):
                 assert result is not None, "a request is unfinished, so the engine has work"
                 for session in self.engine.sessions:
                     session.receive(result)
-            done = self._folded(self._results.popleft())
-            self.end(done.ended)
-            return done
+            step = self._fold(self._results.popleft())
+            self.end(step.ended)
+            return step
 
     def receive(self, result: StepResult) -> None:
-        """Keep the result of a step for the next call of `step`, if a request of this session is
-        unfinished.
+        """Remember the result of a step for the next call of `step`, if a request of this session
+        is unfinished.
         """
         if self.branches:
             self._results.append(result)
 
     @property
     def behind(self) -> bool:
-        """Whether other sessions ran steps whose results are not folded yet."""
+        """Whether other sessions ran steps whose results are not in the branches yet."""
         return bool(self._results)
 
-    def _folded(self, result: StepResult) -> SessionStep:
-        """The result, folded into the branches."""
-        branches, events = self.branches, list(result.events)
-        for entry in result.logprobs:
-            if isinstance(branch := branches.get(entry.request_id), OutputBuilder):
-                branch.take(entry)
-        for part in result.taps:
-            if (
-                isinstance(branch := branches.get(part.request_id), OutputBuilder)
-                and branch.collected
-            ):
-                branch.collected.take(part)
-        reasons: dict[str, FinishReason] = {
-            e.request_id: e.reason for e in result.events if isinstance(e, Finished)
-        }
-        deltas, ended, searched = [], [], 0
-        for event in result.events:
-            if isinstance(event, Admitted) and event.request_id in branches:
-                branch = branches[event.request_id]
-                branch.num_cached = (
-                    event.num_cached if branch.num_cached is None else branch.num_cached
-                )
-            if not isinstance(event, Sampled):
-                continue
-            # a row with drafts may have several
-            last = {name: i for i, name in enumerate(event.request_ids)}
-            for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
-                branch = branches.get(name)
-                if not isinstance(branch, OutputBuilder):
-                    continue
-                reason = reasons.get(name) if i == last[name] else None
-                deltas.append(
-                    TextDelta(name, token, branch.push(token, reason, result.params_version))
-                )
-                if branch.finish_reason is not None:
-                    del branches[name]
-                    ended.append(name)
-                    if name not in reasons:  # a stop string, which the scheduler does not know
-                        events += self.engine.cancel(name, "stop")
+    def _fold(self, result: StepResult) -> SessionStep:
+        """Add the result of a step to the branches. Returns the step as this session's requests see
+        it.
+        """
+        self._fold_details(result)
+        deltas, ended, stops = self._fold_tokens(result)
+        tokens = len(deltas)
         for name, sequences in result.beams:
-            branch = branches.pop(name, None)
+            branch = self.branches.pop(name, None)
             if isinstance(branch, BeamOutputBuilder):
                 branch.end(sequences)
-                searched += sum(len(one.token_ids) for one in sequences)
+                tokens += sum(len(sequence.token_ids) for sequence in sequences)
                 ended.append(name)
         for name, data in result.pooled:
-            branch = branches.pop(name, None)
+            branch = self.branches.pop(name, None)
             if isinstance(branch, PoolingBuilder):
                 branch.end(data)
                 ended.append(name)
-        return SessionStep(
-            result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched
-        )
+        return SessionStep(result, tuple(deltas), tuple(ended), (*result.events, *stops), tokens)
+
+    def _fold_details(self, result: StepResult) -> None:
+        """Add log-probabilities, taps, and the numbers of cached tokens."""
+        for entry in result.logprobs:
+            branch = self.branches.get(entry.request_id)
+            if isinstance(branch, OutputBuilder):
+                branch.take(entry)
+        for part in result.taps:
+            branch = self.branches.get(part.request_id)
+            if isinstance(branch, OutputBuilder) and branch.collected:
+                branch.collected.take(part)
+        for event in result.events:
+            if isinstance(event, Admitted) and event.request_id in self.branches:
+                branch = self.branches[event.request_id]
+                if branch.num_cached is None:  # its first admission
+                    branch.num_cached = event.num_cached
+
+    def _fold_tokens(self, result: StepResult) -> tuple[list[TextDelta], list[str], list[Event]]:
+        """Add the new tokens.
+
+        Returns:
+            (the tokens with their texts, the ids of sequences that ended, the events of stop
+            strings)
+        """
+        reasons: dict[str, FinishReason] = {
+            event.request_id: event.reason for event in result.events if isinstance(event, Finished)
+        }
+        deltas: list[TextDelta] = []
+        ended: list[str] = []
+        stops: list[Event] = []
+        for event in result.events:
+            if not isinstance(event, Sampled):
+                continue
+            # a row with drafts may have several tokens: the reason is that of its last one
+            last = {name: i for i, name in enumerate(event.request_ids)}
+            for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
+                branch = self.branches.get(name)
+                if not isinstance(branch, OutputBuilder):
+                    continue
+                reason = reasons.get(name) if i == last[name] else None
+                text = branch.push(token, reason, result.params_version)
+                deltas.append(TextDelta(name, token, text))
+                if branch.finish_reason is not None:
+                    del self.branches[name]
+                    ended.append(name)
+                    if name not in reasons:  # a stop string, which the scheduler does not know
+                        stops += self.engine.cancel(name, "stop")
+        return deltas, ended, stops
 
     @interrupts.deferred()
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
-        """Cancel the branches that are unfinished."""
+        """Cancel the branches that are unfinished. Returns the events."""
         events: tuple[Event, ...] = ()
         with self.engine.turns:
             for name, branch in branches.items():
@@ -322,43 +347,65 @@ class Session(Calls):
         return events
 
 
+def _check_without_text(params: Params | PoolingParams) -> None:
+    """Raise a ValueError for stop strings and bad words, which a model without a tokenizer cannot
+    have.
+    """
+    if not isinstance(params, SamplingParams):
+        return
+    for name in ("stop", "bad_words"):
+        texts = getattr(params, name)
+        if texts:
+            raise ValueError(
+                f"{name} is {texts!r:.80}, but this model has no tokenizer and no text; "
+                f"use {name}_token_ids"
+            )
+
+
 def spellings(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The token ids of words, each at the beginning of a text and behind a space, without repeats."""
+    """Returns the token ids of words, each at the beginning of a text and behind a space, without
+    repeats.
+    """
     texts = [space + word.lstrip() for word in words for space in ("", " ")]
-    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-    return tuple(dict.fromkeys(ids for ids in found if ids))
+    spelled = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(ids for ids in spelled if ids))
 
 
 def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> Any:
-    """The output of a request that has ended: RequestOutput, or PoolingRequestOutput of a prompt
-    that was pooled.
+    """Returns the output of a request that has ended: a RequestOutput, or a PoolingRequestOutput of
+    a prompt that was pooled.
     """
-    leader, *_ = several = list(branches.values())
+    builders = list(branches.values())
+    leader = builders[0]
+    ids = tuple(request.prompt_token_ids)
     if isinstance(leader, PoolingBuilder):
         assert leader.data is not None, "it has ended"
-        ids = tuple(request.prompt_token_ids)
         return PoolingRequestOutput(
             request_id, PoolingOutput(leader.data), ids, leader.num_cached or 0
         )
+    if isinstance(leader, BeamOutputBuilder):
+        completions = leader.completions()
+    else:
+        completions = _completions(builders, request.params)
     return RequestOutput(
         request_id=request_id,
         prompt=request.prompt,
-        prompt_token_ids=tuple(request.prompt_token_ids),
-        outputs=leader.completions()
-        if isinstance(leader, BeamOutputBuilder)
-        else _best(several, request.params),
+        prompt_token_ids=ids,
+        outputs=completions,
         prompt_logprobs=leader.prompt_positions() if isinstance(leader, OutputBuilder) else None,
         num_cached_tokens=leader.num_cached or 0,
     )
 
 
-def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
-    """All branches; of `best_of`, the n with the largest summed log-probability, the best first."""
+def _completions(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
+    """Returns the completions of all branches; with `best_of`, of the n branches with the largest
+    summed log-probability, the best first.
+    """
     if params.best_of is not None and params.drawn().n > params.n:
         branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
     outputs = (branch.completion() for branch in branches)
-    shown = params.logprobs is not None
+    with_logprobs = params.logprobs is not None  # `drawn` asks for them in any case
     return tuple(
-        replace(output, index=i, logprobs=output.logprobs if shown else None)
+        replace(output, index=i, logprobs=output.logprobs if with_logprobs else None)
         for i, output in enumerate(outputs)
     )

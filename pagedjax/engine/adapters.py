@@ -1,14 +1,13 @@
-"""The adapters of an engine: which one is in which slot, and what happens when they are loaded,
-replaced and unloaded.
+"""The adapters of an engine: a table says which one is in which slot.
 
-    init(model, config) -> table                              or None, without adapters
-    loaded(table, adapter, busy) -> table                     under a new name, or in the place of an old adapter
-    unloaded(table, name) -> table
+    init(model, config) -> table                 None without `enable_lora`
+    loaded(table, adapter, busy, ...) -> table   with an adapter, which replaces one of its name
+    unloaded(table, name) -> table               without this adapter
     of_tokens(table, plan, sequences, t) -> the adapters of a step's tokens
 
-A table is a value: each transition returns another one. A request keeps the slot of its adapter to
-its end. So when an adapter is replaced or unloaded while requests use it, its slot becomes free
-with the last of them.
+A table is a value: each transition returns another one. A request keeps the slot of its adapter
+until it ends. So when an adapter is replaced or unloaded while requests use it, its slot becomes
+free when the last of them ends.
 """
 
 from __future__ import annotations
@@ -31,23 +30,24 @@ from pagedjax.host.types import Plan
 class InSlot(NamedTuple):
     """An adapter that requests can name.
 
-    kept: it stays until it is unloaded. Others give way to adapters of later requests.
-    turn: the number of loads and uses before its last one.
+    pinned: it stays until it is unloaded. Others are evicted for adapters of later requests.
+    turn: the table's `turns` when it was last loaded or used.
     """
 
     slot: int
     content_hash: str
     rank: int
     source: str
-    kept: bool
+    pinned: bool
     turn: int
 
 
 class AdapterTable(NamedTuple):
     """All adapters of an engine.
 
-    names: those that new requests may use.
-    factors: of all slots, on the device.
+    names: the adapters that new requests may use, by name.
+    factors: those of all slots, on the device.
+    turns: the number of loads and uses so far.
     """
 
     config: DecoderConfig
@@ -58,7 +58,7 @@ class AdapterTable(NamedTuple):
 
 
 def init(model: Model, config: Resolved) -> AdapterTable | None:
-    """No adapter; None without `enable_lora`.
+    """Returns a table without adapters; None without `enable_lora`.
 
     Raises:
         ValueError: the model's products cannot add those of low rank.
@@ -66,10 +66,10 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
     if not config.enable_lora:
         return None
     if not linear.find(model.config.linear).low_rank:
-        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.low_rank)
-        what = f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low rank"
+        able = ", ".join(repr(name) for name, impl in linear.IMPLS.items() if impl.low_rank)
         raise ValueError(
-            f"{what}; use one of {able}, or set `low_rank` of your own and add `Epilogue.low`"
+            f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low "
+            f"rank; use one of {able}, or set `low_rank` of your own and add `Epilogue.low`"
         )
     slots = adapters.Slots(config.max_loras, config.max_lora_rank, model.dtype)
     return AdapterTable(model.config, slots, {}, adapters.blank(model.config, slots))
@@ -83,116 +83,126 @@ def loaded(
     keep: bool,
     needed: Set[str] = frozenset(),
 ) -> AdapterTable:
-    """With an adapter under its name. Of the same content, nothing is copied.
+    """Returns the table with an adapter under its name. Nothing is copied if the adapter of this
+    name has the same content.
 
     Args:
         busy: slots of unfinished requests.
-        keep: until it is unloaded.
-        needed: names of adapters that may not give way.
+        keep: whether it stays until it is unloaded.
+        needed: names of adapters that may not be evicted.
 
     Raises:
         ValueError: its rank is too large, it does not fit the model, or no slot is free.
     """
     check(table, adapter)
-    here = table.names.get(adapter.name)
-    if here and here.content_hash == adapter.content_hash:
-        found = here._replace(kept=here.kept or keep, source=adapter.source, turn=table.turns)
-        return table._replace(names={**table.names, adapter.name: found}, turns=table.turns + 1)
-    others = {name: one for name, one in table.names.items() if name != adapter.name}
-    taken = busy | {one.slot for one in others.values()}
-    free = [slot for slot in range(1, table.slots.count + 1) if slot not in taken]
-    if not free:
+    previous = table.names.get(adapter.name)
+    pinned = keep or (previous is not None and previous.pinned)
+    names = dict(table.names)
+    if previous and previous.content_hash == adapter.content_hash:
+        names[adapter.name] = previous._replace(
+            pinned=pinned, source=adapter.source, turn=table.turns
+        )
+        return table._replace(names=names, turns=table.turns + 1)
+    names.pop(adapter.name, None)
+    occupied = busy | {entry.slot for entry in names.values()}
+    free_slots = [slot for slot in range(1, table.slots.count + 1) if slot not in occupied]
+    if free_slots:
+        slot = free_slots[0]
+    else:
         idle = [
             name
-            for name, one in others.items()
-            if not one.kept and one.slot not in busy and name not in needed
+            for name, entry in names.items()
+            if not entry.pinned and entry.slot not in busy and name not in needed
         ]
         if not idle:
-            raise ValueError(_full(table, adapter.name, others, busy))
-        oldest = min(idle, key=lambda name: others[name].turn)
-        free = [others.pop(oldest).slot]
-    slot = free[0]
+            raise ValueError(_no_slot(table, adapter.name, names, busy))
+        oldest = min(idle, key=lambda name: names[name].turn)
+        slot = names.pop(oldest).slot
     factors = adapters.with_slot(table.factors, slot, table.config, adapter.parts)
-    kept = keep or bool(here and here.kept)
-    found = InSlot(slot, adapter.content_hash, adapter.rank, adapter.source, kept, table.turns)
-    return table._replace(
-        names={**others, adapter.name: found}, factors=factors, turns=table.turns + 1
+    names[adapter.name] = InSlot(
+        slot, adapter.content_hash, adapter.rank, adapter.source, pinned, table.turns
     )
+    return table._replace(names=names, factors=factors, turns=table.turns + 1)
 
 
-def _full(table: AdapterTable, name: str, others: Mapping[str, InSlot], busy: Set[int]) -> str:
-    leaving = len(busy - {one.slot for one in others.values()} - {0})
-    what = f"adapter {name!r} has no slot: max_loras is {table.slots.count}, and {len(others)} adapters are loaded"
-    rest = (
-        f", and {leaving} that were replaced or unloaded serve unfinished requests"
-        if leaving
-        else ""
+def _no_slot(table: AdapterTable, name: str, names: Mapping[str, InSlot], busy: Set[int]) -> str:
+    leaving = len(busy - {entry.slot for entry in names.values()} - {0})
+    unfinished = f", and {leaving} that were replaced or unloaded serve unfinished requests"
+    return (
+        f"adapter {name!r} has no slot: max_loras is {table.slots.count}, and {len(names)} "
+        f"adapters are loaded ({', '.join(sorted(names)) or 'none'})"
+        f"{unfinished if leaving else ''}; unload one, wait for its requests, or raise max_loras"
     )
-    return f"{what} ({', '.join(sorted(others)) or 'none'}){rest}; unload one, wait for its requests, or raise max_loras"
 
 
 def unloaded(table: AdapterTable, name: str) -> AdapterTable:
-    """Without an adapter. Requests that use it continue.
+    """Returns the table without an adapter. Requests that use it continue.
 
     Raises:
         ValueError: there is no such adapter.
     """
     of_name(table, name)
-    return table._replace(names={other: one for other, one in table.names.items() if other != name})
+    names = dict(table.names)
+    del names[name]
+    return table._replace(names=names)
 
 
 def no_adapters(name: str) -> ValueError:
-    """The error of an engine without adapters."""
+    """Returns the error of an engine without adapters."""
     return ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
 
 
 def of_name(table: AdapterTable | None, name: str) -> InSlot:
-    """Raises ValueError if there is no such adapter."""
+    """Returns the adapter of a name.
+
+    Raises:
+        ValueError: there is no such adapter.
+    """
     if table is None:
         raise no_adapters(name)
     if name not in table.names:
-        known = ", ".join(map(repr, sorted(table.names))) or "none"
+        names = ", ".join(map(repr, sorted(table.names))) or "none"
         raise ValueError(
-            f"adapter {name!r} is not loaded; loaded are {known}; load it first (load_adapter)"
+            f"adapter {name!r} is not loaded; loaded are {names}; load it first (load_adapter)"
         )
     return table.names[name]
 
 
 def used(table: AdapterTable, name: str) -> AdapterTable:
-    """After a request with this adapter."""
+    """Returns the table after a request with this adapter."""
     names = {**table.names, name: table.names[name]._replace(turn=table.turns)}
     return table._replace(names=names, turns=table.turns + 1)
 
 
 def adapter_slots_in_use(sequences: Sequences) -> frozenset[int]:
-    """The slots of unfinished requests."""
+    """Returns the slots of unfinished requests."""
     return frozenset(data.adapter_slot for data in sequences.values())
 
 
 def check(table: AdapterTable, adapter: Adapter) -> None:
-    """Raises ValueError unless an adapter fits the model and the slots."""
+    """Raise a ValueError unless an adapter fits the model and the slots."""
     if adapter.rank > table.slots.rank:
         raise ValueError(
-            f"adapter {adapter.name!r} has rank {adapter.rank}, and max_lora_rank is {table.slots.rank}; "
-            f"set max_lora_rank={adapter.rank}"
+            f"adapter {adapter.name!r} has rank {adapter.rank}, and max_lora_rank is "
+            f"{table.slots.rank}; set max_lora_rank={adapter.rank}"
         )
     for place, (a, b) in adapter.parts.items():
         inputs, outputs = adapters.sizes_of(table.config, place.matrix, place.part)
-        has = place.layer < len(table.factors) and place.matrix in table.factors[place.layer]
-        if not has or (a.shape, b.shape) != ((len(a), inputs), (outputs, len(a))):
-            where = f"part {place.part} of {place.matrix} of layer {place.layer}"
-            fits = f"[r, {inputs}] and [{outputs}, r]" if has else "nothing"
+        exists = place.layer < len(table.factors) and place.matrix in table.factors[place.layer]
+        if not exists or (a.shape, b.shape) != ((len(a), inputs), (outputs, len(a))):
+            part = f"part {place.part} of {place.matrix} of layer {place.layer}"
+            fits = f"[r, {inputs}] and [{outputs}, r]" if exists else "nothing"
             raise ValueError(
-                f"adapter {adapter.name!r} has factors of {a.shape} and {b.shape} for {where}, where {fits} fits; "
-                "it was made for another model"
+                f"adapter {adapter.name!r} has factors of {a.shape} and {b.shape} for {part}, "
+                f"where {fits} fits; it was made for another model"
             )
 
 
 def of_tokens(table: AdapterTable, plan: Plan, sequences: Sequences, t: int) -> TokenAdapters:
-    """The adapters of a step's tokens; padding has none."""
+    """Returns the adapters of a step's tokens; padding has none."""
     slots = np.zeros(t, np.int32)
-    each = [sequences[seq.request_id].adapter_slot for seq in plan.seqs]
+    row_slots = [sequences[seq.request_id].adapter_slot for seq in plan.seqs]
     slots[: sum(plan.counts)] = np.repeat(
-        np.array(each, np.int32), np.asarray(plan.counts, np.int32)
+        np.array(row_slots, np.int32), np.asarray(plan.counts, np.int32)
     )
     return TokenAdapters(slots, table.factors)

@@ -1,12 +1,12 @@
-"""Programs that are compiled behind the steps: an engine serves as soon as the program of the
-largest step is there.
+"""Programs that are compiled while steps run: an engine serves as soon as it has the program of the
+largest step.
 
 One thread compiles the others, one at a time. A step is padded to the next larger bucket whose
 program exists.
 
-Steps are several times as slow meanwhile. A lower priority of the thread would change nothing,
-because XLA compiles in the threads that also compute steps. So the thread prefers pauses between
-requests, unless programs are on disk.
+While a program is compiled, steps are several times as slow. A lower priority of the thread would
+change nothing, because XLA compiles in the threads that also compute steps. So the thread waits for
+a pause between requests, unless programs are on disk.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from pagedjax.engine.programs import Build, Shape
 
 PAUSE = 2.0  # seconds without a step, after which a compilation begins
 PATIENCE = 6.0  # seconds after which it begins in any case
-LOADED = 1.0  # seconds: what takes less was on disk, and so is the next one, most likely
+LOADED = 1.0  # seconds: a program that takes less was on disk, and so is probably the next one
 log = logging.getLogger("pagedjax.engine")
-# by id: a dict has no hash
+# by id, because a dict has no hash
 _started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()
 
 
 class BackgroundPrograms(dict[Shape, Any]):
-    """Programs by their shape; at first that of the largest step alone.
+    """Programs by their shape; at first only that of the largest step.
 
     Attributes:
-        present: the shapes of an engine, with those buckets alone whose programs are in here. It is
-            replaced as a whole when a program comes in, so that a step which reads it once is
-            consistent.
-        stepped_at: seconds of time.monotonic when a step last read it.
+        present: the shapes of the engine, with only those buckets that have a program here. A new
+            program replaces the whole value, so that a step which reads it once is consistent.
+        stepped_at: seconds of time.monotonic when a step last read `present`.
     """
 
     def __init__(
@@ -55,14 +54,15 @@ class BackgroundPrograms(dict[Shape, Any]):
         """
         Args:
             build, config: as in `programs.compile_all`.
-            programs: what is compiled already.
+            programs: those that are compiled already.
             shapes: of all programs.
-            on_disk: the others are on disk, most likely.
+            on_disk: whether the missing ones are probably on disk.
         """
         super().__init__(programs)
         self.shapes = shapes
-        self.present = self._present()
-        self._build, self._config = build, config
+        self.present = self._present_shapes()
+        self._build = build
+        self._config = config
         self._waiting = deque(
             in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs)
         )
@@ -70,14 +70,16 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._quick = on_disk  # whether the next one needs no pause
         self._stopped = threading.Event()
         self.stepped_at = time.monotonic()
-        self._began = time.perf_counter()
+        self._created_at = time.perf_counter()
         self._thread = threading.Thread(
             target=_compile_all, args=(ref(self),), name="pagedjax-compile", daemon=True
         )
 
     @property
     def missing(self) -> int:
-        """Programs that are not there yet. One that could not be compiled stays missing."""
+        """The number of programs that are not compiled yet. One that could not be compiled stays
+        missing.
+        """
         return len(self.shapes.steps) - len(self)
 
     @property
@@ -86,13 +88,14 @@ class BackgroundPrograms(dict[Shape, Any]):
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to compile. At the end of Python the program under way is waited for, because XLA
-        cannot be interrupted and fails if Python ends meanwhile."""
+        """Begin to compile. Python waits at its end for the program that is being compiled, because
+        XLA cannot be interrupted and fails if Python ends meanwhile.
+        """
         self._thread.start()
         _started[id(self)] = self
 
     def stop(self) -> None:
-        """Begin no other program. The one under way continues, and comes in."""
+        """Begin no other program. The one that is being compiled is finished, and is used."""
         self._stopped.set()
 
     def join(self, seconds: float | None = None) -> None:
@@ -100,19 +103,15 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._thread.join(seconds)
 
     def compile_next(self) -> bool:
-        """Wait for a pause, and compile the next program, in the thread. Returns False if there is
-        none.
-
-        A program that comes after a quick one is not waited for.
+        """Wait for a pause, and compile the next program, in the thread. After a quick one it does
+        not wait. Returns False if no program is left, or `stop` was called.
         """
-        latest = time.monotonic() + (0 if self._quick else PATIENCE)
-        while self._waiting and (now := time.monotonic()) < min(self.stepped_at + PAUSE, latest):
-            if self._stopped.wait(min(self.stepped_at + PAUSE, latest) - now):
-                break
+        if self._waiting and not self._quick:
+            self._wait_for_pause()
         if self._stopped.is_set() or not self._waiting:
             return False
         shape = self._waiting.popleft()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             with compilations.disk_cache(self._on_disk), compilations.uncounted():
                 program = self._build(shape, self._config)
@@ -124,62 +123,71 @@ class BackgroundPrograms(dict[Shape, Any]):
             )
         else:
             self[shape] = program
-            self.present = self._present()  # after the program, so that a step finds it
-            self._quick = time.perf_counter() - began < LOADED
+            self.present = self._present_shapes()  # after the program, so that a step finds it
+            self._quick = time.perf_counter() - started_at < LOADED
         if not self._waiting:
             del self._build  # and with it the blank batches
-            made, several, seconds = (
+            log.info(
+                "%d of %d programs are there, the last after %.0f s",
                 len(self),
                 len(self.shapes.steps),
-                time.perf_counter() - self._began,
+                time.perf_counter() - self._created_at,
             )
-            log.info("%d of %d programs are there, the last after %.0f s", made, several, seconds)
         return True
 
-    def _present(self) -> Shapes:
-        found = [shape for shape in self.shapes.steps if shape in self]
-        mixed, alone = (
-            tuple(one.tokens for one in found if one.decodes_alone == kind)
-            for kind in (False, True)
+    def _wait_for_pause(self) -> None:
+        """Wait until no step has run for PAUSE seconds; at most PATIENCE seconds, and not after
+        `stop`.
+        """
+        latest = time.monotonic() + PATIENCE
+        while True:
+            seconds = min(self.stepped_at + PAUSE, latest) - time.monotonic()
+            if seconds <= 0 or self._stopped.wait(seconds):
+                return
+
+    def _present_shapes(self) -> Shapes:
+        shapes = [shape for shape in self.shapes.steps if shape in self]
+        return self.shapes._replace(
+            tokens=tuple(shape.tokens for shape in shapes if not shape.decodes_alone),
+            decode_buckets=tuple(shape.tokens for shape in shapes if shape.decodes_alone),
         )
-        return self.shapes._replace(tokens=mixed, decode_buckets=alone)
 
 
 def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
-    """The order in which programs are compiled.
+    """Returns the shapes in the order in which their programs are compiled.
 
-    The first one holds `most_seqs` tokens, because most steps are decodes alone. Then comes the
-    middle one of those on each side of it, and so on, so that no step is far from its own bucket
-    for long. A bucket's program for decodes alone comes after its other one, because a step has
-    only buckets with that one.
+    The first bucket holds `most_seqs` tokens, because most steps are decodes alone. Then come the
+    middle one of the smaller buckets and the middle one of the larger ones, and so on, so that no
+    step is far from its own bucket for long. A bucket's program for decodes alone comes after its
+    other one, because steps use only buckets that have the other one.
     """
     sizes = sorted({shape.tokens for shape in shapes})
-    at = bisect_left(sizes, most_seqs)
-    found, parts = sizes[at : at + 1], deque([sizes[:at], sizes[at + 1 :]])
-    while parts:
-        if part := parts.popleft():
-            middle = len(part) // 2
-            found.append(part[middle])
-            parts += [part[:middle], part[middle + 1 :]]
-    return [
-        shape for size in found for shape in sorted(one for one in shapes if one.tokens == size)
-    ]
+    first = bisect_left(sizes, most_seqs)
+    order = sizes[first : first + 1]
+    ranges = deque([sizes[:first], sizes[first + 1 :]])
+    while ranges:
+        sizes = ranges.popleft()
+        if sizes:
+            middle = len(sizes) // 2
+            order.append(sizes[middle])
+            ranges += [sizes[:middle], sizes[middle + 1 :]]
+    return sorted(shapes, key=lambda shape: (order.index(shape.tokens), shape))
 
 
 def _compile_all(programs: ref[BackgroundPrograms]) -> None:
-    """What the thread runs. It keeps no engine alive, except while it compiles."""
+    """Compile all programs, in the thread. It keeps no engine alive, except while it compiles."""
 
     def compile_next() -> bool:
-        alive = programs()
-        return alive is not None and alive.compile_next()
+        referent = programs()
+        return referent is not None and referent.compile_next()
 
     while compile_next():
         pass
 
 
-@atexit.register  # after JAX, so that it runs before JAX's own end
-def _end() -> None:
-    """At the end of Python: stop all threads, and wait for the programs under way."""
+@atexit.register  # later than JAX registers its own function, so that this one runs first
+def _stop_all() -> None:
+    """Stop all threads, and wait for the programs that are being compiled."""
     for programs in list(_started.values()):
         programs.stop()
     for programs in list(_started.values()):

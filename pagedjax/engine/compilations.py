@@ -12,34 +12,34 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# JAX records the first event for each program that it compiles or loads, the second for each that
-# it loads from disk.
-_MADE = "/jax/core/compile/backend_compile_duration"
+# JAX records the first event for each program that it compiles or loads, and the second for each
+# program that it loads from disk.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 _CACHED = "/jax/compilation_cache/cache_hits"
-_events = {_MADE: 0, _CACHED: 0}
+_events = {_COMPILED: 0, _CACHED: 0}
 _lock = threading.Lock()  # programs are compiled in threads
-# .uncounted: whether the thread is in a block of `uncounted`; .cached: programs that it has loaded
-# from disk
+# .uncounted: whether the thread is in a block of `uncounted`
+# .cached: the number of programs that the thread has loaded from disk
 _thread = threading.local()
 
-# of the cache on disk; the program that was not used for the longest time goes first
+# of the cache on disk; the program that was not used for the longest time is removed first
 MAX_BYTES = 2**30
-# of `disk_cache` that run now, in all threads, with the options that the first of them has set
+# the number of blocks of `disk_cache` that run now, in all threads; the first has set JAX's options
 _blocks = 0
-_before: dict[str, Any] = {}  # JAX's options before them
-_options = threading.Lock()  # of _blocks, _before and JAX's options
+_restored_options: dict[str, Any] = {}  # JAX's options before the first block
+_options_lock = threading.Lock()  # of _blocks, _restored_options and JAX's options
 
 
 class Counts(NamedTuple):
-    """Programs that this process has compiled, including those that it loaded from disk, outside of
+    """Numbers of programs that this process has compiled or loaded from disk, outside of
     `uncounted`.
     """
 
     compilations: int
-    cached: int  # of them, loaded from disk
+    cached: int  # those of them that were loaded from disk
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.compilations - other.compilations, self.cached - other.cached)
+    def __sub__(self, earlier: Counts) -> Counts:
+        return Counts(self.compilations - earlier.compilations, self.cached - earlier.cached)
 
 
 def _listen(event: str, *_: Any, **__: Any) -> None:
@@ -55,36 +55,39 @@ jax.monitoring.register_event_listener(_listen)  # type: ignore[arg-type]
 
 
 def counts() -> Counts:
-    return Counts(_events[_MADE], _events[_CACHED])
+    return Counts(_events[_COMPILED], _events[_CACHED])
 
 
 def compilations() -> int:
-    """Programs that this process has compiled or loaded."""
-    return _events[_MADE]
+    """Returns the number of programs that this process has compiled or loaded."""
+    return _events[_COMPILED]
 
 
 def cached_by_thread() -> int:
-    """Programs that this thread has loaded from JAX's cache on disk."""
+    """Returns the number of programs that this thread has loaded from JAX's cache on disk."""
     return getattr(_thread, "cached", 0)
 
 
 def count_kept() -> None:
-    """Count a program that JAX was not asked for, because it was there or on disk."""
-    _listen(_MADE)
+    """Count a program that was in memory or on disk, so that JAX was not asked for it."""
+    _listen(_COMPILED)
     _listen(_CACHED)
 
 
 def folder() -> Path | None:
-    """Where programs are kept now; None if they are not, or not in a folder."""
+    """Returns the folder of JAX's cache; None if the cache is switched off, or no folder."""
     place = getattr(jax.config, "jax_compilation_cache_dir", None)
-    enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
-    return Path(place) if enabled and place and "://" not in place else None
+    return Path(place) if _cache_enabled() and place and "://" not in place else None
+
+
+def _cache_enabled() -> bool:
+    return getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (unknown to pyright)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Within the block, what this thread compiles is not counted: it belongs to no step and to no
-    start-up.
+    """Within the block, programs that this thread compiles are not counted: they belong to no step
+    and to no start-up.
     """
     _thread.uncounted = True
     try:
@@ -94,7 +97,7 @@ def uncounted() -> Iterator[None]:
 
 
 def disk_cache_active() -> bool:
-    """Whether a block of `disk_cache` runs."""
+    """Returns whether a block of `disk_cache` runs."""
     return _blocks > 0
 
 
@@ -107,32 +110,31 @@ def disk_cache(enabled: bool = True) -> Iterator[None]:
     (`JAX_COMPILATION_CACHE_DIR`), or its cache is switched off (`JAX_ENABLE_COMPILATION_CACHE=0`),
     nothing changes.
     """
-    mine = enabled and _enter()
+    entered = enabled and _enter()
     try:
         yield
     finally:
-        if mine:
+        if entered:
             _leave()
 
 
 def _enter() -> bool:
-    """Begin a block, and set JAX's options if it is the only one. Returns False if JAX's own
-    settings count.
+    """Begin a block, and set JAX's options if it is the only one. Returns False, and changes
+    nothing, if JAX has a cache folder already or its cache is switched off.
     """
-    global _blocks, _before
+    global _blocks, _restored_options
     folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
     options = {
         "jax_compilation_cache_dir": str(folder),
         "jax_compilation_cache_max_size": MAX_BYTES,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
-    with _options:
+    with _options_lock:
         if _blocks == 0:
-            before = {name: getattr(jax.config, name) for name in options}
-            switched_on = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
-            if not switched_on or before["jax_compilation_cache_dir"] is not None:
+            present = {name: getattr(jax.config, name) for name in options}
+            if not _cache_enabled() or present["jax_compilation_cache_dir"] is not None:
                 return False
-            _before = before
+            _restored_options = present
             _add_access_times(folder)
             _set(options)
         _blocks += 1
@@ -141,10 +143,10 @@ def _enter() -> bool:
 
 def _leave() -> None:
     global _blocks
-    with _options:
+    with _options_lock:
         _blocks -= 1
         if _blocks == 0:
-            _set(_before)
+            _set(_restored_options)
 
 
 def _set(options: dict[str, Any]) -> None:
@@ -154,8 +156,8 @@ def _set(options: dict[str, Any]) -> None:
 
 
 def _add_access_times(folder: Path) -> None:
-    """JAX cannot evict a program without a file of its access time, and writes none without a
-    bound.
+    """Write a file of its access time for each program without one. JAX cannot evict such a
+    program, and it writes these files only when the cache has a bound.
     """
     with suppress(OSError):
         for program in folder.glob("*-cache"):

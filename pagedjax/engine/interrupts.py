@@ -1,5 +1,5 @@
-"""What may not come between: Ctrl-C in a short block of code, and other threads in one turn of an
-engine.
+"""Code that must not be interrupted: Ctrl-C waits for a short block (`deferred`), and other threads
+wait for one turn of an engine (`Turns`).
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ def deferred() -> Iterator[None]:
 
     Python interrupts only the main thread; in other threads this does nothing.
     """
-    before = (
-        signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread()
-        else None
-    )
-    # None: not the main thread, or a handler that was not set from Python, which cannot be restored
-    if before is None or getattr(before, "defers", False):  # a block around this one waits
+    handler = _replaceable_handler()
+    if handler is None or getattr(handler, "defers", False):  # a block around this one waits
         yield
         return
-    pressed = []
+    signals = []
 
-    def press(number: int, _: FrameType | None) -> None:
-        pressed.append(number)
-        if len(pressed) > 1:
-            signal.signal(signal.SIGINT, before)
+    def remember(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
-    press.defers = True  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, press)
+    remember.defers = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if len(pressed) == 1:
+        signal.signal(signal.SIGINT, handler)
+        if len(signals) == 1:
             signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
 def ignored() -> Iterator[None]:
     """Ctrl-C does nothing in the block."""
-    before = (
-        signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread()
-        else None
-    )
-    if before is not None:
+    handler = _replaceable_handler()
+    if handler is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _replaceable_handler() -> Any:
+    """Returns the present handler of Ctrl-C; None in other threads than the main one, and if it was
+    not set from Python, because then it could not be restored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.getsignal(signal.SIGINT)
 
 
 class Turns:
-    """A lock that a thread may enter again, and that threads get in turn.
+    """A lock that its thread may enter again, and that threads get in turn.
 
-    A thread that leaves the lock and enters it again, as one that runs step after step does, lets a
-    thread in that waits: it has to pass the door, which the waiting thread holds. With a plain lock
-    the others could wait for the whole of its call.
+    A thread that runs step after step leaves the lock and enters it again. Between two steps it has
+    to pass the door, which a waiting thread holds, so the waiting thread comes first. With a plain
+    lock the others could wait until the end of its call.
 
-    Ctrl-C waits until the lock is entered, and leaves it again. Both locks may be entered again,
+    Ctrl-C waits until the lock is entered, and then the lock is released. Both locks are reentrant,
     because Python may close an abandoned stream at any time in any thread.
     """
 
@@ -99,17 +99,17 @@ class Turns:
 
 
 @contextmanager
-def of_both(one: Turns, other: Turns) -> Iterator[None]:
-    """A turn of two engines. All threads take the two in one order, so that none waits for another
-    for ever.
+def of_both(first: Turns, second: Turns) -> Iterator[None]:
+    """A turn of two engines. All threads take the two in the same order, so that no two threads
+    wait for each other for ever.
     """
-    first, second = sorted((one, other), key=id)
+    first, second = sorted((first, second), key=id)
     with first, second:
         yield
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of an object with `turns` that is one turn."""
+    """Returns the method as one turn of its object, which has `turns`."""
 
     @wraps(method)
     def turn(*args: P.args, **options: P.kwargs) -> R:

@@ -1,8 +1,8 @@
-"""Finished programs of steps, in memory and on disk: an engine that finds its program traces
+"""Finished programs of steps, in memory and on disk: an engine that finds its program here traces
 nothing.
 
-JAX's own cache is by the lowered program, so a program must be traced before it is found. Here a
-program is found by what it is made from. The name of a file is a hash of that:
+The key of JAX's own cache is the lowered program, so a program must be traced before it is found.
+Here the key is a hash of everything that a program is made from, and names its file:
 
 - the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.config` and `pallas_kernels`,
   with its tuned tiles, and the versions of JAX and what it needs;
@@ -10,9 +10,9 @@ program is found by what it is made from. The name of a file is a hash of that:
   all arguments;
 - XLA's options, JAX's settings, and the device.
 
-A program is only kept if all its code is in these packages, as it was imported. Code of your own
-and functions that were replaced are compiled as always, and so is all on a mesh and in several
-processes.
+A program is kept only if all its code is in these packages, unchanged since the import. Programs
+with a user's own code or with replaced functions are compiled as always; so are all programs on a
+mesh or in several processes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ PACKAGES = ("pagedjax", "pallas_kernels")
 TRACED = ("pagedjax.device", "pallas_kernels")  # modules whose functions are in programs
 HASHED = ("device", "engine", "config.py")  # of pagedjax: what is traced, and what decides it
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
-PREFIX, PART = "step-", "part-step-"  # of the files, and of those that are being written
-MAX_BYTES = 2**29  # of all files; the one that was not used for the longest time goes first
+PREFIX = "step-"  # of the files
+PARTIAL_PREFIX = "part-step-"  # of the files that are being written
+MAX_BYTES = 2**29  # of all files; the one that was not used for the longest time is removed first
 HOUR = 3600.0  # seconds
 COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
 # Words in the names of JAX's settings that change no program, such as a cache's folder
@@ -73,15 +74,15 @@ _imported_lock = threading.Lock()  # of _imported
 def program(
     facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]
 ) -> Any:
-    """Returns a compiled program of these arguments: that of another engine, one from disk, or a
-    new one.
+    """Returns the compiled program of these arguments: that of another engine, or one from disk, or
+    a new one.
 
     Args:
-        facts: what the program is made from, beside its arguments and what is equal in a whole
-            process; values with the same `str` in each process. None: the program is not kept.
+        facts: what the program is made from, except its arguments and what is equal in the whole
+            process. A fact has the same `str` in each process. None: the program is not kept.
         arguments: arrays or their shapes.
-        device: on which it runs.
-        compile_: makes a new one.
+        device: the one that runs the program.
+        compile_: compiles a new one.
     """
     if facts is None or not _as_imported():
         return compile_()
@@ -97,13 +98,13 @@ def program(
     if loaded is not None:
         compilations.count_kept()
     cached = compilations.cached_by_thread()
-    made = compile_() if loaded is None else loaded
-    # XLA writes a program incompletely that it has itself loaded from JAX's cache
+    compiled = compile_() if loaded is None else loaded
+    # not a program from JAX's cache: XLA would write it incompletely
     if file and loaded is None and compilations.cached_by_thread() == cached:
-        _keep(file, made)
+        _keep(file, compiled)
     with _lock:
-        _programs[key] = made
-    return made
+        _programs[key] = compiled
+    return compiled
 
 
 # the key ------------------------------------------------------------------------------------------
@@ -144,62 +145,64 @@ def _settings() -> list[tuple[str, str]]:
     settings = {
         name: str(getattr(jax.config, name, value)) for name, value in jax.config.values.items()
     }
-    kept = [
-        item for item in sorted(settings.items()) if not any(place in item[0] for place in PLACES)
+    relevant = [
+        (name, value)
+        for name, value in sorted(settings.items())
+        if not any(place in name for place in PLACES)
     ]
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-    return [*kept, *[(name, os.environ.get(name, "")) for name in flags]]
+    return [*relevant, *[(name, os.environ.get(name, "")) for name in flags]]
 
 
 def _device(device: Any) -> tuple[Any, ...]:
-    """Returns what tells a device from others: machine code for one CPU may not run on another."""
+    """Returns what identifies a kind of device: machine code for one CPU may not run on another."""
     features = _cpu_features() if device.platform == "cpu" else ""
     return device.platform, device.device_kind, device.id, device.client.platform_version, features
 
 
 def _is_known(device: Any) -> bool:
-    """Whether the key tells the device from all on which its machine code does not run."""
+    """Returns whether the key excludes all devices that cannot run the device's machine code."""
     return device.platform != "cpu" or bool(_cpu_features())
 
 
 @cache
 def _cpu_features() -> str:
-    """Returns the model and the instructions of this machine's processor; empty where the system
-    does not tell.
+    """Returns the model and the instructions of this machine's processor; empty if the system does
+    not tell them.
     """
     words = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    with contextlib.suppress(OSError):
-        lines = (
-            Path("/proc/cpuinfo").read_text("ascii", "replace").partition("\n\n")[0].splitlines()
-        )
-        features = [line for line in lines if line.startswith(words)]
-        return repr((platform.machine(), features)) if features else ""
-    return ""
+    try:
+        text = Path("/proc/cpuinfo").read_text("ascii", "replace")
+    except OSError:
+        return ""
+    first_processor = text.partition("\n\n")[0]
+    features = [line for line in first_processor.splitlines() if line.startswith(words)]
+    return repr((platform.machine(), features)) if features else ""
 
 
 # code as it was imported --------------------------------------------------------------------------
 
 
-# by module or class: its code, when it was first seen here
+# by module or class, what it contained when `_as_imported` first saw it
 _imported: dict[str, dict[str, Any]] = {}
 
 
 def _as_imported() -> bool:
-    """Whether no function or constant of a module in `TRACED` was replaced since it was first seen
-    here.
+    """Returns whether no function or constant of a module in `TRACED` was replaced since this
+    function first saw the module.
     """
-    with _imported_lock:  # other threads import meanwhile, so that dictionaries are copied at once
-        modules = [(name, module) for name, module in list(sys.modules.items()) if _is_traced(name)]
-        whole = [
-            (name, module)
-            for name, module in modules
-            if isinstance(module, ModuleType) and _is_whole(module)
-        ]
-        return all([_unchanged(name, dict(vars(module))) for name, module in whole])
+    with _imported_lock:
+        # other threads import meanwhile, so each dictionary is copied before it is read
+        modules = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if _is_traced(name) and isinstance(module, ModuleType) and _import_has_ended(module)
+        }
+        # a list, because `_unchanged` has to see every module
+        return all([_unchanged(name, dict(vars(module))) for name, module in modules.items()])
 
 
-def _is_whole(module: ModuleType) -> bool:
-    """Whether the import of a module has ended."""
+def _import_has_ended(module: ModuleType) -> bool:
     return not getattr(module.__spec__, "_initializing", False)
 
 
@@ -210,19 +213,19 @@ def _is_traced(name: str) -> bool:
 def _unchanged(name: str, names: Mapping[str, Any]) -> bool:
     if name not in _imported:
         _imported[name] = {key: value for key, value in names.items() if _is_code(key, value)}
-    before = _imported[name]
-    if any(names.get(key) is not value for key, value in before.items()):
+    imported = _imported[name]
+    if any(names.get(key) is not value for key, value in imported.items()):
         return False
     classes = [
         value
-        for value in before.values()
+        for value in imported.values()
         if isinstance(value, type) and _is_traced(value.__module__)
     ]
     return all([_unchanged(f"{name}:{value.__name__}", dict(vars(value))) for value in classes])
 
 
 def _is_code(name: str, value: Any) -> bool:
-    """Functions, classes and constants; not what a module remembers."""
+    """Returns whether a value is a function, a class or a constant, and not a module's state."""
     return callable(value) or isinstance(value, property) or name.lstrip("_").isupper()
 
 
@@ -232,18 +235,18 @@ _as_imported()  # most modules are imported before this one
 # files --------------------------------------------------------------------------------------------
 
 
-def _keep(file: Path, made: Any) -> None:
-    """Write a program for other processes, atomically. What cannot be written is not kept."""
+def _keep(file: Path, compiled: Any) -> None:
+    """Write a program for other processes, atomically. If it cannot be written, nothing is kept."""
     try:
-        content = zlib.compress(pickle.dumps(serialize_executable.serialize(made)), COMPRESSION)
+        content = zlib.compress(pickle.dumps(serialize_executable.serialize(compiled)), COMPRESSION)
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=PART, dir=file.parent)
+        handle, partial = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=file.parent)
         try:
-            with open(handle, "wb") as written:
-                written.write(_digest(content) + content)
-            os.replace(part, file)
+            with open(handle, "wb") as out:
+                out.write(_digest(content) + content)
+            os.replace(partial, file)
         finally:
-            Path(part).unlink(missing_ok=True)
+            Path(partial).unlink(missing_ok=True)
         _remove_old(file.parent)
     except Exception as error:  # of the file system, or a program that JAX cannot serialize
         log.debug("a program is not kept: %s", error)
@@ -261,7 +264,7 @@ def _load(file: Path, device: Any) -> Any:
             raise ValueError("its content has changed")
         serialized, arguments, results = pickle.loads(zlib.decompress(content[size:]))
         attention.register_kernels(serialized)
-        made = serialize_executable.deserialize_and_load(
+        compiled = serialize_executable.deserialize_and_load(
             serialized, arguments, results, backend=device.client, execution_devices=[device]
         )
     except Exception as error:
@@ -270,7 +273,7 @@ def _load(file: Path, device: Any) -> Any:
         return None
     with contextlib.suppress(OSError):
         os.utime(file)
-    return made
+    return compiled
 
 
 def _digest(content: bytes) -> bytes:
@@ -278,7 +281,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove the files that were not used for the longest time, until the others fit in MAX_BYTES."""
+    """Remove the files that were unused for the longest time, until the rest fits in MAX_BYTES."""
     files = [
         (file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob(f"{PREFIX}*")
     ]
@@ -287,6 +290,6 @@ def _remove_old(folder: Path) -> None:
         room -= size
         if room < 0:
             file.unlink(missing_ok=True)
-    for part in folder.glob(f"{PART}*"):  # of processes that were killed
-        if time.time() - part.stat().st_mtime > HOUR:
-            part.unlink(missing_ok=True)
+    for partial in folder.glob(f"{PARTIAL_PREFIX}*"):  # of processes that were killed
+        if time.time() - partial.stat().st_mtime > HOUR:
+            partial.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
-"""The compiled steps of an engine, a program for each bucket: all before the first request, or each
-when first needed.
+"""The compiled steps of an engine, a program for each bucket: all are compiled before the first
+request, or each when a step first needs it.
 
-Tracing holds Python's lock and compiling does not, so programs are compiled in threads, one for
-each processor.
+Tracing holds Python's lock and compiling does not, so several threads compile programs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Shape = StepShape | DraftShape
 # (shape, config) -> its program, for config.num_blocks blocks
 Build = Callable[[Shape, Resolved], Any]
 
-# What XLA puts into a CUDA graph: what it does by default, and loops. Then a whole step is one
-# graph, which the host launches once. Outside a graph the host waits for the condition of each
-# branch and loop; sampling has some. A kernel that reads a slice of an array (`joined` of
-# `device/batch.py`) would be in no graph, as a fusion with that slice.
+# What XLA puts into a CUDA graph: XLA's defaults, and loops. Then a whole step is one graph, which
+# the host launches once. Outside a graph the host waits for the condition of each branch and loop;
+# sampling has some. A kernel that reads a slice of an array (`joined` of `device/batch.py`) would
+# be in no graph if XLA fused it with that slice.
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
     "xla_gpu_enable_dynamic_slice_fusion": False,
@@ -35,7 +34,7 @@ THREADS = 4  # at most: each compilation uses several processors for a part of i
 
 
 def compiler_options(platform: str) -> dict[str, str | bool]:
-    """XLA's options for the programs of an engine on a platform of JAX."""
+    """Returns XLA's options for the programs of an engine on a platform of JAX."""
     return GPU_OPTIONS if platform == "gpu" else {}
 
 
@@ -51,15 +50,15 @@ def compile_all(
 
     Args:
         shapes: of all programs, the largest step last.
-        settle: from the program of the largest step, the configuration that fits beside it. If it
-            has another number of blocks, that one program is compiled again.
+        settle: (program of the largest step) -> the configuration that fits beside it. If it has
+            another number of blocks, this program is compiled again.
 
     Returns:
         (programs by their shape, their configuration)
     """
-    *others, largest = shapes
+    *smaller, largest = shapes
     with tqdm(
-        desc="compiling", total=1 + len(others), unit="program", leave=False, disable=not progress
+        desc="compiling", total=1 + len(smaller), unit="program", leave=False, disable=not progress
     ) as bar:
         programs = {largest: build(largest, config)}
         fitted = settle(programs[largest])
@@ -68,14 +67,14 @@ def compile_all(
         bar.update()
         pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         try:
-            started = {shape: pool.submit(build, shape, fitted) for shape in reversed(others)}
-            for done in as_completed(started.values()):
-                done.result()
+            futures = {shape: pool.submit(build, shape, fitted) for shape in reversed(smaller)}
+            for future in as_completed(futures.values()):
+                future.result()
                 bar.update()
         finally:
             # after an error, the compilations that have not begun are cancelled
             pool.shutdown(cancel_futures=True)
-    return {shape: started[shape].result() for shape in others} | programs, fitted
+    return {shape: futures[shape].result() for shape in smaller} | programs, fitted
 
 
 class LazyPrograms(dict[Shape, Any]):
@@ -83,7 +82,8 @@ class LazyPrograms(dict[Shape, Any]):
 
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
-        self._build, self._config = build, config
+        self._build = build
+        self._config = config
         self._on_disk = compilations.disk_cache_active()
 
     def __missing__(self, shape: Shape) -> Any:
@@ -93,24 +93,25 @@ class LazyPrograms(dict[Shape, Any]):
 
 
 class TappedPrograms(dict[Wanted, LazyPrograms]):
-    """By what steps return beside samples, their programs. Each is compiled when a step first needs
-    it.
+    """Programs of steps with taps, by the arrays that a step returns beside samples. Each program
+    is compiled when a step first needs it.
     """
 
     def __init__(self, build: Callable[[Wanted], Build], config: Resolved) -> None:
         super().__init__()
-        self._build, self._config = build, config
+        self._build = build
+        self._config = config
 
-    def __missing__(self, wanted: Wanted) -> LazyPrograms:
-        self[wanted] = LazyPrograms(self._build(wanted), self._config)
-        return self[wanted]
+    def __missing__(self, taps: Wanted) -> LazyPrograms:
+        self[taps] = LazyPrograms(self._build(taps), self._config)
+        return self[taps]
 
 
 def summary(startup: dict[str, Any]) -> str:
-    """One line for people: seconds by stage, and the number of programs."""
-    made, found = startup["compilations"], startup["cached"]
+    """Returns one line for people: seconds by stage, and the number of programs."""
     stages = {"import": "import", "load": "load", "compile": "compile", "warmup": "warm-up"}
     seconds = ", ".join(
         f"{name} {startup[stage]:.1f} s" for stage, name in stages.items() if stage in startup
     )
-    return f"start-up: {seconds}; {made} programs, {found} of them from the cache on disk"
+    count = f"{startup['compilations']} programs, {startup['cached']} of them"
+    return f"start-up: {seconds}; {count} from the cache on disk"

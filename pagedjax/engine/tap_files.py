@@ -1,11 +1,12 @@
-"""Taps beside a recording: a folder with one .npz for each sequence that has ended. `read_taps`
-reads it.
+"""The taps of a recording: a folder beside it, with one .npz for each sequence that has ended.
+`read_taps` reads it.
 
     run.jsonl              the recording
-    run.jsonl.taps/0.npz   what the taps of sequence "0" gave; other characters than letters and digits are %-escaped
+    run.jsonl.taps/0.npz   the arrays of sequence "0"; in a name, all characters but letters, digits
+                           and "_.-~" are %-escaped
 
-A file is complete when it has its name, so what is there can be read while the engine runs, and
-after it was killed.
+A file gets its name when it is complete. So the files can be read while the engine runs, and after
+it was killed.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ ENDING = ".npz"
 
 
 def folder_of(recording: str | os.PathLike[str]) -> Path:
-    """The folder of a recording's taps."""
+    """Returns the folder of a recording's taps."""
     return Path(f"{os.fspath(recording)}.taps")
 
 
 class TapWriter:
-    """Writes what taps give while an engine records. The folder is made when the first sequence
+    """Writes the arrays of taps while an engine records. The folder is made when the first sequence
     with taps ends.
 
-    Files of an earlier recording of the same name are deleted. A disk that is full stops the
-    writing, and no step.
+    Files of an earlier recording of the same name are deleted. If the disk is full, a file is
+    missing, and steps continue.
     """
 
     def __init__(self, recording: str | os.PathLike[str]) -> None:
@@ -46,7 +47,7 @@ class TapWriter:
             file.unlink()
 
     def note(self, log: Sequence[LogEntry]) -> None:
-        """Take the transitions of an engine, in their order."""
+        """Follow the transitions of an engine, in their order."""
         for name, arguments in log:
             if name == "begin_taps":
                 self._begin(*arguments)
@@ -56,7 +57,7 @@ class TapWriter:
                 self._end(arguments[-1])
 
     def _begin(self, names: Sequence[str], prompt_len: int) -> None:
-        """The branches of a request with taps."""
+        """Begin to collect for the branches of a request with taps."""
         self._open |= collect(names, prompt_len)
 
     def _take(self, parts: Sequence[TapPart]) -> None:
@@ -65,43 +66,47 @@ class TapWriter:
 
     def _end(self, events: Sequence[Event]) -> None:
         """Write the sequences that have ended."""
-        for event in events if self._open else ():
-            if isinstance(event, Finished) and (
-                collected := self._open.pop(event.request_id, None)
-            ):
-                try:
-                    self._write(event.request_id, collected.arrays(event.num_output))
-                except OSError as error:
-                    what = f"the taps of {event.request_id!r} are not written to {self.folder}: {error}"
-                    warnings.warn(what, RuntimeWarning, stacklevel=2)
+        for event in events:
+            if not isinstance(event, Finished) or event.request_id not in self._open:
+                continue
+            arrays = self._open.pop(event.request_id).arrays(event.num_output)
+            try:
+                self._write(event.request_id, arrays)
+            except OSError as error:
+                warnings.warn(
+                    f"the taps of {event.request_id!r} are not written to {self.folder}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
-    def _write(self, name: str, found: TapArrays) -> None:
+    def _write(self, name: str, arrays: TapArrays) -> None:
         self.folder.mkdir(exist_ok=True)
         file = self.folder / f"{quote(name, safe='')}{ENDING}"
         partial = file.with_suffix(".part")
         with open(partial, "wb") as out:
-            np.savez(out, allow_pickle=False, **_named(found))
+            np.savez(out, allow_pickle=False, **_arrays_by_name(arrays))
         partial.rename(file)
 
 
-def _named(found: TapArrays) -> dict[str, np.ndarray]:
-    """The arrays by their names in a file. All arrays of a layer's attention lie in one, row behind
-    row.
+def _arrays_by_name(arrays: TapArrays) -> dict[str, np.ndarray]:
+    """Returns the arrays by their names in a file. All arrays of a layer's attention are flattened
+    into one.
     """
-    named = {f"hidden_states.{layer}": states for layer, states in found.hidden_states.items()}
-    for layer, (ids, weights) in found.experts.items():
-        named |= {f"experts.{layer}": ids, f"expert_weights.{layer}": weights}
-    for layer, seen in found.attention.items():
-        shapes = np.array([one.shape for one in seen], np.int64).reshape(-1, 2)
-        flat = (
-            np.concatenate([one.reshape(-1) for one in seen]) if seen else np.zeros(0, np.float32)
-        )
-        named |= {f"attention.{layer}": flat, f"attention_shapes.{layer}": shapes}
-    return named
+    by_name = {f"hidden_states.{layer}": states for layer, states in arrays.hidden_states.items()}
+    for layer, (ids, weights) in arrays.experts.items():
+        by_name |= {f"experts.{layer}": ids, f"expert_weights.{layer}": weights}
+    for layer, rows in arrays.attention.items():
+        shapes = np.array([row.shape for row in rows], np.int64).reshape(-1, 2)
+        flat = [row.reshape(-1) for row in rows] or [np.zeros(0, np.float32)]
+        by_name |= {
+            f"attention.{layer}": np.concatenate(flat),
+            f"attention_shapes.{layer}": shapes,
+        }
+    return by_name
 
 
 class TapFiles(Mapping[str, TapArrays]):
-    """What taps gave, by the ids of sequences. A file is read when it is asked for."""
+    """The arrays of taps, by the ids of sequences. A file is read at each access."""
 
     def __init__(self, folder: Path) -> None:
         self._files = {
@@ -118,20 +123,22 @@ class TapFiles(Mapping[str, TapArrays]):
             raise ValueError(f"{file} is no file of taps: {error}") from None
 
         def by_layer(kind: str) -> dict[int, np.ndarray]:
-            found = {
-                key.removeprefix(f"{kind}."): array
+            prefix = f"{kind}."
+            return {
+                int(key.removeprefix(prefix)): array
                 for key, array in arrays.items()
-                if key.startswith(f"{kind}.")
+                if key.startswith(prefix)
             }
-            return {int(layer): array for layer, array in found.items()}
 
-        weights, shapes, attention = by_layer("expert_weights"), by_layer("attention_shapes"), {}
+        shapes = by_layer("attention_shapes")
+        attention = {}
         for layer, flat in by_layer("attention").items():
-            ends = np.cumsum(shapes[layer].prod(1))[:-1] if len(shapes[layer]) else []
-            each = np.split(flat, ends) if len(shapes[layer]) else []
+            ends = np.cumsum(shapes[layer].prod(1))
+            rows = np.split(flat, ends)[:-1]  # the part after the last end is empty
             attention[layer] = tuple(
-                one.reshape(shape) for one, shape in zip(each, shapes[layer], strict=True)
+                row.reshape(shape) for row, shape in zip(rows, shapes[layer], strict=True)
             )
+        weights = by_layer("expert_weights")
         experts = {layer: (ids, weights[layer]) for layer, ids in by_layer("experts").items()}
         return TapArrays(by_layer("hidden_states"), attention, experts)
 
@@ -143,17 +150,18 @@ class TapFiles(Mapping[str, TapArrays]):
 
 
 def read_taps(path: str | os.PathLike[str]) -> TapFiles:
-    """What the taps of a recorded run gave, by the ids of its sequences.
+    """Returns the arrays of a recorded run's taps, by the ids of its sequences.
 
     Args:
         path: the recording that `engine.record` wrote, or the folder of taps beside it.
 
     Raises:
-        ValueError: there is no such folder: no sequence with taps had ended while the engine
+        ValueError: there is no such folder, because no sequence with taps ended while the engine
         recorded.
     """
-    given = Path(path)
-    folder = given if given.is_dir() else folder_of(path)
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = folder_of(path)
     if not folder.is_dir():
         raise ValueError(
             f"there is no folder {folder}: no request with taps ended in this recording"

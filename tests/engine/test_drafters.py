@@ -62,7 +62,7 @@ def test_prompt_lookup_proposes_what_transformers_does():
 
 @given(texts, st.integers(1, 6))
 def test_the_longest_suffix_of_a_sequence_is_found_in_it(tokens: list[int], k: int):
-    length, drafts = suffix.own(np.array(tokens, np.int32), k)
+    length, drafts = suffix.repeated_suffix(np.array(tokens, np.int32), k)
     fits = [n for n in range(1, len(tokens)) if looked_up(tokens, k, n, n)]
     assert length == max(fits, default=0)
     assert list(drafts) == (looked_up(tokens, k, length, length) if length else [])

@@ -1,4 +1,7 @@
-"""Drafters: each guesses the next tokens of a sequence from its tokens so far. A drafter is a value, as a policy is."""
+"""Drafters: each guesses the next tokens of a sequence from its tokens so far.
+
+A drafter is a value, as a policy is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["Drafter", "find"]
 
 
 def find(options: Speculative) -> Drafter:
-    """The drafter that `options.method` names.
+    """Returns the drafter that `options.method` names.
 
     Raises:
         ValueError: no such drafter, module, file or value, or a value that is no drafter.
@@ -23,9 +26,9 @@ def find(options: Speculative) -> Drafter:
         return suffix.drafter()
     if options.method in ON_DEVICE:
         return Drafter(options.method, None)
-    found = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
-    if found.propose is None:
+    drafter = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
+    if drafter.propose is None:
         raise ValueError(
             f"speculative.method is {options.method!r}, and its propose is None; give it a function"
         )
-    return found
+    return drafter

@@ -11,18 +11,19 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class Drafter(NamedTuple):
-    """A guess that is wrong costs time and changes no token. So a drafter need not be right, and need not be pure.
+    """What guesses the next tokens of a sequence. It need not be right, and it need not be pure: a
+    wrong guess costs time and changes no token.
 
         LAST = Drafter("last", lambda memory, sequence_id, tokens, k: [int(tokens[-1])] * k)
 
     Attributes:
         name: unique among drafters.
-        propose: (memory, sequence_id, tokens, k) -> draft tokens, at most k; none if it has no guess. `tokens` are the
-            known ones, [n] int32, which it must not change. None: a program on the device drafts (draft_model.py),
-            always as many as it may.
+        propose: (memory, sequence_id, tokens, k) -> at most k draft tokens; none if it has no
+            guess. `tokens` are the tokens so far, [n] int32, which it must not change. None: a
+            program on the device drafts (draft_model.py), and it always gives as many as it may.
         start: () -> the memory of a new engine. A drafter may change its memory.
-        finished: (memory, sequence_id, output tokens) -> None, when a sequence has ended, or left for another
-            engine.
+        finished: (memory, sequence_id, output tokens) -> None; called when a sequence has ended, or
+            has left for another engine.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Prompt lookup: the tokens that followed the last n tokens where those occurred first (Saxena 2023, in transformers).
+"""Prompt lookup (Saxena 2023, in transformers): the last n tokens of a sequence are looked up
+earlier in it, and the tokens that followed them there are the draft.
 
-For n from the longest to the shortest, the first earlier occurrence that something follows wins.
+n goes from the longest run to the shortest. The first occurrence that a token follows is used.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ from pagedjax.engine.drafters.drafter import Drafter
 
 
 def drafter(longest: int, shortest: int) -> Drafter:
-    """The drafter for runs of `longest` down to `shortest` tokens."""
+    """Returns the drafter for runs of `longest` down to `shortest` tokens."""
 
     def propose(memory: Any, sequence_id: str, tokens: np.ndarray, k: int) -> np.ndarray:
         text = tokens.tobytes()
         for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-            at = first(text, tokens[-n:])
-            if at + n < len(tokens):
-                return tokens[at + n : at + n + k]
+            end = first_index(text, tokens[-n:]) + n
+            if end < len(tokens):
+                return tokens[end : end + k]
         return tokens[:0]
 
     return Drafter("ngram", propose)
 
 
-def first(text: bytes, run: np.ndarray) -> int:
-    """Index of the first occurrence of a run of int32 tokens among the tokens whose bytes are `text`; it has one."""
-    wanted, at = run.tobytes(), -1
-    while True:
-        at = text.index(wanted, at + 1)
-        if at % run.itemsize == 0:  # else the match begins inside a token
-            return at // run.itemsize
+def first_index(text: bytes, run: np.ndarray) -> int:
+    """Returns the index of the token where a run of tokens occurs first.
+
+    Args:
+        text: the bytes of int32 tokens. The run must occur in them.
+        run: int32.
+    """
+    run_bytes = run.tobytes()
+    byte = text.index(run_bytes)
+    while byte % run.itemsize != 0:  # this match begins inside a token
+        byte = text.index(run_bytes, byte + 1)
+    return byte // run.itemsize

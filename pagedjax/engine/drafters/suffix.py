@@ -1,8 +1,12 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): the continuation of the longest suffix that was seen before.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is what followed the longest
+suffix of a sequence that occurred before.
 
-Two sources, and the one with the longer match is used: the sequence itself, and a tree of the outputs of sequences that
-have ended. The tree counts every run of up to DEPTH tokens. From the match it goes to the child that was seen most
-often, while that is likely. It keeps the last outputs, NODES nodes at most.
+There are two sources: the sequence itself, and a tree of the outputs of sequences that have ended.
+The one with the longer match is used.
+
+The tree counts every run of up to DEPTH tokens. A draft goes from the match to the child that
+occurred most often, and on, while that is likely. The tree holds the latest outputs, NODES nodes at
+most.
 """
 
 from __future__ import annotations
@@ -13,28 +17,34 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagedjax.engine.drafters.drafter import Drafter
-from pagedjax.engine.drafters.ngram import first
+from pagedjax.engine.drafters.ngram import first_index
 
 DEPTH = 16  # tokens of a run in the tree: of the match and of its continuation together
 LONGEST = 64  # tokens of a match in the sequence itself
 NODES = 2**20  # at 267 bytes each, 280 MB (measured with random tokens, Python 3.11)
-REMEMBERED = 1024  # tokens of an output, the last ones: adding them takes the engine some 20 ms, once a sequence
-LIKELY = 0.1  # a draft token's estimated probability is at least this, as in vLLM's suffix_decoding_min_token_prob
+# the last tokens of an output; adding them takes the engine some 20 ms, once a sequence
+REMEMBERED = 1024
+# a draft token's estimated probability is at least this: vLLM's suffix_decoding_min_token_prob
+LIKELY = 0.1
 
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens: how often it was seen, and the runs that are one token longer."""
+    """A run of tokens: how often it occurred, and the runs that are one token longer."""
 
     count: int = 0
     children: dict[int, Node] = field(default_factory=dict)
 
 
 class Outputs:
-    """The tree of earlier outputs. The outputs that ended first are removed when it has more than `limit` nodes."""
+    """The tree of earlier outputs. When it has more than `limit` nodes, the outputs that ended
+    first are removed.
+    """
 
     def __init__(self, limit: int = NODES) -> None:
-        self.root, self.limit, self.nodes = Node(), limit, 0
+        self.root = Node()
+        self.limit = limit
+        self.nodes = 0
         self._outputs: deque[list[int]] = deque()
 
     def add(self, output: list[int]) -> None:
@@ -59,7 +69,9 @@ class Outputs:
                 node = child
 
     def longest(self, tokens: list[int]) -> tuple[int, Node]:
-        """The longest suffix of the tokens that some output continues: its length and its node; 0 and the root."""
+        """Returns the longest suffix of the tokens that some output continues: its length and its
+        node; (0, the root) if there is none.
+        """
         for n in range(min(DEPTH - 1, len(tokens)), 0, -1):
             node: Node | None = self.root
             for token in tokens[-n:]:
@@ -74,35 +86,44 @@ def _size(node: Node) -> int:
 
 
 def continuation(node: Node, k: int) -> list[int]:
-    """The likeliest tokens after a run, at most k, while they are likely."""
-    found, share = [], 1.0
-    while node.children and len(found) < k:
+    """Returns the likeliest tokens after a run, at most k, up to the first unlikely one."""
+    drafts: list[int] = []
+    probability = 1.0
+    while node.children and len(drafts) < k:
         token, child = max(node.children.items(), key=lambda entry: entry[1].count)
-        share *= child.count / sum(other.count for other in node.children.values())
-        if share < LIKELY:
+        probability *= child.count / sum(sibling.count for sibling in node.children.values())
+        if probability < LIKELY:
             break
-        found.append(token)
+        drafts.append(token)
         node = child
-    return found
+    return drafts
 
 
-def own(tokens: np.ndarray, k: int) -> tuple[int, np.ndarray]:
-    """The longest suffix of a sequence that occurs earlier in it, up to LONGEST tokens, and what followed it first."""
-    text, low, high = tokens.tobytes(), 0, min(LONGEST, len(tokens) - 1)
-    at = 0
-    while low < high:  # a shorter suffix occurs wherever a longer one does
-        n = (low + high + 1) // 2
-        found = first(text, tokens[-n:])
-        low, high, at = (n, high, found) if found + n < len(tokens) else (low, n - 1, at)
-    return low, tokens[at + low : at + low + k] if low else tokens[:0]
+def repeated_suffix(tokens: np.ndarray, k: int) -> tuple[int, np.ndarray]:
+    """Returns the length of the longest suffix that occurs earlier in the same sequence, LONGEST
+    tokens at most, and the k tokens after its first occurrence; (0, none) if there is no such one.
+    """
+    text = tokens.tobytes()
+    length = 0
+    end = len(tokens)  # of the first occurrence
+    limit = min(LONGEST, len(tokens) - 1)
+    while length < limit:  # bisect: a shorter suffix occurs wherever a longer one does
+        n = (length + limit + 1) // 2
+        n_end = first_index(text, tokens[-n:]) + n
+        if n_end < len(tokens):
+            length = n
+            end = n_end
+        else:
+            limit = n - 1
+    return length, tokens[end : end + k]
 
 
 def propose(
     memory: Outputs, sequence_id: str, tokens: np.ndarray, k: int
 ) -> np.ndarray | list[int]:
-    length, drafts = own(tokens, k)
-    seen, node = memory.longest(tokens[-DEPTH:].tolist())
-    return continuation(node, k) if seen > length else drafts
+    length, drafts = repeated_suffix(tokens, k)
+    tree_length, node = memory.longest(tokens[-DEPTH:].tolist())
+    return continuation(node, k) if tree_length > length else drafts
 
 
 def drafter() -> Drafter:
