@@ -1,4 +1,6 @@
-"""Static shapes, and checks of them, which run when a function is traced and cost nothing when it runs."""
+"""Static shapes, and checks of them, which run when a function is traced and cost nothing when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import jax
 
 
 def shapes_of(tree: Any) -> Any:
-    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no memory."""
+    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no
+    memory.
+    """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 

@@ -1,9 +1,10 @@
 """Groups of layers with block tables of their own, for models whose layers see different windows.
 
-Every group has the same number of layers n, so a block of the pool fits any group: it has the keys and values of S
-tokens in n layers, in n arrays of the cache. Array i has layer i of each group, in different blocks. Layers of one
-group have one window. Where layers of a kind do not divide by n, the last group of the kind has fewer and leaves the
-rest of its blocks unused, as in vLLM's hybrid manager of the KV cache.
+Every group has the same number of layers n, so a block of the pool fits any group: it has the keys
+and values of S tokens in n layers, in n arrays of the cache. Array i has layer i of each group, in
+different blocks. Layers of one group have one window. Where layers of a kind do not divide by n,
+the last group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's hybrid
+manager of the KV cache.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import jax
 class LayerGroups:
     """
     Attributes:
-        windows: of each group, what its queries see, in tokens; None: everything. Group 0 sees the most: its blocks
-            have the token ids.
+        windows: of each group, what its queries see, in tokens; None: everything. Group 0 sees the
+            most: its blocks have the token ids.
         places: of each layer, its group and its array.
         size: layers of a group (n).
     """

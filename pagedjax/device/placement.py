@@ -1,13 +1,16 @@
-"""A model on the devices of a mesh: each has a part of every large array, and all run the same program (SPMD).
+"""A model on the devices of a mesh: each has a part of every large array, and all run the same
+program (SPMD).
 
-The whole step runs inside one `jax.shard_map`. A device sees its own heads, its own part of the cache and its own rows
-of the vocabulary (models/split.py), so kernels and the scheduler know nothing of a mesh. Devices exchange
+The whole step runs inside one `jax.shard_map`. A device sees its own heads, its own part of the
+cache and its own rows of the vocabulary (models/split.py), so kernels and the scheduler know
+nothing of a mesh. Devices exchange
 
     the sums of attention and MLP     two all-reduces a layer, and one for the embedding
     the logits                        one all-to-all by rows: a device gets whole rows and samples them
     the sampled tokens                one all-gather
 
-Everything else has a copy on each device: norms, the batch, token ids, a drafter's parameters and pages.
+Everything else has a copy on each device: norms, the batch, token ids, a drafter's parameters and
+pages.
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ class Placement:
     def __str__(self) -> str:
         """What each device has, for people."""
         one, kinds = self.part, sorted({device.device_kind for device in self.mesh.devices.flat})
-        has = f"{one.heads} heads, {one.kv_heads} key heads, MLP width {one.intermediate}, {one.vocab_size} tokens"
+        has = (
+            f"{one.heads} heads, {one.kv_heads} key heads, MLP width {one.intermediate}, "
+            f"{one.vocab_size} tokens"
+        )
         if one.experts:
             has += f", {one.experts.count // one.experts.devices} experts of width {one.experts.intermediate}"
         notes = "".join(f"; {note}" for note in split.padding(self.model, self.sizes))
@@ -69,7 +75,7 @@ class Placement:
         """By the axes of the mesh that split each dimension; without any, a copy on each device."""
         return NamedSharding(self.mesh, P(*axes))
 
-    # arrays ---------------------------------------------------------------------------------------------------------
+    # arrays ---------------------------------------------------------------------------------------
 
     def put(self, path: Sequence[str], stored: np.ndarray) -> jax.Array:
         """A stored parameter on its devices, in their order of rows and columns."""
@@ -127,10 +133,12 @@ class Placement:
 
     @property
     def cache_sharding(self) -> CacheSharding:
-        """Where a cache is: each device has the pages of its heads, and a copy of everything else."""
+        """Where a cache is: each device has the pages of its heads, and a copy of everything
+        else.
+        """
         return CacheSharding(self.sharding(None, AXES), self.sharding(), self.sizes.size)
 
-    # programs -------------------------------------------------------------------------------------------------------
+    # programs -------------------------------------------------------------------------------------
 
     def mapped(
         self, program: Callable[..., Any], leaves: Sequence[jax.Array]
@@ -151,7 +159,8 @@ class Placement:
         )
 
     def by_rows(self, function: RowFunction, logits: jax.Array, rows: Any) -> Any:
-        """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
+        """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of
+        all R rows.
 
         Called inside of `mapped`. A device never has more than its rows' logits.
 
@@ -210,17 +219,17 @@ def make_placement(
         platform = devices[0].platform
         remedy = "; for a test, JAX_NUM_CPU_DEVICES=N makes N of a CPU"
         raise ValueError(
-            f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are {len(devices)} of "
-            f"{platform!r}; use a smaller mesh{remedy if platform == 'cpu' else ''}"
+            f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are "
+            f"{len(devices)} of {platform!r}; use a smaller "
+            f"mesh{remedy if platform == 'cpu' else ''}"
         )
     without = {device.process_index for device in devices}
     without -= {devices[i].process_index for i in positions}
-    if (
-        without and jax.process_count() > 1
-    ):  # else these are the devices of a topology that is not here
+    if without and jax.process_count() > 1:
+        # else these are the devices of a topology that is not here
         raise ValueError(
-            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has none of them; use a "
-            "mesh with devices of every process"
+            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has "
+            "none of them; use a mesh with devices of every process"
         )
     shape = sizes.expert, sizes.tensor
     mesh = Mesh(np.array([devices[i] for i in positions], object).reshape(shape), AXES)
@@ -228,7 +237,9 @@ def make_placement(
 
 
 def fingerprint(model: Any) -> str:
-    """A short text that differs if the parameters do, by some values of each; the same in all processes."""
+    """A short text that differs if the parameters do, by some values of each; the same in all
+    processes.
+    """
     return _hash(model.placement.samples) if model.placement else fingerprint_of(model.params)
 
 

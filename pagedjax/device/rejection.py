@@ -1,12 +1,15 @@
-"""Speculative sampling: a draft is accepted with probability min(1, p / q), else another token is drawn.
+"""Speculative sampling: a draft is accepted with probability min(1, p / q), else another token is
+drawn.
 
-Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's probability of the draft and q
-the drafter's, both after temperature and all options of the request. A rejected draft is replaced by a token of
-norm(max(0, p - q)). Then each token has the model's distribution, whatever the drafter's is.
+Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's
+probability of the draft and q the drafter's, both after temperature and all options of the request.
+A rejected draft is replaced by a token of norm(max(0, p - q)). Then each token has the model's
+distribution, whatever the drafter's is.
 
-The numbers that draw drafts, accept them and replace them are independent. If a draft and its acceptance shared one,
-the result would be biased (vllm#47386). For the same reason a drafter must not learn from outputs that were drawn with
-the same numbers, those of another request with the same seed.
+The numbers that draw drafts, accept them and replace them are independent. If a draft and its
+acceptance shared one, the result would be biased (vllm#47386). For the same reason a drafter must
+not learn from outputs that were drawn with the same numbers, those of another request with the same
+seed.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums
 
+# streams of `uniform`; a row without a draft uses the plain one, 0
 DRAFT, ACCEPT, REPLACE = (
     1,
     2,
     3,
-)  # streams of `uniform`; a row without a draft uses the plain one, 0
+)
 
 
 def draw_drafts(
@@ -54,7 +58,8 @@ def draw_drafts(
 def draw_or_accept(
     found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
 ) -> jax.Array:
-    """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw without a draft.
+    """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw
+    without a draft.
 
     Args:
         found: [B, V] the model's weights, unnormalised.
@@ -66,9 +71,8 @@ def draw_or_accept(
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
     left = jnp.maximum(p - q, 0.0)
     # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
-    left = jnp.where(
-        has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found
-    )  # unscaled, as in a plain draw
+    # unscaled, as in a plain draw
+    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found)
     other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
     return jnp.where(has & accepted, token, other)
 
@@ -80,10 +84,13 @@ def normalised(found: jax.Array) -> jax.Array:
 
 
 def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
-    """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure of its draft."""
+    """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure
+    of its draft.
+    """
     sure = jnp.arange(v) == token[:, None]
     if drafted.probs is None:
         return sure.astype(jnp.float32)
     q = normalised(drafted.probs)
-    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is always the same
+    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is
+    # always the same
     return jnp.where((q.sum(-1) > 0)[:, None], q, sure)

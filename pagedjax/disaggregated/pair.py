@@ -1,4 +1,6 @@
-"""`PrefillDecode`: two engines of one process as one `LLM`. A request changes engines when its prompt is computed."""
+"""`PrefillDecode`: two engines of one process as one `LLM`. A request changes engines when its
+prompt is computed.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ log = logging.getLogger("pagedjax.disaggregated")
 class PrefillDecode:
     """Two LLMs of the same model: `prefill` computes prompts, `decode` the tokens after the first.
 
-    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes on with it. One that
-    `decode` refuses, e.g. because it sleeps or its weights were updated alone, ends in `prefill`, with a warning. The
-    two may be on different devices, or meshes. Their tokens are those of one engine.
+    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes
+    on with it. One that `decode` refuses, e.g. because it sleeps or its weights were updated alone,
+    ends in `prefill`, with a warning. The two may be on different devices, or meshes. Their tokens
+    are those of one engine.
 
     Args:
         prefill, decode: with the same weights, which are not compared.
 
     Raises:
-        ValueError: they are one engine, or a fact of their models or caches differs (`engine.handover.facts`).
+        ValueError: they are one engine, or a fact of their models or caches differs
+            (`engine.handover.facts`).
     """
 
     def __init__(self, prefill: LLM, decode: LLM) -> None:
@@ -38,7 +42,9 @@ class PrefillDecode:
         self._llm.session = self.session  # type: ignore[assignment]
 
     def generate(self, *args: Any, **options: Any) -> list[Any]:
-        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps, too."""
+        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps,
+        too.
+        """
         return self._llm.generate(*args, **options)
 
     def chat(self, *args: Any, **options: Any) -> list[Any]:
@@ -53,7 +59,8 @@ class PrefillDecode:
 class PairStep(NamedTuple):
     """What a step of either engine, or of both, brought.
 
-    moved: ids of the sequences that changed engines; `again`: those of them that `decode` computes again.
+    moved: ids of the sequences that changed engines; `again`: those of them that `decode` computes
+        again.
     """
 
     ended: tuple[str, ...]
@@ -63,7 +70,9 @@ class PairStep(NamedTuple):
 
 
 class PairSession(Calls):
-    """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of `prefill`."""
+    """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of
+    `prefill`.
+    """
 
     def __init__(self, prefill: Session, decode: Session) -> None:
         if prefill.engine is decode.engine:
@@ -72,10 +81,11 @@ class PairSession(Calls):
             )
         super().__init__()
         self.turns = interrupts.Turns()
+        # calls of either engine alone are not mixed in
         self.prefill, self.decode = (
             prefill.another(),
             decode.another(),
-        )  # calls of either engine alone are not mixed in
+        )
         self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
         self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
@@ -87,7 +97,8 @@ class PairSession(Calls):
         handovers.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
-        """As `Session.add`. The requests must be able to run in both engines, and to leave the first one.
+        """As `Session.add`. The requests must be able to run in both engines, and to leave the
+        first one.
 
         Raises:
             ValueError: no sampled sequences, taps, a request that can never run, or facts differ.
@@ -98,7 +109,8 @@ class PairSession(Calls):
             if not isinstance(params, SamplingParams) or params.taps:
                 what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
                 raise ValueError(
-                    f"a request has {what}, which one engine computes; use `prefill` or `decode` alone"
+                    f"a request has {what}, which one engine computes; use `prefill` or `decode` "
+                    "alone"
                 )
             if request.adapter is not None:
                 needed = self.prefill.engine.adapters[request.adapter]
@@ -138,7 +150,8 @@ class PairSession(Calls):
 
     @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which
     def _move(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again).
+        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those
+        computed again).
 
         One that cannot move ends where it is.
         """

@@ -1,10 +1,11 @@
-"""Handovers between two processes: the pages go from device to device by `jax.experimental.transfer`.
+"""Handovers between two processes: the pages go from device to device by
+`jax.experimental.transfer`.
 
     prefill   transfers = Transfers("10.0.0.1:0"); offer = transfers.offer(engine, "a"); engine.release("a")
     decode    transfers = Transfers("10.0.0.2:0"); transfers.adopt(engine, "b", offer)
 
-An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle executes what it reads,
-so take offers from processes that you trust alone.
+An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle
+executes what it reads, so take offers from processes that you trust alone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Offer(NamedTuple):
 
     address: of the process that has them.
     uuid: of these pages there.
-    shapes: shape and dtype of each page array; its first axis has the blocks of `handover.released.blocks`, in order,
-        and padding.
+    shapes: shape and dtype of each page array; its first axis has the blocks of
+        `handover.released.blocks`, in order, and padding.
     """
 
     handover: Handover
@@ -61,7 +62,8 @@ class Transfers:
         self._timeout = timeout
 
     def offer(self, engine: Engine, request_id: str) -> Offer:
-        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may release it.
+        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may
+        release it.
 
         Raises:
             ValueError: see `Engine.handover`.
@@ -79,7 +81,8 @@ class Transfers:
     def adopt(
         self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None
     ) -> bool:
-        """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is computed again.
+        """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is
+        computed again.
 
         Args:
             grammar: of its structured outputs, compiled in this process (`Session.grammar_of`).
@@ -99,9 +102,8 @@ class Transfers:
             return take_padded(pages, [own[block] for block in blocks])
 
         here = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
-        if (
-            not fetched
-        ):  # without room, or all blocks were here: the other process must not keep the pages
+        if not fetched:
+            # without room, or all blocks were here: the other process must not keep the pages
             try:
                 self._pulled(offer)
             except Exception as error:
@@ -124,6 +126,5 @@ class Transfers:
                     f"no pages from {offer.address} in {self._timeout} s; is that process alive?"
                 )
             time.sleep(POLL_SECONDS)
-        return jax.block_until_ready(
-            found
-        )  # arrays of a transfer that was cut are ready too, and raise here
+        # arrays of a transfer that was cut are ready too, and raise here
+        return jax.block_until_ready(found)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# A launcher that sets these starts every process of a job; `jax.distributed.initialize()` reads them.
+# A launcher that sets these starts every process of a job; `jax.distributed.initialize()` reads
+# them.
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "JAX_NUM_PROCESSES": (
         "JAX_COORDINATOR_ADDRESS",
@@ -26,11 +27,12 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = {
 class ProcessConfig:
     """The processes of one engine.
 
-    coordinator: HOST:PORT of process 0, that all processes can reach. None: a launcher's variables say it.
+    coordinator: HOST:PORT of process 0, that all processes can reach. None: a launcher's variables
+        say it.
     processes: how many there are.
     process: which one this is, from 0. Process 0 takes the requests.
-    timeout: seconds without progress after which a process counts as lost, and all processes end. It must be longer
-        than the longest step, with its compilation if `compilation` is "lazy".
+    timeout: seconds without progress after which a process counts as lost, and all processes end.
+        It must be longer than the longest step, with its compilation if `compilation` is "lazy".
 
     Raises:
         ValueError: a value out of its range.
@@ -49,17 +51,20 @@ class ProcessConfig:
         if type(self.process) is not int or not 0 <= self.process < self.processes:
             most = self.processes - 1
             raise ValueError(
-                f"process is {self.process!r}; it must be from 0 to {most}, another one in each process"
+                f"process is {self.process!r}; it must be from 0 to {most}, another one in each "
+                "process"
             )
         if not 0 < self.timeout < float("inf"):
             raise ValueError(
-                f"the timeout of processes is {self.timeout!r}; it must be a number of seconds above 0"
+                f"the timeout of processes is {self.timeout!r}; it must be a number of seconds "
+                "above 0"
             )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise ValueError(
-                    f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, as in 10.0.0.1:6000"
+                    f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, as "
+                    "in 10.0.0.1:6000"
                 )
 
     @property
@@ -83,7 +88,8 @@ def read(
         processes: 1 starts alone, whatever the variables say.
 
     Raises:
-        ValueError: some of the three are given and others are missing, or a value is out of its range.
+        ValueError: some of the three are given and others are missing, or a value is out of its
+            range.
     """
     seconds = ProcessConfig.timeout if timeout is None else timeout
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}

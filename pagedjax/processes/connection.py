@@ -1,7 +1,9 @@
-"""Messages between processes: JSON with its length before it, over two TCP connections for each follower.
+"""Messages between processes: JSON with its length before it, over two TCP connections for each
+follower.
 
-One connection has the leader's inputs, in order. The other has all the rest, in both directions: signs of life,
-failures. So a process that reads no inputs can still be told to end. JSON, because a peer's bytes must not run code.
+One connection has the leader's inputs, in order. The other has all the rest, in both directions:
+signs of life, failures. So a process that reads no inputs can still be told to end. JSON, because a
+peer's bytes must not run code.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Connection:
         self._socket, self._file, self._lock = made, made.makefile("rb"), threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send what `encoded` returned. A closed connection is not an error: who receives from it finds out."""
+        """Send what `encoded` returned. A closed connection is not an error: who receives from it
+        finds out.
+        """
         with self._lock, suppress(OSError):
             self._socket.sendall(data)
 

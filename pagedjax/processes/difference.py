@@ -20,7 +20,9 @@ def difference(process: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def _around(line: str, other: str) -> str:
-    """The start of a line, which names the transition, and where it begins to differ from another one."""
+    """The start of a line, which names the transition, and where it begins to differ from another
+    one.
+    """
     first = next(
         (i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b),
         min(len(line), len(other)),

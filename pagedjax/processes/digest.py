@@ -1,4 +1,6 @@
-"""`Digest`: a hash of all inputs and transitions of one engine, and the lines that name a difference."""
+"""`Digest`: a hash of all inputs and transitions of one engine, and the lines that name a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ class Digest(Lines):
                 getattr(self, name)(*arguments)
 
     def scheduled(self, step: ScheduledStep, sequences: Sequences, ahead: Lookahead) -> str:
-        """The digest with the plan of a step, the drafts that the host wrote for it, and the predicted plans that the
-        devices compute already."""
+        """The digest with the plan of a step, the drafts that the host wrote for it, and the
+        predicted plans that the devices compute already."""
         self.schedule(step.plan, offered=step.offered)
         at = {
             seq.request.request_id: length

@@ -1,13 +1,14 @@
-"""One engine in several processes: `LeaderEngine` in process 0, `FollowerEngine` in every other one.
+"""One engine in several processes: `LeaderEngine` in process 0, `FollowerEngine` in every other
+one.
 
-Every process runs the same pure scheduler on the same inputs, and computes its part of every step on its own devices.
-Process 0 puts the inputs in order: requests, cancels (also of stop strings, timeouts and Ctrl-C, which end a request
-from outside of the scheduler), resets, recordings, new parameters, steps. Sampled tokens do not cross the wire: a step
-leaves them on all devices.
+Every process runs the same pure scheduler on the same inputs, and computes its part of every step
+on its own devices. Process 0 puts the inputs in order: requests, cancels (also of stop strings,
+timeouts and Ctrl-C, which end a request from outside of the scheduler), resets, recordings, new
+parameters, steps. Sampled tokens do not cross the wire: a step leaves them on all devices.
 
-Before a step is sent to the devices, everyone compares a digest of all inputs and transitions so far, with the plan of
-this step (digest.py). The scheduler is pure, so equal digests mean equal states. What differs is named by its
-transition.
+Before a step is sent to the devices, everyone compares a digest of all inputs and transitions so
+far, with the plan of this step (digest.py). The scheduler is pure, so equal digests mean equal
+states. What differs is named by its transition.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from pagedjax.structured.matcher import Grammar
 
 
 def given(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in all processes before an engine is built: other programs would wait for each other."""
+    """What must be equal in all processes before an engine is built: other programs would wait for
+    each other.
+    """
     found: dict[str, Any] = {
         f"engine.{name}": value for name, value in dataclasses.asdict(config).items()
     }
@@ -91,14 +94,14 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
     if processes == 1:
         return Engine(model, config, **options)
     if config.compilation == "background":
-        what = "all processes must run the same program for a step"
         raise ValueError(
-            f"compilation is 'background', and {what}; set compilation='eager' for {processes} processes"
+            "compilation is 'background', and all processes must run the same program for a step; "
+            f"set compilation='eager' for {processes} processes"
         )
     if group is None:
-        what = f"JAX runs in {processes} processes, and they are not connected"
         raise ValueError(
-            f"{what}; call pagedjax.processes.join.join() in each of them, before the first engine"
+            f"JAX runs in {processes} processes, and they are not connected; call "
+            "pagedjax.processes.join.join() in each of them, before the first engine"
         )
     if model.placement is None and config.mesh is None:
         mesh = f"mesh={{'tensor': {jax.device_count()}}}"
@@ -120,7 +123,8 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
 class LeaderEngine(Engine):
     """The engine of process 0. It sends every input to all processes, in its order.
 
-    An exception in a step cannot be rolled back, because others may have computed it: it ends all processes.
+    An exception in a step cannot be rolled back, because others may have computed it: it ends all
+    processes.
     """
 
     def __init__(self, group: Leader, model: Model, config: EngineConfig, **options: Any) -> None:
@@ -145,23 +149,24 @@ class LeaderEngine(Engine):
         grammar: Grammar | None = None,
     ) -> None:
         if grammar is not None:
-            what = "structured_outputs run in one process, and this engine has several"
             raise ValueError(
-                f"request {request_id!r}: {what}; leave them out, or start one process"
+                f"request {request_id!r}: structured_outputs run in one process, and this engine "
+                "has several; leave them out, or start one process"
             )
         if isinstance(params, SamplingParams) and params.taps:
-            what = "taps run in one process, and this engine has several"
             raise ValueError(
-                f"request {request_id!r}: {what}; leave them out, or start one process"
+                f"request {request_id!r}: taps run in one process, and this engine has several; "
+                "leave them out, or start one process"
             )
         if (
             isinstance(params, PoolingParams)
             and params.kind != "LAST"
             and self.config.compilation != "lazy"
         ):
-            what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
             raise ValueError(
-                f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough"
+                f"pooling of kind {params.kind!r} compiles a program at its first use, while "
+                "several processes wait; use 'LAST', or compilation='lazy' with a timeout that is "
+                "long enough"
             )
         order: dict[str, Any] = {
             "forks": tuple(forks),
@@ -176,9 +181,8 @@ class LeaderEngine(Engine):
             "params": encoded_params(params),
             **order,
         }
-        text = text_of(
-            {"input": "add", **body}
-        )  # before the request is taken: what cannot be sent is refused
+        # before the request is taken: what cannot be sent is refused
+        text = text_of({"input": "add", **body})
         super().add(request_id, prompt, params, **order)
         self._send("add", text)
 
@@ -198,7 +202,9 @@ class LeaderEngine(Engine):
     @interrupts.deferred()
     @interrupts.in_turn
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
-        """Replace the parameters in all processes; each has them from itself (`FollowerEngine.follow`)."""
+        """Replace the parameters in all processes; each has them from itself
+        (`FollowerEngine.follow`).
+        """
         super().update_params(tree, pending)
         self._order("update_params", weights=fingerprint(self.model), pending=pending)
         self.group.flush()
@@ -294,16 +300,15 @@ class FollowerEngine(Engine):
         """Apply the inputs of process 0 until it releases this engine (True) or ends (False).
 
         Args:
-            new_params: returns what `update_params` gets in this process, when process 0 calls it. Its time counts
-                against the timeout of processes if a step waits for it.
+            new_params: returns what `update_params` gets in this process, when process 0 calls it.
+                Its time counts against the timeout of processes if a step waits for it.
             record: a file for this process's own recording, while process 0 records.
 
         Raises:
             ProcessFailed: a process has failed; all processes end.
         """
-        with (
-            interrupts.ignored()
-        ):  # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
+        with interrupts.ignored():
+            # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
             while True:
                 self.group.enter("waiting")
                 message = self.group.receive()
@@ -321,8 +326,10 @@ class FollowerEngine(Engine):
                     self.group.report("failed", what)
 
     def add(self, request_id: str, *args: Any, **options: Any) -> None:
-        what = f"process {self.group.process} follows process 0, which takes the requests"
-        raise ValueError(f"{what}; call follow() here")
+        raise ValueError(
+            f"process {self.group.process} follows process 0, which takes the requests; call "
+            "follow() here"
+        )
 
     def _apply(self, message: Message, new_params: Callable[[], Any] | None, record: Any) -> None:
         match message["input"]:
@@ -331,7 +338,8 @@ class FollowerEngine(Engine):
                 return
             case "open":
                 raise ValueError(
-                    "process 0 has another engine, and this process still follows one; release it first"
+                    "process 0 has another engine, and this process still follows one; release it "
+                    "first"
                 )
             case "engine":
                 if reason := unequal(resolved(self), message["facts"]):
@@ -351,12 +359,14 @@ class FollowerEngine(Engine):
             case "update_params":
                 if new_params is None:
                     raise ValueError(
-                        "process 0 has new parameters, and follow() got none here; give it new_params"
+                        "process 0 has new parameters, and follow() got none here; give it "
+                        "new_params"
                     )
                 self.update_params(new_params(), message["pending"])
                 if fingerprint(self.model) != message["weights"]:
                     raise ValueError(
-                        "the new parameters are others than in process 0; give all processes the same"
+                        "the new parameters are others than in process 0; give all processes the "
+                        "same"
                     )
         self._digest.input(message["input"], text_of(message))
 
@@ -367,9 +377,8 @@ class FollowerEngine(Engine):
             super().add(
                 message["request_id"], message["prompt"], params, forks=message["forks"], **order
             )
-        except (
-            ValueError
-        ) as error:  # process 0 took it, so the states differ; the next step says so
+        except ValueError as error:
+            # process 0 took it, so the states differ; the next step says so
             self._digest.input("refused", text_of({"refused": str(error)}))
 
     def _follow_step(self, message: Message) -> None:

@@ -1,8 +1,10 @@
-"""The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower` in every other one.
+"""The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower`
+in every other one.
 
-The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in a while how far it
-has come. A process that ends, is stopped or makes no progress ends all of them, within the timeout, with a sentence
-that names it and the exit status EXIT_STATUS: their devices wait for each other, so none of them can go on.
+The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in
+a while how far it has come. A process that ends, is stopped or makes no progress ends all of them,
+within the timeout, with a sentence that names it and the exit status EXIT_STATUS: their devices
+wait for each other, so none of them can go on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ KEPT_STEPS = (
 
 
 class ProcessFailed(SystemExit):
-    """A process of the engine has failed. It is no `Exception`, because nobody can go on after it."""
+    """A process of the engine has failed. It is no `Exception`, because nobody can go on after
+    it.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(EXIT_STATUS)
@@ -70,7 +74,7 @@ class Group:
         what = "takes the requests" if self.process == 0 else "follows process 0"
         return f"process {self.process} of {self.processes} {what}"
 
-    # progress of this process -----------------------------------------------------------------------------------------
+    # progress of this process ---------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.steps += 1
@@ -101,7 +105,7 @@ class Group:
     def _check(self) -> None:
         raise NotImplementedError
 
-    # the end ----------------------------------------------------------------------------------------------------------
+    # the end --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises ProcessFailed if a process has failed."""
@@ -154,9 +158,8 @@ class Leader(Group):
         self._pending: list[str] = []
         self._lines: dict[int, list[str]] = {}
         self._opened: Counter[int] = Counter()
-        self._not_built: Counter[int] = (
-            Counter()
-        )  # by process, the last engine that it could not build
+        # by process, the last engine that it could not build
+        self._not_built: Counter[int] = Counter()
         for i in peers:
             self._in_thread(self._listen, i)
         self._in_thread(self._watch)
@@ -170,14 +173,17 @@ class Leader(Group):
         self._pending.append(text)
 
     def order_step(self, lines: list[str], **body: Any) -> None:
-        """The next step, and the lines that name a difference if there is one. It is sent at once."""
+        """The next step, and the lines that name a difference if there is one. It is sent at
+        once.
+        """
         self._lines[self.steps] = lines
         self._lines.pop(self.steps - KEPT_STEPS, None)
         self.order("step", number=self.steps, **body)
         self.flush()
 
     def open(self, facts: dict[str, Any]) -> None:
-        """Begin a new engine in all processes: wait until each of them is there. They load as long as it takes.
+        """Begin a new engine in all processes: wait until each of them is there. They load as long
+        as it takes.
 
         Raises:
             ProcessFailed: one has other options, or has failed.
@@ -216,7 +222,9 @@ class Leader(Group):
             connection.send(data)
 
     def close(self) -> None:
-        """Let the others end, and wait for them. A process that does not end is named, and this one ends."""
+        """Let the others end, and wait for them. A process that does not end is named, and this one
+        ends.
+        """
         error = getattr(sys, "last_value", None)  # what nobody caught
         if error is not None:
             self.fail(f"process 0 ended: {type(error).__name__}: {error}")
@@ -247,12 +255,16 @@ class Leader(Group):
         super().fail(reason, **({"tell": self._tell} | options))
 
     def fail_if_nobody_else(self, reason: str) -> None:
-        """End all processes: for this reason, unless it turns out to be the consequence of another process's end."""
+        """End all processes: for this reason, unless it turns out to be the consequence of another
+        process's end.
+        """
         self._over.wait(CAUSE_SECONDS)
         self.fail(reason)
 
     def _leave(self) -> None:
-        """JAX ends the others by an abort if this process, its coordinator, ends before they have read the reason."""
+        """JAX ends the others by an abort if this process, its coordinator, ends before they have
+        read the reason.
+        """
         until = time.monotonic() + CAUSE_SECONDS
         while len(self._closed) < len(self._control) and time.monotonic() < until:
             time.sleep(0.005)
@@ -329,9 +341,8 @@ class Follower(Group):
             ProcessFailed: a process has failed.
         """
         message = None if self.failure is not None else self._inputs.get()
-        if (
-            message is None
-        ):  # this process ends, or the connection has ended and the reason comes over the other one
+        if message is None:
+            # this process ends, or the connection has ended and the reason comes over the other one
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -342,7 +353,8 @@ class Follower(Group):
         """Wait until process 0 begins a new engine, and say that this process is ready to build it.
 
         Args:
-            unequal: what process 0 says of the engine -> why it is another one than here; None: it is the same.
+            unequal: what process 0 says of the engine -> why it is another one than here; None: it
+                is the same.
 
         Raises:
             ProcessFailed: it is another one, or a process has failed.
@@ -380,7 +392,9 @@ class Follower(Group):
         self._control.send(encoded({"stop": True}))
 
     def close(self) -> None:
-        """At the end of this process's program. It waits for that of process 0; after an exception it ends all."""
+        """At the end of this process's program. It waits for that of process 0; after an exception
+        it ends all.
+        """
         if self.failure is None and getattr(sys, "last_value", None) is not None:
             self._exit(1)
         self.enter("waiting")
@@ -414,11 +428,12 @@ class Follower(Group):
         silent = time.monotonic() - self._heard
         if silent > self.timeout:
             self.fail(
-                f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be reached"
+                f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be "
+                "reached"
             )
 
 
-# how they find each other ---------------------------------------------------------------------------------------------
+# how they find each other -------------------------------------------------------------------------
 
 
 def accept(

@@ -32,10 +32,12 @@ def join(
     process: int | None = None,
     timeout: float | None = None,
 ) -> Leader | Follower | None:
-    """Start JAX in all processes of a job and connect them. Every process must call it, with the same `processes`.
+    """Start JAX in all processes of a job and connect them. Every process must call it, with the
+    same `processes`.
 
-    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES); without those there
-    is one process, and nothing happens. If JAX was started in several processes already, they are connected only.
+    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES);
+    without those there is one process, and nothing happens. If JAX was started in several processes
+    already, they are connected only.
 
     Args:
         coordinator, processes, process, timeout: as in `ProcessConfig`.
@@ -60,8 +62,8 @@ def join(
     )
     if (found.processes, found.process) != (jax.process_count(), jax.process_index()):
         raise ValueError(
-            f"this is process {found.process} of {found.processes}, but JAX runs as process {jax.process_index()} of "
-            f"{jax.process_count()}; give both the same numbers"
+            f"this is process {found.process} of {found.processes}, but JAX runs as process "
+            f"{jax.process_index()} of {jax.process_count()}; give both the same numbers"
         )
     _joined.append(_connected(found))
     atexit.register(leave)
@@ -69,8 +71,8 @@ def join(
 
 
 def leave() -> None:
-    """End what processes share: in process 0 after the last input, in the others after `follow`. It is called at the
-    end of Python; a process that a signal will end must call it."""
+    """End what processes share: in process 0 after the last input, in the others after `follow`. It
+    is called at the end of Python; a process that a signal will end must call it."""
     if _joined:
         _joined.pop().close()
         jax.distributed.shutdown()  # waits for all processes
@@ -86,9 +88,8 @@ def _start_jax(found: ProcessConfig) -> None:
         }
     if found.loopback:
         address["coordinator_bind_address"] = found.coordinator
-    jax.config.update(
-        "jax_cpu_collectives_implementation", "gloo"
-    )  # of CPUs; accelerators have their own
+    # of CPUs; accelerators have their own
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     seconds = max(10, int(found.timeout))
     jax.distributed.initialize(
         **address,
@@ -122,7 +123,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address() -> str:
-    """An address of this host that others can reach: that of the interface which leads elsewhere. Nothing is sent."""
+    """An address of this host that others can reach: that of the interface which leads elsewhere.
+    Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
         try:
             found.connect(("10.255.255.255", 1))
@@ -136,7 +139,8 @@ def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(message).encode()
     if len(text) > HELLO_BYTES:
         raise ValueError(
-            f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: {text!r:.200}"
+            f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: "
+            f"{text!r:.200}"
         )
     given = np.frombuffer(text.ljust(HELLO_BYTES), np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(given), np.uint8).tobytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-# starting: loads or compiles, as long as it takes. waiting: for the next input. scheduling: a step, before its program
-# is sent to the devices. running: from then on until the step's end.
+# starting: loads or compiles, as long as it takes. waiting: for the next input. scheduling: a step,
+# before its program is sent to the devices. running: from then on until the step's end.
 Stage = Literal["starting", "waiting", "scheduling", "running"]
 
 
@@ -27,8 +27,8 @@ class Progress(NamedTuple):
 def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
     """What is wrong, as a sentence that names the processes; None if nothing is.
 
-    A step ends on all devices together, so one late process holds up all others. They wait for it on their devices and
-    look equally late. The cause is the process that came less far.
+    A step ends on all devices together, so one late process holds up all others. They wait for it
+    on their devices and look equally late. The cause is the process that came less far.
 
     Args:
         progress: by process; 0 orders the inputs.
@@ -37,7 +37,10 @@ def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
     leader = progress[0]
     for i, one in sorted(progress.items()):
         if one.silent > timeout:
-            return f"process {i} has not been heard of for {one.silent:.0f} s: it is stopped, or cannot be reached"
+            return (
+                f"process {i} has not been heard of for {one.silent:.0f} s: it is stopped, or "
+                "cannot be reached"
+            )
         if one.stage == "scheduling" and one.seconds > timeout:
             return f"process {i} has been scheduling step {one.step} for {one.seconds:.0f} s"
     running = leader.stage == "running" and leader.seconds > timeout

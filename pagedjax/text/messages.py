@@ -33,8 +33,10 @@ def _part_text(place: str, part: Any) -> str:
     if not isinstance(part, Mapping):
         raise ValueError(f"{place} is {part!r:.80}; a part is {{'type': 'text', 'text': ...}}")
     if part.get("type") not in TEXT_PARTS:
-        what = f"{place} has the type {part.get('type')!r:.80}"
-        raise ValueError(f"{what}, and models here read text alone; send its text")
+        raise ValueError(
+            f"{place} has the type {part.get('type')!r:.80}, and models here read text alone; send "
+            "its text"
+        )
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{place}.text is {part.get('text')!r:.80}; it must be a text")
     return part["text"]
@@ -44,7 +46,8 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages with contents of text, and without fields that are None.
 
     Raises:
-        ValueError: a message that is no mapping with a role and a content, or a content that is no text.
+        ValueError: a message that is no mapping with a role and a content, or a content that is no
+            text.
     """
     return [_for_template(f"messages.{i}", message) for i, message in enumerate(messages)]
 

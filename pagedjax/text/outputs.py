@@ -24,14 +24,15 @@ class Logprob:
     decoded_token: str
 
 
-PositionLogprobs = dict[
-    int, Logprob
-]  # token id -> candidate: the chosen token and the most likely ones
+# token id -> candidate: the chosen token and the most likely ones
+PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an answer asks for. `arguments`: the text of a JSON object, or its start if the answer was cut."""
+    """A call that an answer asks for. `arguments`: the text of a JSON object, or its start if the
+    answer was cut.
+    """
 
     id: str
     name: str
@@ -40,7 +41,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
+    """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does
+    not show it.
+    """
 
     index: int
     text: str
@@ -52,13 +55,11 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
-    tool_calls: tuple[
-        ToolCall, ...
-    ] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
+    # of LLM.chat with tools; `text` has them too, as the model wrote them
+    tool_calls: tuple[ToolCall, ...] = ()
     taps: TapArrays | None = None  # of SamplingParams.taps
-    versions: tuple[
-        int, ...
-    ] = ()  # of each token, the `params_version` that made it; of a beam, which has many: none
+    # of each token, the `params_version` that made it; of a beam, which has many: none
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they have no stop token
-    unless `include_stop_str_in_output` asks for it."""
+    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they
+    have no stop token unless `include_stop_str_in_output` asks for it."""
 
     tokens: list[int]
     text: str
@@ -128,9 +129,8 @@ class OutputBuilder:
     stop_reason: str | int | None = None
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    chosen: dict[int, float] = field(
-        default_factory=dict
-    )  # log-probabilities of the tokens, by position
+    # log-probabilities of the tokens, by position
+    chosen: dict[int, float] = field(default_factory=dict)
     num_cached: int | None = None  # tokens found in the cache at its first admission
     collected: Collected | None = None  # what its taps gave so far
     versions: list[int] = field(default_factory=list)  # of the weights that made each token
@@ -145,9 +145,11 @@ class OutputBuilder:
         )
 
     def push(self, token_id: int, reason: FinishReason | None, version: int = 0) -> str:
-        """Take the next token and, if the scheduler ended the request with it, why -> new text that is final.
+        """Take the next token and, if the scheduler ended the request with it, why -> new text that
+        is final.
 
-        Sets `finish_reason` when the branch has ended, which a stop string can bring about before the scheduler.
+        Sets `finish_reason` when the branch has ended, which a stop string can bring about before
+        the scheduler.
         """
         self.token_ids.append(token_id)
         self.versions.append(version)
@@ -177,7 +179,9 @@ class OutputBuilder:
 
     @property
     def cumulative(self) -> float:
-        """The sum of the tokens' log-probabilities. A step with drafts may give more tokens than the output has."""
+        """The sum of the tokens' log-probabilities. A step with drafts may give more tokens than
+        the output has.
+        """
         return sum([self.chosen[i] for i in range(len(self.token_ids))])
 
     def _candidates(self, entry: TokenLogprobs) -> PositionLogprobs:

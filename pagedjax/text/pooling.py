@@ -13,8 +13,8 @@ from pagedjax.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
 
 Output = TypeVar("Output")
 NOT_MADE = (
-    "this model was not made for embeddings: its files name no pooling, and the hidden states of a model that was "
-    "trained to generate are no trained embeddings; similar texts need not be near"
+    "this model was not made for embeddings: its files name no pooling, and the hidden states of a "
+    "model that was trained to generate are no trained embeddings; similar texts need not be near"
 )
 
 
@@ -95,7 +95,8 @@ def resolved(params: PoolingParams, task: PoolingTask, own: str | None) -> Pooli
         return params
     if own is not None and own not in get_args(PoolingType):
         raise ValueError(
-            f"the model's files ask for {own!r}, which is not supported; give pooling_type to do without"
+            f"the model's files ask for {own!r}, which is not supported; give pooling_type to do "
+            "without"
         )
     kind: Any = own or "LAST"
     return replace(params, pooling_type=kind)

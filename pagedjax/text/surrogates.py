@@ -1,4 +1,6 @@
-"""Half of a surrogate pair is a text in Python and in JSON (`"\\ud800"`), and no character: UTF-8 cannot express it."""
+"""Half of a surrogate pair is a text in Python and in JSON (`"\\ud800"`), and no character: UTF-8
+cannot express it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def halves(value: Any) -> Iterator[str]:
-    """The places of texts with half of a pair in a value of JSON, as `messages.0.content`; keys are texts too."""
+    """The places of texts with half of a pair in a value of JSON, as `messages.0.content`; keys are
+    texts too.
+    """
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:  # no recursion: a value may be deep
         place, inner = waiting.pop()

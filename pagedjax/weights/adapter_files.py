@@ -33,7 +33,8 @@ from pagedjax.weights.tree import nested
 CONFIG, TENSORS, PARAMS = "adapter_config.json", "adapter_model.safetensors", "params"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
-# Options of PEFT that change what an adapter computes, and are not supported. Off is None, False, or what is empty.
+# Options of PEFT that change what an adapter computes, and are not supported. Off is None, False,
+# or what is empty.
 OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")  # that change an adapter
 UNSUPPORTED = (
     *(
@@ -53,11 +54,11 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
 
     Raises:
         FileNotFoundError: no such folder, or a file is missing.
-        ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
+        ValueError: an option or a module that is not supported, a damaged file, or factors of
+            another model.
     """
-    path = Path(
-        os.path.expanduser(folder)
-    )  # an unknown user stays as it is; Path.expanduser raises
+    # an unknown user stays as it is; Path.expanduser raises
+    path = Path(os.path.expanduser(folder))
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(
             f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it"
@@ -79,10 +80,12 @@ def adapter_of(
     name: str,
     source: str = "",
 ) -> Adapter:
-    """An adapter for an engine from arrays. The arguments, and what is refused, are those of `adapter_parts`.
+    """An adapter for an engine from arrays. The arguments, and what is refused, are those of
+    `adapter_parts`.
 
     Raises:
-        ValueError: also for an option that adapters do not have, unless `source` names a folder: PEFT writes many.
+        ValueError: also for an option that adapters do not have, unless `source` names a folder:
+            PEFT writes many.
     """
     if not source:
         if not isinstance(options, Mapping):
@@ -101,7 +104,8 @@ def adapter_of(
     ]
     if wrong:
         raise ValueError(
-            f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load another state"
+            f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load "
+            "another state"
         )
     return Adapter(name, parts, content_hash(parts), source)
 
@@ -113,10 +117,12 @@ def initial_factors(
     modules: str | Sequence[str] | None = None,
     seed: int | Sequence[int] = 0,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Factors from which the training of an adapter starts: A is random and B is zero, so B A is zero.
+    """Factors from which the training of an adapter starts: A is random and B is zero, so B A is
+    zero.
 
     Args:
-        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may have adapters.
+        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may
+            have adapters.
         seed: of A, as `numpy.random.default_rng` takes it.
 
     Returns:
@@ -124,7 +130,8 @@ def initial_factors(
         "model.layers.0.self_attn.q_proj". A is normal, of deviation 1 / sqrt(in).
 
     Raises:
-        ValueError: a rank below 1, or a kind of matrices that the model does not have or that has no adapters.
+        ValueError: a rank below 1, or a kind of matrices that the model does not have or that has
+            no adapters.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank is {rank!r}; it must be an integer of at least 1, such as 8")
@@ -132,8 +139,10 @@ def initial_factors(
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in where))
     wanted = kinds if modules is None else [modules] if isinstance(modules, str) else list(modules)
     if other := [kind for kind in wanted if kind not in kinds]:
-        what = f"modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}"
-        raise ValueError(f"{what}: use some of them")
+        raise ValueError(
+            f"modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}: use "
+            "some of them"
+        )
     for name, places in where.items():
         if name.rpartition(".")[2] in wanted:
             inputs, outputs = _sizes(config, places)
@@ -148,18 +157,21 @@ def adapter_parts(
     options: Mapping[str, Any] | None = None,
     name: str = "of arrays",
 ) -> dict[Part, tuple[Any, Any]]:
-    """What `score(adapter=...)` takes, from factors of matrices; it can be differentiated with respect to them.
+    """What `score(adapter=...)` takes, from factors of matrices; it can be differentiated with
+    respect to them.
 
     Args:
-        factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors` gives them: arrays
-            of numpy or JAX. A name may have the prefix of a model with a head ("transformer." of GPT-2).
-        options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora, alpha_pattern. The rank
-            is that of the factors. A pattern is matched with the name that is given here. None: no options.
+        factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors`
+            gives them: arrays of numpy or JAX. A name may have the prefix of a model with a head
+            ("transformer." of GPT-2).
+        options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora,
+            alpha_pattern. The rank is that of the factors. A pattern is matched with the name that
+            is given here. None: no options.
         name: of the adapter, for errors.
 
     Raises:
-        ValueError: a matrix that has no adapters here, factors that do not fit it (all of them are named), or an option
-            that is not supported.
+        ValueError: a matrix that has no adapters here, factors that do not fit it (all of them are
+            named), or an option that is not supported.
     """
     options = options or {}
     _check_options(f"adapter {name}", options)
@@ -178,7 +190,8 @@ def adapter_parts(
             or not all(hasattr(x, "astype") for x in pair)
         ):
             problems.append(
-                f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]"
+                f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B "
+                "[out, r]"
             )
             continue
         a, b = pair
@@ -194,8 +207,10 @@ def adapter_parts(
     if problems or not parts:
         kinds = ", ".join(sorted({module.rpartition(".")[2] for module in where}))
         lines = "\n  ".join(problems or ["it has no factors"])
-        what = f"modules may be {kinds}, with names such as {next(iter(where))}"
-        raise ValueError(f"adapter {name} does not fit the model; {what}\n  {lines}")
+        raise ValueError(
+            f"adapter {name} does not fit the model; modules may be {kinds}, with names such as "
+            f"{next(iter(where))}\n  {lines}"
+        )
     return parts
 
 
@@ -213,10 +228,12 @@ def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int
 
 
 def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
-    """The matrices that may have adapters, by their names in transformers, and the parts of ours that each one is.
+    """The matrices that may have adapters, by their names in transformers, and the parts of ours
+    that each one is.
 
     Raises:
-        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a gated MLP.
+        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a
+            gated MLP.
     """
     found = {}
     family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
@@ -228,11 +245,9 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
         parts = [Part(layer, matrix, i) for i in range(count)]
         each = [parts] if len(entry.sources) == 1 else [[part] for part in parts]
         if len(each) != len(entry.sources):
-            what = (
-                f"{matrix} of this model has {count} part, and a Llama's has {len(entry.sources)}"
-            )
             raise ValueError(
-                f"adapters are for Llama's matrices with a gated MLP, and {what}; leave adapters out"
+                f"adapters are for Llama's matrices with a gated MLP, and {matrix} of this model "
+                f"has {count} part, and a Llama's has {len(entry.sources)}; leave adapters out"
             )
         for source, own in zip(entry.sources, each, strict=True):
             found[source.removesuffix(".weight")] = own
@@ -240,15 +255,16 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
 
 
 def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
-    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv 2312.03732).
+    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv
+    2312.03732).
 
     Args:
-        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT does.
+        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT
+            does.
     """
     alpha = options.get("lora_alpha", 8)
-    for pattern, value in (
-        options.get("alpha_pattern") or {}
-    ).items():  # as PEFT reads them: the first one that fits
+    for pattern, value in (options.get("alpha_pattern") or {}).items():
+        # as PEFT reads them: the first one that fits
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
@@ -269,14 +285,14 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for what an adapter of plain LoRA is not. `file`: what has the options."""
     for name in UNSUPPORTED:
         if options.get(name):
-            what = f"{file}: {name} is {options[name]!r:.80}, which is not supported"
             raise ValueError(
-                f"{what}; train the adapter without it, or merge it into the model's weights"
+                f"{file}: {name} is {options[name]!r:.80}, which is not supported; train the "
+                "adapter without it, or merge it into the model's weights"
             )
     if options.get("bias", "none") != "none":
-        what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
         raise ValueError(
-            f"{what}; train with bias='none', or merge the adapter into the model's weights"
+            f"{file}: bias is {options['bias']!r}, and adapters here have factors alone; train "
+            "with bias='none', or merge the adapter into the model's weights"
         )
     if not isinstance(options.get("use_rslora", False), bool):
         raise ValueError(
@@ -289,10 +305,10 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            what = (
-                f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error})"
-            )
-            raise ValueError(f"{what}; write a module's name, such as q_proj") from None
+            raise ValueError(
+                f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error}); "
+                "write a module's name, such as q_proj"
+            ) from None
     alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
         if (
@@ -311,27 +327,32 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
         return orbax_checkpoint.tensors(path / PARAMS)
     others = ", ".join(sorted(file.name for file in path.glob("adapter_model.*")))
-    what = f"{path} has no {TENSORS} and no {PARAMS}/{f' (it has {others})' if others else ''}"
-    raise FileNotFoundError(f"{what}; save the adapter with safe_serialization=True")
+    raise FileNotFoundError(
+        f"{path} has no {TENSORS} and no {PARAMS}/{f' (it has {others})' if others else ''}; save "
+        "the adapter with safe_serialization=True"
+    )
 
 
 def _factors(
     path: Path, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The pairs of factors by module. Raises ValueError for other tensors, and factors without their other half."""
+    """The pairs of factors by module. Raises ValueError for other tensors, and factors without
+    their other half.
+    """
     found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, values in tensors.items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
         if match is None:
-            what = f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix"
             raise ValueError(
-                f"{what}; train without it, or merge the adapter into the model's weights"
+                f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix; train "
+                "without it, or merge the adapter into the model's weights"
             )
         found[match["module"]][match["side"]] = values
     for module, sides in found.items():
         if len(sides) < 2:
             raise ValueError(
-                f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again"
+                f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save "
+                "it again"
             )
     return {module: (sides["A"], sides["B"]) for module, sides in found.items()}
 
@@ -345,7 +366,8 @@ def write_adapter(
     """Write an adapter as PEFT does, or with Orbax; PEFT reads the first form.
 
     Args:
-        factors: float32, by module as in `adapter_parts`, with the prefix of transformers ("transformer." of GPT-2).
+        factors: float32, by module as in `adapter_parts`, with the prefix of transformers
+            ("transformer." of GPT-2).
         options: beside what the factors say: lora_alpha, use_rslora, base_model_name_or_path.
     """
     one_of("to", to, ("safetensors", "orbax"))

@@ -1,4 +1,5 @@
-"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it in GGUF.
+"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it
+in GGUF.
 
 To add an architecture, write one `Architecture` and add it to ARCHITECTURES.
 """
@@ -26,7 +27,8 @@ class GGUF(NamedTuple):
     name: its name in GGUF, the prefix of its metadata keys.
     top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
     config: (path, metadata, tensors) -> config before normalising.
-    change: (Hugging Face name, config) -> function that undoes the converter's change to the values, or None.
+    change: (Hugging Face name, config) -> function that undoes the converter's change to the
+        values, or None.
     """
 
     name: str
@@ -68,7 +70,8 @@ class Architecture(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How models of one `model_type` are read. One of your own is named by `model_family` (docs/design/models.md).
+    """How models of one `model_type` are read. One of your own is named by `model_family`
+    (docs/design/models.md).
 
     model_type: of config.json.
     from_hf: config.json's keys, with the architecture's defaults -> the shape of the decoder.
@@ -84,13 +87,15 @@ class Family(NamedTuple):
     ignored: Sequence[str] = ()
 
 
-# --- llama ------------------------------------------------------------------------------------------------------------
+# --- llama ----------------------------------------------------------------------------------------
 
 
 def unpermute(num_heads: int, values: np.ndarray) -> np.ndarray:
-    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back to (0, 1, ...).
+    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back
+    to (0, 1, ...).
 
-    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in] or [num_heads * H].
+    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in]
+    or [num_heads * H].
     """
     paired = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
@@ -125,7 +130,8 @@ def llama_gguf_config(
 
     if metadata.get("llama.expert_count", 0):
         raise ValueError(
-            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models work"
+            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models "
+            "work"
         )
     heads = key("attention.head_count")
     head_dim = key("attention.key_length", key("embedding_length") // heads)
@@ -166,7 +172,9 @@ def llama_gguf_config(
 def gguf_rope_scaling(
     path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3" scaling)."""
+    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3"
+    scaling).
+    """
     base = f"{prefix}.rope.scaling."
     kind, factor = metadata.get(f"{base}type", "none"), metadata.get(f"{base}factor")
     if factor is None and (linear := metadata.get(f"{prefix}.rope.scale_linear")) is not None:
@@ -217,7 +225,7 @@ GGUF_LLAMA = GGUF(
     change=llama_change,
 )
 
-# --- defaults of transformers' config classes -------------------------------------------------------------------------
+# --- defaults of transformers' config classes -----------------------------------------------------
 
 LLAMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -311,19 +319,21 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
 }
 
 
-# --- any architecture -------------------------------------------------------------------------------------------------
+# --- any architecture -----------------------------------------------------------------------------
 
 
 def normalised(
     config: Mapping[str, Any], where: Any, family: Family | None = None
 ) -> dict[str, Any]:
-    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into theta and scaling.
+    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into
+    theta and scaling.
 
     Args:
         family: one of the user's own, which the config must be of; None is one of ARCHITECTURES.
 
     Raises:
-        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins with `where`.
+        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
+            with `where`.
     """
     try:
         return _normalised(config, where, _architecture(config, where, family))
@@ -337,9 +347,9 @@ def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) 
     model_type = config.get("model_type")
     if family is not None:
         if model_type != family.model_type:
-            what = f"model_type is {model_type!r}, and the given model_family reads {family.model_type!r}"
             raise ValueError(
-                f"{where}: {what}; give the family of this model, or leave model_family out"
+                f"{where}: model_type is {model_type!r}, and the given model_family reads "
+                f"{family.model_type!r}; give the family of this model, or leave model_family out"
             )
         return family.architecture
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -355,7 +365,8 @@ def _normalised(
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(
-            f"{where}: {method!r} quantisation is not supported; use the unquantised model or a GGUF file"
+            f"{where}: {method!r} quantisation is not supported; use the unquantised model or a "
+            "GGUF file"
         )
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
@@ -364,7 +375,8 @@ def _normalised(
         near, rope = rope.get("sliding_attention", {}), {**rope["full_attention"]}
         if near.get("rope_type", "default") != "default":
             raise ValueError(
-                f"{where}: sliding_attention has rope scaling ({near}); only full_attention may have it"
+                f"{where}: sliding_attention has rope scaling ({near}); only full_attention may "
+                "have it"
             )
         result["rope_local_base_freq"] = near.get("rope_theta", result.get("rope_local_base_freq"))
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
@@ -375,7 +387,8 @@ def _normalised(
         1.0,
     ):
         raise ValueError(
-            f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is supported"
+            f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is "
+            "supported"
         )
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
@@ -393,6 +406,7 @@ def _normalised(
     result.setdefault("head_dim", result["hidden_size"] // heads)
     if heads % result["num_key_value_heads"]:
         raise ValueError(
-            f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} KV heads"
+            f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} "
+            "KV heads"
         )
     return result

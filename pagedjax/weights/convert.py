@@ -3,7 +3,8 @@
     convert("org/name", "folder", "orbax")            our parameters; restored directly to devices of any layout
     convert("folder", "other", "safetensors")         Hugging Face names, for other programs
 
-The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's files.
+The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's
+files.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
-    """Write a model to the new folder `target`, and return it. The folder appears only when it is complete.
+    """Write a model to the new folder `target`, and return it. The folder appears only when it is
+    complete.
 
-    Host memory: for "orbax" the model and one parameter; for "safetensors" one parameter, but the whole model if it is
-    restored from Orbax.
+    Host memory: for "orbax" the model and one parameter; for "safetensors" one parameter, but the
+    whole model if it is restored from Orbax.
 
     Args:
         model: as in `open_checkpoint`.
-        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if tensors have
-            different dtypes or one that models here cannot have (a quantised GGUF file).
+        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if
+            tensors have different dtypes or one that models here cannot have (a quantised GGUF
+            file).
         model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
 
     Raises:
-        ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists all differences),
-            or transformers cannot represent the model as safetensors.
+        ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists
+            all differences), or transformers cannot represent the model as safetensors.
         FileNotFoundError: as in `open_checkpoint`.
     """
     one_of("to", to, get_args(Format))
@@ -114,13 +117,16 @@ def check_free(target: Path) -> None:
         return
     if target.exists():
         raise ValueError(
-            f"{target} exists and is not an empty folder; choose a new folder, or remove this one first"
+            f"{target} exists and is not an empty folder; choose a new folder, or remove this one "
+            "first"
         )
 
 
 @contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder next to `target`. It is renamed to `target` at the end, and removed after an error."""
+    """A temporary folder next to `target`. It is renamed to `target` at the end, and removed after
+    an error.
+    """
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
@@ -137,7 +143,9 @@ def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
 
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
-    """The dtype of all parameters; float32 if they have several, or one that models here cannot have."""
+    """The dtype of all parameters; float32 if they have several, or one that models here cannot
+    have.
+    """
     found = {
         checkpoint.tensors[name].dtype.name
         for entry in table
@@ -155,7 +163,9 @@ def host() -> Any:
 
 
 def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> Read:
-    """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at once."""
+    """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at
+    once.
+    """
     if checkpoint.format != "orbax":
         return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
     params = restore_params(
@@ -171,11 +181,13 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
     return read
 
 
-# --- Hugging Face names -----------------------------------------------------------------------------------------------
+# --- Hugging Face names ---------------------------------------------------------------------------
 
 
 def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
-    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal parts."""
+    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal
+    parts.
+    """
     total, count = (entry.shape[::-1] if entry.transpose else entry.shape)[0], len(entry.sources)
     if entry.rows:
         return entry.rows
@@ -187,7 +199,8 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
         )
     if total % count:
         raise ValueError(
-            f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give their rows"
+            f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give "
+            "their rows"
         )
     return (total // count,) * count
 
@@ -204,7 +217,7 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
     return Group(shapes, parts)
 
 
-# --- other files ------------------------------------------------------------------------------------------------------
+# --- other files ----------------------------------------------------------------------------------
 
 
 def check_shared(checkpoint: Checkpoint) -> None:
@@ -220,7 +233,8 @@ def check_shared(checkpoint: Checkpoint) -> None:
         )
     if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
         raise ValueError(
-            f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; {remedy}"
+            f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; "
+            f"{remedy}"
         )
 
 

@@ -1,4 +1,5 @@
-"""Drafters that are models: a smaller model from a checkpoint, or a head (models/eagle.py) from its own folder.
+"""Drafters that are models: a smaller model from a checkpoint, or a head (models/eagle.py) from its
+own folder.
 
 FOLDER/config.json    the model that the head was trained for, its layers and window, and the token ids that it drafts
 FOLDER/params/        by Orbax
@@ -36,7 +37,8 @@ def load_draft_model(
     """What `options` want to draft with for a model, in its dtype; None if that is no model.
 
     Raises:
-        ValueError: no model is named, its tokenizer is another one, or a head was trained for another model.
+        ValueError: no model is named, its tokenizer is another one, or a head was trained for
+            another model.
         FileNotFoundError: there is no such folder, as in `load_model`.
     """
     if options is None or options.method not in ON_DEVICE:
@@ -57,23 +59,27 @@ def load_draft_model(
     except ValueError as error:
         if target.family is None:
             raise
-        what = f"speculative.model is {options.model!r}, and a draft model is of a built-in family"
-        raise ValueError(f"{what}, also beside a model_family of your own: {error}") from error
+        raise ValueError(
+            f"speculative.model is {options.model!r}, and a draft model is of a built-in family, "
+            f"also beside a model_family of your own: {error}"
+        ) from error
     _check_tokenizers(options.model, draft, target)
     return of_decoder(draft.model)
 
 
 def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> None:
-    """One id must mean one text. Models without tokenizers are compared by the sizes of their vocabularies only.
+    """One id must mean one text. Models without tokenizers are compared by the sizes of their
+    vocabularies only.
 
     With one tokenizer the sizes may differ: a model's vocabulary is padded to a size of its own.
     """
     if isinstance(draft.tokenizer, NoTokenizer) or isinstance(target.tokenizer, NoTokenizer):
         ours, wanted = draft.model.config.vocab_size, target.model.config.vocab_size
         if ours != wanted:
-            what = f"speculative.model {name!r} has a vocabulary of {ours} tokens and the model one of {wanted}"
             raise ValueError(
-                f"{what}, and without tokenizers these must be equal; load both with their tokenizers"
+                f"speculative.model {name!r} has a vocabulary of {ours} tokens and the model one "
+                f"of {wanted}, and without tokenizers these must be equal; load both with their "
+                "tokenizers"
             )
         return
     mine, theirs = draft.tokenizer.backend, target.tokenizer.backend
@@ -83,8 +89,9 @@ def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> Non
     if ours != wanted:
         different = next(text for text in (*wanted, *ours) if wanted.get(text) != ours.get(text))
         raise ValueError(
-            f"speculative.model {name!r} has another tokenizer than the model: {different!r} is token "
-            f"{ours.get(different)} there and {wanted.get(different)} here; use a draft model of the same tokenizer"
+            f"speculative.model {name!r} has another tokenizer than the model: {different!r} is "
+            f"token {ours.get(different)} there and {wanted.get(different)} here; use a draft "
+            "model of the same tokenizer"
         )
 
 
@@ -125,7 +132,8 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: no head is in it, or one for a model of other sizes, or parameters are missing or damaged.
+        ValueError: no head is in it, or one for a model of other sizes, or parameters are missing
+            or damaged.
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.json").is_file():
@@ -134,7 +142,8 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     stored = read_json(folder / "config.json")
     if stored.get("model_type") != KIND:
         raise ValueError(
-            f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has {KIND!r}"
+            f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has "
+            f"{KIND!r}"
         )
     theirs, ours = stored.get("model") or {}, _facts(target)
     if wrong := [
@@ -143,12 +152,14 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
         if theirs.get(name) != ours[name]
     ]:
         raise ValueError(
-            f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train one"
+            f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train "
+            "one"
         )
     ids, window = np.asarray(stored.get("ids") or ()), stored.get("window")
     if not isinstance(window, int) or window < 1:
         raise ValueError(
-            f"window in {folder / 'config.json'} is {window!r}; it must be an integer of at least 1; train one"
+            f"window in {folder / 'config.json'} is {window!r}; it must be an integer of at least "
+            "1; train one"
         )
     of_integers = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind == "i"
     if not of_integers or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
@@ -158,15 +169,16 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     config = eagle_config(target, len(ids), window)
     if stored.get("taps") != list(config.taps):
         raise ValueError(
-            f"the draft head in {folder} learned from the layers {stored.get('taps')}, and this version gives it "
-            f"{list(config.taps)}; train one"
+            f"the draft head in {folder} learned from the layers {stored.get('taps')}, and this "
+            f"version gives it {list(config.taps)}; train one"
         )
     shapes = named(blank_eagle(config, dtype)[1])
     found = tensors(folder / PARAMS)
     if problems := differences(shapes, found, cast=True):
         lines = "\n  ".join(problems)
         raise ValueError(
-            f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  {lines}"
+            f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  "
+            f"{lines}"
         )
     sizes = {name: tuple(x.shape) for name, x in shapes.items()}
     params = restore(Checkpoint(folder, "orbax", stored, found), sizes, dtype)

@@ -1,4 +1,6 @@
-"""Which family reads a model: a built-in one, by its config.json's model_type, or one of the user's own."""
+"""Which family reads a model: a built-in one, by its config.json's model_type, or one of the user's
+own.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ def own_family(name: str | None) -> Family | None:
     if name is None:
         return None
     if not isinstance(name, str):
-        what = f"model_family is {name!r:.80}"
         raise ValueError(
-            f"{what}; it must be a text, module:NAME or folder/file.py:NAME of a Family, or None"
+            f"model_family is {name!r:.80}; it must be a text, module:NAME or folder/file.py:NAME "
+            "of a Family, or None"
         )
     file = name.rpartition(":")[0]
     return _own(
@@ -35,7 +37,8 @@ def own_family(name: str | None) -> Family | None:
     )
 
 
-@cache  # one record for all callers, so that its classes are the same ones; a new one if the file changes
+# one record for all callers, so that its classes are the same ones; a new one if the file changes
+@cache
 def _own(name: str, file: str, changed: int) -> Family:
     return own_value("model_family", name, Family, ())
 
@@ -71,15 +74,15 @@ def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderC
     try:
         found = family.from_hf(dict(config))
     except KeyError as error:
-        what = f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config does not have"
         raise ValueError(
-            f"{what}; add it to the config, or its default to Architecture(defaults=...)"
+            f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config "
+            "does not have; add it to the config, or its default to Architecture(defaults=...)"
         ) from error
     if not isinstance(found, DecoderConfig):
-        what = (
-            f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}"
+        raise ValueError(
+            f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}; "
+            "it must return a DecoderConfig"
         )
-        raise ValueError(f"{what}; it must return a DecoderConfig")
     return found
 
 
@@ -109,5 +112,7 @@ def check_parameters(family: Family, config: DecoderConfig, table: Sequence[Para
             )
     if problems:
         lines = "\n  ".join(problems)
-        what = f"param_table of the family {family.model_type!r} does not fit the decoder of its from_hf"
-        raise ValueError(f"{what}; differences: {len(problems)}\n  {lines}")
+        raise ValueError(
+            f"param_table of the family {family.model_type!r} does not fit the decoder of its "
+            f"from_hf; differences: {len(problems)}\n  {lines}"
+        )

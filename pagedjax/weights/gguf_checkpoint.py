@@ -1,4 +1,6 @@
-"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the converter are undone."""
+"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the
+converter are undone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padd
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings` is true.
+    """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings`
+    is true.
 
     Raises:
         FileNotFoundError, ValueError: as `read_parts`; also for an unsupported architecture.

@@ -1,7 +1,9 @@
-"""Read a GGUF file: its header, with every length checked, and its tensors one at a time. Independent of the model.
+"""Read a GGUF file: its header, with every length checked, and its tensors one at a time.
+Independent of the model.
 
-Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of every string of the
-vocabulary, which takes seconds, and for a damaged file it raises unrelated numpy errors.
+Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of
+every string of the vocabulary, which takes seconds, and for a damaged file it raises unrelated
+numpy errors.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ SCALARS = {
 MAX_DEPTH = (
     4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
 )
-ROW = (
-    2**11
-)  # most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
+# most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
+ROW = 2**11
 
 
 class GGUFFile(NamedTuple):
-    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file order."""
+    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file
+    order.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -55,7 +58,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the position and the sizes.
+        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the position
+            and the sizes.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -88,9 +92,8 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-PART = re.compile(
-    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf"
-)  # llama.cpp's names of parts
+# llama.cpp's names of parts
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 MOST_PARTS = 99_999  # that such names can number
@@ -115,8 +118,10 @@ def read_parts(path: Path) -> GGUFFile:
         or not isinstance(number, int)
         or not 0 <= number < count <= MOST_PARTS
     ):
-        what = f"split.no is {number!r:.80} and split.count {count!r:.80}"
-        raise ValueError(f"{path} is damaged: {what}; fetch it again")
+        raise ValueError(
+            f"{path} is damaged: split.no is {number!r:.80} and split.count {count!r:.80}; fetch "
+            "it again"
+        )
     where = f"{path} is part {number + 1} of {count}"
     name = PART.fullmatch(path.name)
     if name is None or int(name["count"]) != count:
@@ -133,11 +138,14 @@ def read_parts(path: Path) -> GGUFFile:
     for i, part in enumerate(parts):
         told = part.metadata.get("split.no"), part.metadata.get("split.count")
         if told != (i, count):
-            what = f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}"
-            raise ValueError(f"{what}, and its name says {i + 1} of {count}; fetch the parts again")
+            raise ValueError(
+                f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}, and its "
+                f"name says {i + 1} of {count}; fetch the parts again"
+            )
         if twice := tensors.keys() & part.tensors.keys():
             raise ValueError(
-                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts again"
+                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts "
+                "again"
             )
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
@@ -157,8 +165,8 @@ class Cursor:
     def take(self, count: int, what: str) -> bytes:
         if count > len(self.data) - self.at:
             raise ValueError(
-                f"{self.path} is truncated or damaged: {what} needs {count} bytes at offset {self.at}, "
-                f"the file has {len(self.data)} in all; fetch it again"
+                f"{self.path} is truncated or damaged: {what} needs {count} bytes at offset "
+                f"{self.at}, the file has {len(self.data)} in all; fetch it again"
             )
         self.at += count
         return self.data[self.at - count : self.at]
@@ -231,7 +239,8 @@ def _entry(cursor: Cursor, what: str) -> Entry:
     num_dims = cursor.scalar("I", f"the rank of {name}")
     if num_dims > 4:
         raise ValueError(
-            f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it again"
+            f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it "
+            "again"
         )
     dims = struct.unpack(f"<{num_dims}Q", cursor.take(8 * num_dims, f"the shape of {name}"))
     return Entry(
@@ -250,20 +259,21 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
         encoding = GGMLQuantizationType(entry.kind)
     except ValueError as error:
         raise ValueError(
-            f"{path}: tensor {entry.name} has type number {entry.kind}, which the installed gguf package does not "
-            "know; update it with: pip install -U gguf"
+            f"{path}: tensor {entry.name} has type number {entry.kind}, which the installed gguf "
+            "package does not know; update it with: pip install -U gguf"
         ) from error
     per_block, block_bytes = GGML_QUANT_SIZES[encoding]
     row = entry.shape[-1] if entry.shape else 1
     if row % per_block:
         raise ValueError(
-            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} ({encoding.name})"
+            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} "
+            f"({encoding.name})"
         )
     begin, size = start + entry.offset, prod(entry.shape) // per_block * block_bytes
     if begin + size > file_size:
         raise ValueError(
-            f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes {begin} to "
-            f"{begin + size}, the file has {file_size}; fetch it again"
+            f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes "
+            f"{begin} to {begin + size}, the file has {file_size}; fetch it again"
         )
     load = partial(_read, path, entry.name, entry.shape, encoding, begin, size)
     return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load)
@@ -283,20 +293,23 @@ def _read(
         )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole blocks.
+    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole
+    # blocks.
     block = GGML_QUANT_SIZES[encoding][1]
     rows = raw.reshape(-1, gcd(size // block, ROW) * block) if size else raw
     try:
         return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
     except NotImplementedError as error:
         raise ValueError(
-            f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised here; "
-            "convert the model to F16, BF16, Q8_0 or another common type"
+            f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised "
+            "here; convert the model to F16, BF16, Q8_0 or another common type"
         ) from error
 
 
 def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
-    """The tensor under another name. `change` is applied to the values when they are read, and keeps the shape."""
+    """The tensor under another name. `change` is applied to the values when they are read, and
+    keeps the shape.
+    """
 
     def load() -> np.ndarray:
         values = tensor.load()
@@ -304,7 +317,8 @@ def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray]
             return values if change is None else change(values)
         except ValueError as error:
             raise ValueError(
-                f"{tensor.file}: tensor {tensor.name} {tensor.shape} does not fit the metadata: {error}"
+                f"{tensor.file}: tensor {tensor.name} {tensor.shape} does not fit the metadata: "
+                f"{error}"
             ) from error
 
     return Tensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.encoding, load)

@@ -1,4 +1,6 @@
-"""Checkpoint -> parameters: a table says which tensors make which parameter. One error lists all differences."""
+"""Checkpoint -> parameters: a table says which tensors make which parameter. One error lists all
+differences.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,8 @@ READERS = (
     2  # threads; most of the time is the first access to new memory, which is slow on one core
 )
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints contain it
-OWN_BUFFERS = (
-    "angles",
-)  # the same in our own trees: stored by a trainer that saves its whole state
+# the same in our own trees: stored by a trainer that saves its whole state
+OWN_BUFFERS = ("angles",)
 
 
 Pack = Callable[[str, np.ndarray], np.ndarray]  # (name, as it is stored) -> as the model has it
@@ -50,19 +51,23 @@ def load_params(
     placement: Placement | None = None,
     pack: Pack = as_stored,
 ) -> dict[str, Any]:
-    """A nested dict of jax arrays of `dtype`, keyed by `path`. The host needs memory for `READERS` parameters at once.
+    """A nested dict of jax arrays of `dtype`, keyed by `path`. The host needs memory for `READERS`
+    parameters at once.
 
-    An Orbax checkpoint contains the finished parameters: only the paths and shapes of the table are used.
+    An Orbax checkpoint contains the finished parameters: only the paths and shapes of the table are
+    used.
 
     pack: puts a parameter into the layout of the model's products.
-    placement: of the mesh on which the parameters go, each straight to the devices that have a part of it.
+    placement: of the mesh on which the parameters go, each straight to the devices that have a part
+        of it.
 
-    int8: round matrices from the stored values to int8, and add their scales (int8.py). Matrices of an Orbax checkpoint
-        are restored in `dtype` first.
+    int8: round matrices from the stored values to int8, and add their scales (int8.py). Matrices of
+        an Orbax checkpoint are restored in `dtype` first.
     ignore: name patterns ("*" matches anything) of tensors that are allowed but not in the table.
 
     Raises:
-        ValueError: tensors are missing, unexpected or have another shape; one message lists all, with the files.
+        ValueError: tensors are missing, unexpected or have another shape; one message lists all,
+            with the files.
     """
     import jax
 
@@ -92,7 +97,8 @@ def load_params(
         # an Orbax checkpoint is restored in `dtype` and then rounded, on a mesh as without one
         stored = dtype if checkpoint.format == "orbax" or not small else "float32"
         values = {name: assemble(checkpoint.tensors, entry, np_dtype(stored))}
-        # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
+        # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in
+        # memory before their copy.
         values = dict(with_scales(values)) if small else values
         values = jax.block_until_ready(
             {name: put(name.split("."), x) for name, x in values.items()}
@@ -112,7 +118,9 @@ def load_params(
 def restore_params(
     checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str, *, sharding: Any = None
 ) -> dict[str, Any]:
-    """`load_params` of an Orbax checkpoint, directly to devices; `sharding` as in `orbax_checkpoint.restore`."""
+    """`load_params` of an Orbax checkpoint, directly to devices; `sharding` as in
+    `orbax_checkpoint.restore`.
+    """
     from pagedjax.weights.orbax_checkpoint import restore
 
     table = own_table(table)
@@ -140,7 +148,9 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype)
 def check_table(
     checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()
 ) -> None:
-    """Raise one ValueError that lists all differences of table and checkpoint: names, shapes, and kinds of dtype."""
+    """Raise one ValueError that lists all differences of table and checkpoint: names, shapes, and
+    kinds of dtype.
+    """
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
     named = {name for entry in table for name in entry.sources}
     allowed = [
@@ -154,8 +164,9 @@ def check_table(
     if problems:
         lines = "\n  ".join(problems)
         raise ValueError(
-            f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its config describes; "
-            f"differences: {len(problems)} (is it the config of another model, or is a file missing?)\n  {lines}"
+            f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its "
+            f"config describes; differences: {len(problems)} (is it the config of another model, "
+            f"or is a file missing?)\n  {lines}"
         )
 
 

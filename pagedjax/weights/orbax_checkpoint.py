@@ -1,10 +1,12 @@
-"""Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it is needed.
+"""Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it
+is needed.
 
     FOLDER/config.json, generation_config.json, tokenizer.json ...      as in a Hugging Face directory
     FOLDER/params/                                                      by Orbax: one array for each parameter
 
-The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's checkpoint from
-`StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same names and can be read too.
+The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's
+checkpoint from `StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same
+names and can be read too.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
 
 PARAMS = "params"
+# files that Orbax writes into a checkpoint's folder
 MARKS = (
     "_METADATA",
     "_CHECKPOINT_METADATA",
     "manifest.ocdbt",
-)  # files that Orbax writes into a checkpoint's folder
+)
 LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
 AT_A_TIME = 2  # limit of the bytes in transfer from disk to device, in largest parameters
 
@@ -65,12 +68,16 @@ def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
         FileNotFoundError: an Orbax checkpoint with another layout; names what is missing.
         ValueError: damaged metadata or JSON, or a model that is not supported.
     """
-    layout = "a model's folder has config.json (as from Hugging Face), tokenizer.json and Orbax's params/"
+    layout = (
+        "a model's folder has config.json (as from Hugging Face), tokenizer.json and Orbax's "
+        "params/"
+    )
     if path / PARAMS not in (found := orbax_folders(path)):
         places = ", ".join("." if folder == path else f"{folder.name}/" for folder in found)
         raise FileNotFoundError(
-            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); {layout}; "
-            "for another layout load the parameters yourself and use pagedjax.from_params"
+            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); "
+            f"{layout}; for another layout load the parameters yourself and use "
+            "pagedjax.from_params"
         )
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is an Orbax checkpoint without config.json; {layout}")
@@ -87,9 +94,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for keys, leaf in _leaves(folder)[0]:
         name = name_of(keys)
-        dtype = np.dtype(
-            getattr(leaf, "dtype", None) or object
-        )  # a value that is not an array has no dtype
+        # a value that is not an array has no dtype
+        dtype = np.dtype(getattr(leaf, "dtype", None) or object)
         shape = tuple(getattr(leaf, "shape", None) or ())
         read = partial(_read, folder, name, shape, dtype)
         found[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
@@ -107,10 +113,11 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
                 tree = orbax.metadata(folder).item_metadata.tree
             return jax.tree_util.tree_flatten_with_path(tree)
-        except Exception as error:  # for a damaged file Orbax returns None as metadata, or raises one of many errors
+        except Exception as error:
+            # for a damaged file Orbax returns None as metadata, or raises one of many errors
             message = (
-                f"{folder} is damaged, or is not an Orbax checkpoint of a tree: its metadata cannot be read "
-                f"({_first_line(error)}); convert or save the model again"
+                f"{folder} is damaged, or is not an Orbax checkpoint of a tree: its metadata "
+                f"cannot be read ({_first_line(error)}); convert or save the model again"
             )
         _settle()
     raise ValueError(message)
@@ -123,14 +130,15 @@ def restore(
     *,
     sharding: Any = None,
 ) -> dict[str, Any]:
-    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, when they are read.
+    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once,
+    when they are read.
 
-    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored size of the largest
-    parameter, and its compressed bytes if the checkpoint is compressed.
+    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored
+    size of the largest parameter, and its compressed bytes if the checkpoint is compressed.
 
     Args:
-        shapes: of the parameters to restore, by name; other stored values are not read. The checkpoint must have
-            them, see `load.check_table`.
+        shapes: of the parameters to restore, by name; other stored values are not read. The
+            checkpoint must have them, see `load.check_table`.
         sharding: one for all, or a function of name and shape; None is the default device.
 
     Raises:
@@ -154,26 +162,28 @@ def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     with _quiet():
         try:
             return _restore(folder, wanted)
-        except (
-            Exception
-        ) as error:  # Orbax raises a plain Exception with a long text, without the parameter's name
+        except Exception as error:
+            # Orbax raises a plain Exception with a long text, without the parameter's name
             message = _damage(folder, wanted, error)
         _settle()
     raise ValueError(message)
 
 
 def _settle() -> None:
-    """Wait for the end of the tasks that Orbax started, and of the reads in TensorStore's threads."""
+    """Wait for the end of the tasks that Orbax started, and of the reads in TensorStore's
+    threads.
+    """
     gc.collect()
     time.sleep(LATE)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the messages that Python prints for other reads of Orbax after one array could not be read.
+    """Hide the messages that Python prints for other reads of Orbax after one array could not be
+    read.
 
-    Some messages are about coroutines that are no longer awaited. Others name no object: a read that ends in one of
-    TensorStore's threads notifies Orbax's event loop, which is already closed.
+    Some messages are about coroutines that are no longer awaited. Others name no object: a read
+    that ends in one of TensorStore's threads notifies Orbax's event loop, which is already closed.
     """
     before = sys.unraisablehook
 
@@ -192,8 +202,9 @@ def _quiet() -> Iterator[None]:
 def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Arrays by name, restored group by group.
 
-    Orbax's own limit (`restore_concurrent_gb`) is not enough: it does not count data that is still being copied to the
-    device, and it counts bytes in the wanted dtype, although the stored dtype may be larger.
+    Orbax's own limit (`restore_concurrent_gb`) is not enough: it does not count data that is still
+    being copied to the device, and it counts bytes in the wanted dtype, although the stored dtype
+    may be larger.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -251,7 +262,9 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
 
 
 def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> str:
-    """An error message with all unreadable parameters. Tries each: Orbax stops at the first and may not name it."""
+    """An error message with all unreadable parameters. Tries each: Orbax stops at the first and may
+    not name it.
+    """
     bad = []
     for name, x in wanted.items():
         try:
@@ -261,7 +274,10 @@ def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exc
     if not bad:
         return f"{folder} could not be restored ({_first_line(error)})"
     lines = "\n  ".join(bad)
-    return f"{folder} is damaged or incomplete; parameters: {len(bad)}; convert or save the model again\n  {lines}"
+    return (
+        f"{folder} is damaged or incomplete; parameters: {len(bad)}; convert or save the model "
+        f"again\n  {lines}"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -285,7 +301,8 @@ def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> n
 def write(folder: Path, params: Mapping[str, Any]) -> None:
     """Write a tree of jax arrays as the Orbax checkpoint `folder`, and wait until it is complete.
 
-    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and 1.5 times to read.
+    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and
+    1.5 times to read.
     """
     import orbax.checkpoint as ocp
 

@@ -1,4 +1,6 @@
-"""How a model for embeddings says that it pools: the files of Sentence Transformers beside its weights."""
+"""How a model for embeddings says that it pools: the files of Sentence Transformers beside its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ from typing import Any
 
 PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
+# modules that need nothing of us: vectors are normalised by default
 FREE = (
     "Transformer",
     "Normalize",
-)  # modules that need nothing of us: vectors are normalised by default
+)
 
 
 def pooling_of(folder: Path) -> str | None:
-    """How the model in a folder pools: "LAST", "MEAN", "CLS", or the name of a step that is not supported; None if the
-    folder does not say so.
+    """How the model in a folder pools: "LAST", "MEAN", "CLS", or the name of a step that is not
+    supported; None if the folder does not say so.
 
     Raises:
         ValueError: a file is damaged.
@@ -50,6 +53,7 @@ def _read(path: Path, kind: type) -> Any:
         raise ValueError(f"{path} cannot be read ({error}); fetch the model again") from error
     if not isinstance(value, kind):
         raise ValueError(
-            f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}; fetch the model again"
+            f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}; fetch "
+            "the model again"
         )
     return value

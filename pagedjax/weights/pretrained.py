@@ -1,4 +1,6 @@
-"""A model with its tokenizer: from a checkpoint (`load_model`), or from parameters in memory (`from_params`)."""
+"""A model with its tokenizer: from a checkpoint (`load_model`), or from parameters in memory
+(`from_params`).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ DEFAULT_MODEL = "smollm2-135m"
 class LoadedModel:
     """Weights and tokenizer. Several engines can share them: LLM(model=loaded, block_size=...).
 
-    pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a step that is not
-        supported); None: it was not made for embeddings.
+    pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a
+        step that is not supported); None: it was not made for embeddings.
     family: the `model_family` that it was loaded with.
     """
 
@@ -66,13 +68,15 @@ def load_model(
 
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
-        linear_impl: what computes products, in whose layout the matrices are stored, as in `EngineConfig`. "xla" leaves
-            them as they are in a checkpoint.
+        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype
+            leaves them in dtype.
+        linear_impl: what computes products, in whose layout the matrices are stored, as in
+            `EngineConfig`. "xla" leaves them as they are in a checkpoint.
         model_family: how it is read, if it is of no built-in architecture, as in `EngineConfig`.
         mesh, devices: where the parameters go, as in `EngineConfig`.
         tokenizer: another one than the model's own, as in `from_params`.
-        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
+        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
+            cache_dir.
 
     Raises:
         ValueError, FileNotFoundError: names the file, the error and the remedy.
@@ -110,7 +114,8 @@ def read_model(
     devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Model:
-    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in `load_model`.
+    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in
+    `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).
@@ -145,28 +150,30 @@ def from_params(
     linear_impl: str | None = None,
     model_family: str | None = None,
 ) -> LoadedModel:
-    """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated afterwards.
+    """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated
+    afterwards.
 
     Args:
-        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays with the same names.
-        config: the content of the model's config.json, or the module's configuration. Only config.json has the tokens
-            that end a text.
-        tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded tokenizer. Without
-            one, inputs and outputs are token ids.
+        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays
+            with the same names.
+        config: the content of the model's config.json, or the module's configuration. Only
+            config.json has the tokens that end a text.
+        tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded
+            tokenizer. Without one, inputs and outputs are token ids.
         dtype: None keeps that of the parameters.
         weight_dtype, linear_impl, model_family: as in `load_model`.
 
     Raises:
-        ValueError: parameters do not fit the configuration (lists all of them), or, as in `load_model`, the config or
-            tokenizer is wrong.
+        ValueError: parameters do not fit the configuration (lists all of them), or, as in
+            `load_model`, the config or tokenizer is wrong.
     """
     started = time.perf_counter()
     family = own_family(model_family)
     if family is not None and isinstance(config, DecoderConfig):
-        what = (
-            f"model_family is {model_family!r} and config is a DecoderConfig, which no family reads"
+        raise ValueError(
+            f"model_family is {model_family!r} and config is a DecoderConfig, which no family "
+            "reads; leave model_family out, or give the content of config.json"
         )
-        raise ValueError(f"{what}; leave model_family out, or give the content of config.json")
     hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
     own = config
     if not isinstance(own, DecoderConfig):

@@ -1,8 +1,10 @@
-"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the data.
+"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the
+data.
 
-Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at once. `safe_open` for
-numpy cannot read float8, its errors name neither file nor sizes, and it maps the file: if the file is truncated after
-opening, a read ends the process with SIGBUS. So huggingface.py has its own reader.
+Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at
+once. `safe_open` for numpy cannot read float8, its errors name neither file nor sizes, and it maps
+the file: if the file is truncated after opening, a read ends the process with SIGBUS. So
+huggingface.py has its own reader.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 
 class Group(NamedTuple):
-    """Tensors that are read together: their names and shapes, and a function that reads them in this order."""
+    """Tensors that are read together: their names and shapes, and a function that reads them in
+    this order.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[], Iterable[np.ndarray]]
@@ -32,7 +36,8 @@ class Group(NamedTuple):
 
 
 def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) -> list[Path]:
-    """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index; returns the files.
+    """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index;
+    returns the files.
 
     A group stays together; a group of more than `limit` bytes has its own file.
     """
@@ -67,7 +72,9 @@ def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]
 
 
 def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
-    """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch expect."""
+    """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch
+    expect.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, width = 0, np_dtype(dtype).itemsize
     for group in groups:

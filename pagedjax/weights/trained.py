@@ -66,7 +66,8 @@ def linear_of(wanted: str | None, config: DecoderConfig, dtype: str, *, mesh: bo
 
 
 def with_linear(model: Model, wanted: str | None) -> Model:
-    """The model with its matrices in the layout of another implementation of products. The arrays are copies.
+    """The model with its matrices in the layout of another implementation of products. The arrays
+    are copies.
 
     Args:
         wanted: None is the default.
@@ -102,14 +103,16 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
     same = model.placement.devices == wanted.devices or config.devices is None
     if model.placement.sizes != wanted.sizes or not same:
         raise ValueError(
-            f"the engine's mesh is {wanted}, but the model was loaded onto {model.placement}; load it again, or leave "
-            "mesh and devices out"
+            f"the engine's mesh is {wanted}, but the model was loaded onto {model.placement}; load "
+            "it again, or leave mesh and devices out"
         )
     return model
 
 
 def whole(model: Model) -> dict[str, Any]:
-    """A model's parameters as arrays on the host, nested by name; those of a mesh in one piece, in the stored order."""
+    """A model's parameters as arrays on the host, nested by name; those of a mesh in one piece, in
+    the stored order.
+    """
 
     def one(name: str, x: jax.Array) -> np.ndarray:
         if model.placement:
@@ -120,9 +123,11 @@ def whole(model: Model) -> dict[str, Any]:
 
 
 def replaced(model: Model, tree: Any) -> nnx.State:
-    """The model's state with copies of the tree's parameters, each where the old one is. Compiles nothing.
+    """The model's state with copies of the tree's parameters, each where the old one is. Compiles
+    nothing.
 
-    If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and has scales.
+    If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and
+    has scales.
 
     Args:
         tree: of whole parameters, also if the model is split over a mesh.
@@ -158,13 +163,15 @@ def replaced(model: Model, tree: Any) -> nnx.State:
 
 
 def _check_whole(tree: Any) -> None:
-    """Raises ValueError for parameters of a model on a mesh: their rows are in the order of the devices."""
+    """Raises ValueError for parameters of a model on a mesh: their rows are in the order of the
+    devices.
+    """
     for name, x in named(tree).items():
         axes = getattr(getattr(x, "sharding", None), "mesh", None)
         if axes is not None and axes.axis_names == AXES:
             raise ValueError(
-                f"{name} is from a model on a mesh, in the order of its devices; give whole parameters, as "
-                "pagedjax.weights.trained.whole(model) returns them"
+                f"{name} is from a model on a mesh, in the order of its devices; give whole "
+                "parameters, as pagedjax.weights.trained.whole(model) returns them"
             )
 
 
@@ -175,19 +182,22 @@ def _can_be_rounded(x: Any) -> bool:
 
 
 def _kept(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
-    """The dtype of a parameter: `dtype`, but matrices with scales, and the scales, keep their own."""
+    """The dtype of a parameter: `dtype`, but matrices with scales, and the scales, keep their
+    own.
+    """
     return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
 def _copied(
     config: DecoderConfig, name: str, values: Any, dtype: np.dtype, place: jax.sharding.Sharding
 ) -> jax.Array:
-    """A copy in the model's layout: a trainer donates its arrays to its next step, or writes into them."""
+    """A copy in the model's layout: a trainer donates its arrays to its next step, or writes into
+    them.
+    """
     if config.linear != "xla" and name in matrices(config):
         return jax.device_put(packed(config, name, np.array(values, dtype)), place)
-    if not isinstance(
-        values, jax.Array
-    ):  # JAX may use a numpy array without a copy, if it is aligned
+    if not isinstance(values, jax.Array):
+        # JAX may use a numpy array without a copy, if it is aligned
         return jax.device_put(np.array(values, dtype), place)
     if values.dtype != dtype:
         return jax.device_put(values.astype(dtype), place)
@@ -198,7 +208,8 @@ def _one_dtype(found: Mapping[str, Any]) -> str:
     names = sorted({np.dtype(x.dtype).name for x in found.values()})
     if len(names) > 1 or names[0] not in get_args(DType):
         raise ValueError(
-            f"the parameters are of {' and '.join(names)}; set the dtype of the model: {get_args(DType)}"
+            f"the parameters are of {' and '.join(names)}; set the dtype of the model: "
+            f"{get_args(DType)}"
         )
     return names[0]
 

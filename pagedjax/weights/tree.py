@@ -1,4 +1,6 @@
-"""A tree of parameters as a mapping of names ("blocks.0.attn.qkv.weight") to arrays; differences of two trees."""
+"""A tree of parameters as a mapping of names ("blocks.0.attn.qkv.weight") to arrays; differences of
+two trees.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as they are stored.
+    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as
+    they are stored.
 
-    Variables of the type `Buffer` are left out: they are computed from the configuration. In plain mappings they look
-    like parameters and are not left out.
+    Variables of the type `Buffer` are left out: they are computed from the configuration. In plain
+    mappings they look like parameters and are not left out.
     """
     import jax
     from flax import nnx
@@ -49,7 +52,9 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def _stored(variable: Any) -> Any:
-    """The array of an nnx variable, or what stands for it. A matrix that an implementation has packed is unpacked."""
+    """The array of an nnx variable, or what stands for it. A matrix that an implementation has
+    packed is unpacked.
+    """
     from pagedjax.device.layers import Weight
 
     x = variable.get_value() if hasattr(variable, "get_value") else variable
@@ -75,7 +80,8 @@ def buffers(state: Any) -> frozenset[str]:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bool) -> list[str]:
-    """A line for each parameter that is missing or unexpected, has another shape or dtype, or has no values.
+    """A line for each parameter that is missing or unexpected, has another shape or dtype, or has
+    no values.
 
     Args:
         wanted: arrays, or objects with their shape and dtype.

@@ -1,4 +1,6 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere, matrices stored [in, out]."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere, matrices
+stored [in, out].
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         act = config.get("activation_function", "gelu_new")
         if act not in ACTIVATIONS:
             raise ValueError(
-                f"activation_function is {act!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+                f"activation_function is {act!r}; it must be one of "
+                f"{', '.join(map(repr, ACTIVATIONS))}"
             )
         for name, wanted in (
             ("scale_attn_weights", True),

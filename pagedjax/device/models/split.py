@@ -1,12 +1,14 @@
-"""A decoder split over the devices of a mesh: what one device has of each parameter (tensor parallelism).
+"""A decoder split over the devices of a mesh: what one device has of each parameter (tensor
+parallelism).
 
     axis      what is split over it
     tensor    heads, the width of every MLP, the vocabulary (Shoeybi et al. 2019, arXiv 1909.08053)
     expert    whole experts; everything else is split over both axes, as if they were one
 
-`device_config` is the shape of one device's part: it runs the same `Decoder` as a single device does. `split` says
-which rows and columns of a stored parameter each device has, in the order of the devices. What does not divide is
-padded with zeros, which change no result: a zero head adds nothing, and a zero row of the vocabulary is cut off.
+`device_config` is the shape of one device's part: it runs the same `Decoder` as a single device
+does. `split` says which rows and columns of a stored parameter each device has, in the order of the
+devices. What does not divide is padded with zeros, which change no result: a zero head adds
+nothing, and a zero row of the vocabulary is cut off.
 
 Nothing here needs a device. placement.py puts arrays on them.
 """
@@ -31,7 +33,8 @@ class Split(NamedTuple):
     """How one dimension of a parameter is split.
 
     axes: of the mesh; () for a whole copy on each device.
-    order: of each place, device after device, the index in the stored parameter, or PADDING; None: as it is stored.
+    order: of each place, device after device, the index in the stored parameter, or PADDING; None:
+        as it is stored.
     """
 
     axes: tuple[str, ...] = ()
@@ -44,8 +47,8 @@ WHOLE = Split()
 class Heads(NamedTuple):
     """The stored index of each head, device after device; PADDING for a head of zeros.
 
-    Query heads share a key head in groups. Where there are fewer key heads than devices, several devices have the same
-    key head and a part of its group.
+    Query heads share a key head in groups. Where there are fewer key heads than devices, several
+    devices have the same key head and a part of its group.
     """
 
     queries: np.ndarray
@@ -56,23 +59,26 @@ def check(c: DecoderConfig, mesh: MeshConfig) -> None:
     """Raises ValueError if the model cannot be split over a mesh of these sizes."""
     if mesh.expert > 1 and c.experts is None:
         raise ValueError(
-            f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all devices"
+            f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all "
+            "devices"
         )
     if c.experts is not None and c.experts.count % mesh.expert:
         fit = [n for n in range(1, c.experts.count + 1) if c.experts.count % n == 0]
         raise ValueError(
-            f"mesh.expert is {mesh.expert}, and the model's {c.experts.count} experts do not divide by it; use one of "
-            f"{fit}, and mesh.tensor for the rest"
+            f"mesh.expert is {mesh.expert}, and the model's {c.experts.count} experts do not "
+            f"divide by it; use one of {fit}, and mesh.tensor for the rest"
         )
     if mesh.size > c.heads:
         raise ValueError(
-            f"the mesh has {mesh.size} devices, and the model {c.heads} heads; use at most {c.heads} devices for an "
-            "engine, and several engines for more"
+            f"the mesh has {mesh.size} devices, and the model {c.heads} heads; use at most "
+            f"{c.heads} devices for an engine, and several engines for more"
         )
 
 
 def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
-    """The shape of the part that one device has. Its `axes` are those over which partial sums are added."""
+    """The shape of the part that one device has. Its `axes` are those over which partial sums are
+    added.
+    """
     n, found, sparse = mesh.size, heads(c, mesh.size), c.experts
     if sparse:
         sparse = replace(
@@ -131,7 +137,8 @@ def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
 
 
 def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Split, ...]:
-    """How each dimension of a stored parameter is split; dimensions behind the given ones are whole.
+    """How each dimension of a stored parameter is split; dimensions behind the given ones are
+    whole.
 
     Args:
         path: of the parameter, as in `ParamSource`; the scales of int8 matrices too.
@@ -170,7 +177,9 @@ def _mlp(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
 
 
 def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]:
-    """Rows of all experts, expert after expert; a device has the same share of the width of each of its experts."""
+    """Rows of all experts, expert after expert; a device has the same share of the width of each of
+    its experts.
+    """
     assert c.experts is not None
     count, size = c.experts.count, c.experts.intermediate
     width = _padded(size, mesh.tensor)
@@ -180,9 +189,8 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
         )
     one = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)  # rows of one expert
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size
-    rows = np.where(
-        one == PADDING, PADDING, first + one
-    )  # of mesh.expert, mesh.tensor, own experts, rows
+    # of mesh.expert, mesh.tensor, own experts, rows
+    rows = np.where(one == PADDING, PADDING, first + one)
     return (Split(AXES, rows.reshape(-1)),)
 
 

@@ -1,7 +1,8 @@
-"""`bad_words`: sequences of tokens that an output never has in it. The last token of one is forbidden after the others.
+"""`bad_words`: sequences of tokens that an output never has in it. The last token of one is
+forbidden after the others.
 
-A row compares the end of its history with all of its sequences at once. Only tokens of the output count as history, as
-in vLLM: a word that begins in the prompt may be completed.
+A row compares the end of its history with all of its sequences at once. Only tokens of the output
+count as history, as in vLLM: a word that begins in the prompt may be completed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ OUTSIDE = -1  # no token
 def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
     if params.bad_words:
         raise ValueError(
-            f"bad_words is {params.bad_words!r:.80}, and an engine knows no text; use LLM or a Session, or give "
-            "bad_words_token_ids"
+            f"bad_words is {params.bad_words!r:.80}, and an engine knows no text; use LLM or a "
+            "Session, or give bad_words_token_ids"
         )
     sequences = tuple(dict.fromkeys(params.bad_words_token_ids))
     if not sequences:
@@ -55,17 +56,19 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     (b, v), row = logits.shape, jnp.arange(len(logits))[:, None]
     ids, after, word = rows["ids"], rows["after"], rows["word"]
     ends = after == 0
-    # a token with `after` others of its word behind it must have been sampled so many tokens before the next one
+    # a token with `after` others of its word behind it must have been sampled so many tokens before
+    # the next one
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)
     forbidden = (ids >= 0) & ends & ~broken[row, word]
-    return logits.at[row, jnp.where(forbidden, ids, v)].set(
-        -jnp.inf, mode="drop"
-    )  # v is past the end: dropped
+    # v is past the end: dropped
+    return logits.at[row, jnp.where(forbidden, ids, v)].set(-jnp.inf, mode="drop")
 
 
 def _sampled_before(distance: jax.Array, context: RowContext) -> jax.Array:
-    """[B, n] the output tokens at some distances before the next one, or OUTSIDE. Distances are below MAX_LENGTH."""
+    """[B, n] the output tokens at some distances before the next one, or OUTSIDE. Distances are
+    below MAX_LENGTH.
+    """
     size, row = context.tokens.shape[1], jnp.arange(len(distance))[:, None]
     back = jnp.arange(MAX_LENGTH)  # these few are read from the cache, and the rest is a lookup
     at = context.seq_lens[:, None] - back

@@ -1,4 +1,6 @@
-"""`repetition_penalty`, `presence_penalty` and `frequency_penalty`: options that depend on the tokens so far."""
+"""`repetition_penalty`, `presence_penalty` and `frequency_penalty`: options that depend on the
+tokens so far.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, float]
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over
+    the output.
+    """
     presence, frequency, repetition = (
         rows[name][:, None] for name in ("presence", "frequency", "repetition")
     )
@@ -38,9 +42,11 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
-    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs have it.
+    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs
+    have it.
 
-    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len] exists.
+    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len]
+    exists.
     """
     (b, width), size = context.block_tables.shape, context.tokens.shape[1]
     span = min(max(SPAN // size, 1), width)  # blocks
@@ -54,9 +60,8 @@ def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, j
         position = i * span * size + jnp.arange(span * size)
         known = position < lens[:, None]
         output = known & (position >= context.prompt_len[:, None])
-        seen = seen.at[row, jnp.where(known, ids, v)].set(
-            True, mode="drop"
-        )  # v is past the end: dropped
+        # v is past the end: dropped
+        seen = seen.at[row, jnp.where(known, ids, v)].set(True, mode="drop")
         return seen, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 
     trips = -(-lens.max() // (span * size))
