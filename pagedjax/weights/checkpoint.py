@@ -63,8 +63,8 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation, from the config and the generation config, sorted."""
-        found: set[int] = set()
+        ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
-            found.update(() if value is None else (value,) if isinstance(value, int) else value)
-        return tuple(sorted(found))
+            ids.update(() if value is None else (value,) if isinstance(value, int) else value)
+        return tuple(sorted(ids))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def own_family(name: str | None) -> Family | None:
-    """The family that "module:NAME" or "folder/file.py:NAME" names; None is none.
+    """The family that "module:NAME" or "folder/file.py:NAME" names; None for None.
 
     Raises:
         ValueError: there is no such module, file or value.
@@ -63,8 +63,9 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return checkpoint.family or built_in(checkpoint.config["model_type"])
 
 
-def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The decoder's shape, by the family's `from_hf`. `where`: what the config is of, for errors.
+def config_of(family: Family, config: Mapping[str, Any], source: str) -> DecoderConfig:
+    """The decoder's shape, by the family's `from_hf`. `source`: where the config is from, for
+    errors.
 
     Raises:
         ValueError: `from_hf` misses a key, or returns something else.
@@ -72,18 +73,19 @@ def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderC
     from pagedjax.device.models.decoder import DecoderConfig
 
     try:
-        found = family.from_hf(dict(config))
+        shape = family.from_hf(dict(config))
     except KeyError as error:
         raise ValueError(
-            f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config "
-            "does not have; add it to the config, or its default to Architecture(defaults=...)"
+            f"{source}: from_hf of the family {family.model_type!r} reads {error}, which the "
+            "config does not have; add it to the config, or its default to "
+            "Architecture(defaults=...)"
         ) from error
-    if not isinstance(found, DecoderConfig):
+    if not isinstance(shape, DecoderConfig):
         raise ValueError(
-            f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}; "
-            "it must return a DecoderConfig"
+            f"{source}: from_hf of the family {family.model_type!r} returns "
+            f"{type(shape).__name__}; it must return a DecoderConfig"
         )
-    return found
+    return shape
 
 
 def check_parameters(family: Family, config: DecoderConfig, table: Sequence[ParamSource]) -> None:
@@ -97,18 +99,18 @@ def check_parameters(family: Family, config: DecoderConfig, table: Sequence[Para
     from pagedjax.device.models.decoder import Decoder
     from pagedjax.weights.tree import named
 
-    wanted = {
+    shapes = {
         name: tuple(x.shape)
         for name, x in named(nnx.eval_shape(lambda: Decoder(config, "float32"))).items()
     }
-    found = {".".join(map(str, entry.path)): entry for entry in table}
-    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
-    for name, entry in found.items():
-        if name not in wanted:
+    entries = {".".join(map(str, entry.path)): entry for entry in table}
+    problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in entries]
+    for name, entry in entries.items():
+        if name not in shapes:
             problems += [] if entry.optional else [f"not in the decoder: {name} {entry.shape}"]
-        elif tuple(entry.shape) != wanted[name]:
+        elif tuple(entry.shape) != shapes[name]:
             problems.append(
-                f"shape of {name}: {tuple(entry.shape)} in the table, {wanted[name]} in the decoder"
+                f"shape of {name}: {tuple(entry.shape)} in the table, {shapes[name]} in the decoder"
             )
     if problems:
         lines = "\n  ".join(problems)

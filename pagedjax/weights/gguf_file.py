@@ -22,7 +22,8 @@ import numpy as np
 from pagedjax.weights.checkpoint import Tensor
 
 VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SCALARS = {
     0: "B",
     1: "b",
@@ -70,7 +71,8 @@ def read_gguf(path: Path) -> GGUFFile:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = Cursor(path, data)
         _check_magic(cursor)
-        num_tensors, num_pairs = cursor.scalar("Q", "tensor count"), cursor.scalar("Q", "key count")
+        num_tensors = cursor.scalar("Q", "tensor count")
+        num_pairs = cursor.scalar("Q", "key count")
         metadata = {}
         for index in range(num_pairs):
             key = cursor.string(f"key {index} of {num_pairs}")
@@ -122,25 +124,26 @@ def read_parts(path: Path) -> GGUFFile:
             f"{path} is damaged: split.no is {number!r:.80} and split.count {count!r:.80}; fetch "
             "it again"
         )
-    where = f"{path} is part {number + 1} of {count}"
+    label = f"{path} is part {number + 1} of {count}"
     name = PART.fullmatch(path.name)
     if name is None or int(name["count"]) != count:
         expected = f"NAME-{number + 1:05}-of-{count:05}.gguf"
-        raise ValueError(f"{where}, and the others are found by their names; call it {expected}")
+        raise ValueError(f"{label}, and the others are found by their names; call it {expected}")
     paths = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     for part in paths:
         if not part.is_file():
             raise FileNotFoundError(
-                f"{where}, and {part.name} is not beside it; put all parts into one folder"
+                f"{label}, and {part.name} is not beside it; put all parts into one folder"
             )
     parts = [file if part == path else read_gguf(part) for part in paths]
     tensors: dict[str, Tensor] = {}
     for i, part in enumerate(parts):
-        told = part.metadata.get("split.no"), part.metadata.get("split.count")
-        if told != (i, count):
+        part_number = part.metadata.get("split.no")
+        part_count = part.metadata.get("split.count")
+        if (part_number, part_count) != (i, count):
             raise ValueError(
-                f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}, and its "
-                f"name says {i + 1} of {count}; fetch the parts again"
+                f"{part.path} says that it is part {part_number!r} (from 0) of {part_count!r}, and "
+                f"its name says {i + 1} of {count}; fetch the parts again"
             )
         if twice := tensors.keys() & part.tensors.keys():
             raise ValueError(
@@ -160,51 +163,53 @@ class Cursor:
     """Reads forward through the header. A read past the end of the file is an error."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+        self.path = path
+        self.data = data
+        self.at = 0
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, label: str) -> bytes:
         if count > len(self.data) - self.at:
             raise ValueError(
-                f"{self.path} is truncated or damaged: {what} needs {count} bytes at offset "
+                f"{self.path} is truncated or damaged: {label} needs {count} bytes at offset "
                 f"{self.at}, the file has {len(self.data)} in all; fetch it again"
             )
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def scalar(self, code: str, what: str) -> Any:
-        value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+    def scalar(self, code: str, label: str) -> Any:
+        value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), label))[0]
         return _short(value) if code == "f" else value
 
-    def string(self, what: str) -> str:
-        raw = self.take(self.scalar("Q", f"the length of {what}"), what)
+    def string(self, label: str) -> str:
+        raw = self.take(self.scalar("Q", f"the length of {label}"), label)
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.path} is damaged: {what} is not valid UTF-8 ({error}); fetch it again"
+                f"{self.path} is damaged: {label} is not valid UTF-8 ({error}); fetch it again"
             ) from error
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+    def value(self, kind: int, label: str, depth: int = 0) -> Any:
         if kind in SCALARS:
-            return self.scalar(SCALARS[kind], what)
+            return self.scalar(SCALARS[kind], label)
         if kind == STRING:
-            return self.string(what)
+            return self.string(label)
         if kind != ARRAY or depth == MAX_DEPTH:
             raise ValueError(
-                f"{self.path} is damaged: {what} has value type {kind}, which GGUF does not define"
+                f"{self.path} is damaged: {label} has value type {kind}, which GGUF does not define"
             )
-        item, count = (
-            self.scalar("I", f"the type of {what}"),
-            self.scalar("Q", f"the length of {what}"),
-        )
-        if item in SCALARS:
-            code = SCALARS[item]
-            raw = self.take(count * struct.calcsize(f"<{code}"), what)
+        item_kind = self.scalar("I", f"the type of {label}")
+        count = self.scalar("Q", f"the length of {label}")
+        if item_kind in SCALARS:
+            code = SCALARS[item_kind]
+            raw = self.take(count * struct.calcsize(f"<{code}"), label)
             values = struct.unpack(f"<{count}{code}", raw)
             return [_short(value) for value in values] if code == "f" else list(values)
-        if item == STRING:  # a vocabulary has about 100,000
-            return [self.string(what) for _ in range(count)]
-        return [self.value(item, f"item {index} of {what}", depth + 1) for index in range(count)]
+        if item_kind == STRING:  # a vocabulary has about 100,000
+            return [self.string(label) for _ in range(count)]
+        return [
+            self.value(item_kind, f"item {index} of {label}", depth + 1) for index in range(count)
+        ]
 
 
 def _short(value: float) -> float:
@@ -234,8 +239,8 @@ class Entry(NamedTuple):
     offset: int
 
 
-def _entry(cursor: Cursor, what: str) -> Entry:
-    name = cursor.string(f"the name of {what}")
+def _entry(cursor: Cursor, label: str) -> Entry:
+    name = cursor.string(f"the name of {label}")
     num_dims = cursor.scalar("I", f"the rank of {name}")
     if num_dims > 4:
         raise ValueError(
@@ -269,7 +274,8 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
             f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} "
             f"({encoding.name})"
         )
-    begin, size = start + entry.offset, prod(entry.shape) // per_block * block_bytes
+    begin = start + entry.offset
+    size = prod(entry.shape) // per_block * block_bytes
     if begin + size > file_size:
         raise ValueError(
             f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes "
@@ -306,7 +312,9 @@ def _read(
         ) from error
 
 
-def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
+def with_name(
+    tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None
+) -> Tensor:
     """The tensor under another name. `change` is applied to the values when they are read, and
     keeps the shape.
     """

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+# values of tokenizer.ggml.token_type
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 
 WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits stay together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -116,13 +120,13 @@ def _byte_level(
 
 
 def _pair(path: Any, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
+    first, space, second = merge.partition(" ")
+    if not (first and space and second):
         raise ValueError(
             f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file "
             "again"
         )
-    return left, right
+    return first, second
 
 
 def _sentencepiece(
@@ -149,11 +153,13 @@ def _sentencepiece(
         [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
     )
     vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = next(
+    unknown_token = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
     )
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True
+        )
     )
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
@@ -178,7 +184,7 @@ def score_merges(
         for cut in range(1, len(piece))
         if piece[:cut] in score and piece[cut:] in score
     ]
-    return [(left, right) for _, _, left, right in sorted(pairs)]
+    return [(first, second) for _, _, first, second in sorted(pairs)]
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
@@ -202,7 +208,8 @@ def _add_bos_eos(
     """
     from tokenizers import processors
 
-    template, special = "$A", []
+    template = "$A"
+    special = []
     for name, default in (("bos", bos), ("eos", False)):
         if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             continue

@@ -73,12 +73,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if not (path / INDEX).is_file():
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            other = [
-                f.name
-                for pattern in ("*.bin", "*.pth", "*.gguf")
-                for f in sorted(path.glob(pattern))
-            ]
-            hint = f"; it has {', '.join(other)}" if other else ""
+            names = []
+            for pattern in ("*.bin", "*.pth", "*.gguf"):
+                names += [file.name for file in sorted(path.glob(pattern))]
+            hint = f"; it has {', '.join(names)}" if names else ""
             raise FileNotFoundError(
                 f"{path} has no *.safetensors{hint}; save the model with safe_serialization=True"
             )
@@ -144,7 +142,9 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
         case {"dtype": str(code), "shape": [*dims], "data_offsets": [int(begin), int(end)]} if all(
             isinstance(n, int) and n >= 0 for n in dims
         ):
-            shape, begin, end = tuple(dims), start + begin, start + end
+            shape = tuple(dims)
+            begin += start
+            end += start
         case _:
             raise ValueError(
                 f"{path} has a damaged header: the entry of {name} is {entry!r}; fetch it again"

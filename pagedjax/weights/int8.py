@@ -33,13 +33,14 @@ def rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     XLA treats subnormal numbers as zero. So a row whose scale would be subnormal becomes zeros with
     the scale 1.
     """
-    numbers, scales = np.empty(matrix.shape, np.int8), np.ones(len(matrix), np.float32)
-    for at in range(0, len(matrix), ROWS):
-        rows = matrix[at : at + ROWS].astype(np.float32)
+    numbers = np.empty(matrix.shape, np.int8)
+    scales = np.ones(len(matrix), np.float32)
+    for start in range(0, len(matrix), ROWS):
+        rows = matrix[start : start + ROWS].astype(np.float32)
         largest = np.abs(rows).max(1)
-        part = scales[at : at + ROWS]
+        part = scales[start : start + ROWS]
         np.divide(largest, LARGEST, out=part, where=largest >= LARGEST * np.finfo(np.float32).tiny)
-        numbers[at : at + ROWS] = np.rint(rows / part[:, None])
+        numbers[start : start + ROWS] = np.rint(rows / part[:, None])
     return numbers, scales
 
 

@@ -11,15 +11,13 @@ from typing import Any
 PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
 # modules that need nothing of us: vectors are normalised by default
-FREE = (
-    "Transformer",
-    "Normalize",
-)
+FREE = ("Transformer", "Normalize")
 
 
 def pooling_of(folder: Path) -> str | None:
-    """How the model in a folder pools: "LAST", "MEAN", "CLS", or the name of a step that is not
-    supported; None if the folder does not say so.
+    """How the model in a folder pools: "LAST", "MEAN" or "CLS"; None if the folder does not say.
+
+    The name of the step if the folder has one that is not supported.
 
     Raises:
         ValueError: a file is damaged.
@@ -27,7 +25,7 @@ def pooling_of(folder: Path) -> str | None:
     modules = folder / "modules.json"
     if not modules.is_file():
         return None
-    found = None
+    mode = None
     for module in _read(modules, list):
         if not isinstance(module, dict):
             raise ValueError(
@@ -36,14 +34,15 @@ def pooling_of(folder: Path) -> str | None:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             config = _read(folder / str(module.get("path", "")) / "config.json", dict)
-            chosen = [
-                key for key, value in config.items() if key.startswith(PREFIX) and value is True
-            ]
-            names = [key.removeprefix(PREFIX) for key in chosen]
-            found = MODES.get("+".join(names), "+".join(names) or "no mode")
+            name = "+".join(
+                key.removeprefix(PREFIX)
+                for key, value in config.items()
+                if key.startswith(PREFIX) and value is True
+            )
+            mode = MODES.get(name, name or "no mode")
         elif kind not in FREE:
             return kind
-    return found
+    return mode
 
 
 def _read(path: Path, kind: type) -> Any:

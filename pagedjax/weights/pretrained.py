@@ -88,19 +88,24 @@ def load_model(
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
-    options = {
-        "mesh": sizes,
-        "devices": checked_devices(devices, sizes),
-        "linear_impl": linear_impl,
-    }
-    loaded = read_model(
-        checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress
+    weights = read_model(
+        checkpoint,
+        dtype,
+        int8=weight_dtype == "int8",
+        mesh=sizes,
+        devices=checked_devices(devices, sizes),
+        linear_impl=linear_impl,
+        progress=progress,
     )
-    own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
-    eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
-    pooling = pooling_of(checkpoint.path)
+    own_tokenizer = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
     return LoadedModel(
-        str(model), loaded, own, eos, time.perf_counter() - started, pooling, model_family
+        name=str(model),
+        model=weights,
+        tokenizer=own_tokenizer,
+        eos_token_ids=tuple(sorted({*checkpoint.eos_token_ids, *own_tokenizer.eos_token_ids})),
+        pooling=pooling_of(checkpoint.path),
+        family=model_family,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -129,14 +134,19 @@ def read_model(
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
     )
-    placement = (
-        make_placement(config, mesh or MeshConfig(), devices, jax.devices())
-        if mesh or devices
-        else None
+    placement = None
+    if mesh or devices:
+        placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices())
+    params = load_params(
+        checkpoint,
+        table,
+        dtype,
+        int8=int8,
+        progress=progress,
+        ignore=family.ignored,
+        placement=placement,
+        pack=partial(models.packed, config),
     )
-    options = {"int8": int8, "progress": progress, "ignore": family.ignored, "placement": placement}
-    options |= {"pack": partial(models.packed, config)}
-    params = load_params(checkpoint, table, dtype, **options)
     return models.assemble(config, params, dtype, placement)
 
 
@@ -174,21 +184,27 @@ def from_params(
             f"model_family is {model_family!r} and config is a DecoderConfig, which no family "
             "reads; leave model_family out, or give the content of config.json"
         )
-    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
-    own = config
-    if not isinstance(own, DecoderConfig):
-        own = families.config_of(family or built_in(hf["model_type"]), hf, "config")
-    model = model_of(params, own, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
+    hf: dict[str, Any] = {}
+    if not isinstance(config, DecoderConfig):
+        hf = normalised(config, "config", family)
+        config = families.config_of(family or built_in(hf["model_type"]), hf, "config")
+    model = model_of(params, config, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
-    found = _tokenizer(tokenizer)
-    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
-    seconds = time.perf_counter() - started
-    return LoadedModel("params", model, found, tuple(sorted(eos)), seconds, family=model_family)
+    own_tokenizer = _tokenizer(tokenizer)
+    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *own_tokenizer.eos_token_ids}
+    return LoadedModel(
+        name="params",
+        model=model,
+        tokenizer=own_tokenizer,
+        eos_token_ids=tuple(sorted(eos)),
+        family=model_family,
+        seconds=time.perf_counter() - started,
+    )
 
 
-def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
-    if given is None:
+def _tokenizer(tokenizer: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
         return NoTokenizer()
-    if isinstance(given, Tokenizer):
-        return given
-    return open_tokenizer(given)
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return open_tokenizer(tokenizer)

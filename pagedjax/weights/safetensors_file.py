@@ -41,15 +41,15 @@ def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) 
 
     A group stays together; a group of more than `limit` bytes has its own file.
     """
-    shards = divided(groups, dtype, limit)
+    shards = shards_of(groups, dtype, limit)
     if len(shards) == 1:
         return [write_file(folder / "model.safetensors", shards[0], dtype)]
-    files, weight_map = [], {}
+    files = []
+    weight_map = {}
     for i, shard in enumerate(shards, start=1):
-        files.append(
-            write_file(folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard, dtype)
-        )
-        weight_map |= {name: files[-1].name for group in shard for name in group.shapes}
+        file = folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        files.append(write_file(file, shard, dtype))
+        weight_map |= {name: file.name for group in shard for name in group.shapes}
     index = {
         "metadata": {"total_size": sum(group.size(dtype) for group in groups)},
         "weight_map": weight_map,
@@ -58,16 +58,17 @@ def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) 
     return files
 
 
-def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
+def shards_of(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
     """The groups of each file, in order; each file is as full as `limit` allows."""
-    shards, size = [[]], 0
+    shards = [[]]
+    shard_size = 0
     for group in groups:
-        more = group.size(dtype)
-        if shards[-1] and size + more > limit:
+        group_size = group.size(dtype)
+        if shards[-1] and shard_size + group_size > limit:
             shards.append([])
-            size = 0
+            shard_size = 0
         shards[-1].append(group)
-        size += more
+        shard_size += group_size
     return shards
 
 
@@ -76,15 +77,16 @@ def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
     expect.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, width = 0, np_dtype(dtype).itemsize
+    start = 0
     for group in groups:
         for name, shape in group.shapes.items():
-            start, end = end, end + prod(shape) * width
+            end = start + prod(shape) * np_dtype(dtype).itemsize
             header[name] = {
                 "dtype": CODES[dtype],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
+            start = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # so that the data is aligned
     with path.open("wb") as file:
