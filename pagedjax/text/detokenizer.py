@@ -92,9 +92,8 @@ class _Window:
     """
 
     CONTEXT = 6  # prompt tokens that can affect the space before the first token of the output
-    MAX_PENDING = (
-        16  # most tokens kept back until a character is complete; no character has as many bytes
-    )
+    # most tokens kept back until a character is complete; no character has as many bytes
+    MAX_PENDING = 16
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
@@ -103,18 +102,25 @@ class _Window:
 
     def push(self, token_id: int) -> str:
         self._new.append(token_id)
-        before, after = self._decode(self._known), self._decode(self._known + self._new)
-        if len(after) <= len(before) or (
-            after.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
-        ):
+        text = self._new_text()
+        incomplete = text.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
+        if not text or incomplete:
             return ""
-        self._known, self._new = self._new, []
-        return after[len(before) :]
+        self._accept_new()
+        return text
 
     def flush(self) -> str:
-        before, after = self._decode(self._known), self._decode(self._known + self._new)
-        self._known, self._new = self._new, []
-        return after[len(before) :]
+        text = self._new_text()
+        self._accept_new()
+        return text
+
+    def _new_text(self) -> str:
+        text = self._decode(self._known + self._new)
+        return text[len(self._decode(self._known)) :]
+
+    def _accept_new(self) -> None:
+        self._known = self._new
+        self._new = []
 
 
 class StopChecker:
@@ -137,25 +143,26 @@ class StopChecker:
         self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to return now, whether to stop) for the text of one more token; "" for a token
-        without text.
+        """(text to return now, whether to stop), for the text of one more token, which may be
+        "".
         """
         self._tokens += 1
         return self._next(text, searched=self._tokens > self._min_tokens)
 
     def finish(self, text: str = "") -> tuple[str, bool]:
-        """The same at the end of the output, for the text of `Detokenizer.flush`; nothing is kept
-        back after it.
-        """
-        out, stopped = self._next(text, searched=self._tokens > self._min_tokens)
-        pending, self._pending = self._pending, ""
-        return out + pending, stopped
+        """`push` for the text of `Detokenizer.flush`, at the end; keeps no text back."""
+        text, stopped = self._next(text, searched=self._tokens > self._min_tokens)
+        text += self._pending
+        self._pending = ""
+        return text, stopped
 
     def _next(self, text: str, *, searched: bool) -> tuple[str, bool]:
-        text, new = self._pending + text, len(self._pending)
+        new = len(self._pending)
+        text = self._pending + text
         if searched and (match := first_stop(text, self._stop, new)):
             start, end = match
-            self.matched, self._pending = text[start:end], ""
+            self.matched = text[start:end]
+            self._pending = ""
             return text[: end if self._include else start], True
         keep = max((pending_length(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - keep :]
@@ -163,18 +170,20 @@ class StopChecker:
 
 
 def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | None:
-    """(start, end) of the stop string that ends first, after position `new`; of equal ends, the
-    earliest start.
+    """(start, end) of the stop string that ends first after position `new`, the longest of equals;
+    None if there is none.
     """
-    found = ((s, text.find(s, max(0, new + 1 - len(s)))) for s in stop)
-    return min(
-        ((at, at + len(s)) for s, at in found if at >= 0), key=lambda m: (m[1], m[0]), default=None
-    )
+    matches = []
+    for string in stop:
+        start = text.find(string, max(0, new + 1 - len(string)))
+        if start >= 0:
+            matches.append((start, start + len(string)))
+    return min(matches, key=lambda match: (match[1], match[0]), default=None)
 
 
 def pending_length(text: str, stop: str) -> int:
     """How many characters at the end of `text` may be the start of `stop`."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0 and not stop.startswith(text[at:]):
-        at = text.find(stop[0], at + 1)
-    return 0 if at < 0 else len(text) - at
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return 0 if start < 0 else len(text) - start

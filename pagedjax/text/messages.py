@@ -55,9 +55,9 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _for_template(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
-    given = {name: value for name, value in message.items() if value is not None}
-    if "content" not in message and not given.get("tool_calls"):
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "content" not in message and not fields.get("tool_calls"):
         raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
     if not isinstance(message["role"], str):
         raise ValueError(f"{place}.role is {message['role']!r:.80}; it must be a text, as 'user'")
-    return {**given, "content": content_text(f"{place}.content", message.get("content"))}
+    return {**fields, "content": content_text(f"{place}.content", message.get("content"))}

@@ -217,7 +217,7 @@ def byte_alphabet() -> dict[str, int]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = [byte for byte in range(256) if byte not in visible]
+    invisible = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
+        chr(256 + i): byte for i, byte in enumerate(invisible)
     }
