@@ -22,9 +22,11 @@ MOST = 2**28  # bytes of a message; a prompt of a million tokens has 7 MB
 class Connection:
     """One connection. Any thread may send; one thread receives."""
 
-    def __init__(self, made: socket.socket) -> None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._file, self._lock = made, made.makefile("rb"), threading.Lock()
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = stream
+        self._file = stream.makefile("rb")
+        self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
         """Send what `encoded` returned. A closed connection is not an error: who receives from it

@@ -40,46 +40,50 @@ from pagedjax.processes.join import joined
 from pagedjax.structured.matcher import Grammar
 
 
-def given(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in all processes before an engine is built: other programs would wait for
-    each other.
+def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that must be equal in all processes before an engine is built.
+
+    Otherwise processes would run different programs, which wait for each other.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         f"engine.{name}": value for name, value in dataclasses.asdict(config).items()
     }
-    found |= {
+    facts |= {
         "pagedjax": __version__,
         "jax": jax.__version__,
         "model": repr(model.config),
         "dtype": model.dtype,
-    }
-    found |= {
         "weights": fingerprint(model),
         "eos_token_ids": list(options.get("eos_token_ids", ())),
+        "row_features": [feature.name for feature in options.get("row_features", ())],
     }
-    found["row_features"] = [feature.name for feature in options.get("row_features", ())]
     if draft := options.get("draft_model"):
-        found |= {
+        facts |= {
             "draft model": repr(draft.layers),
             "weights of the draft model": fingerprint_of(draft.params),
         }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(facts, default=str))
 
 
-def resolved(engine: Engine) -> dict[str, Any]:
-    """What must be equal before the first input."""
-    found: dict[str, Any] = {
+def resolved_facts(engine: Engine) -> dict[str, Any]:
+    """The facts of a built engine that must be equal before the first input."""
+    facts: dict[str, Any] = {
         f"engine.{name}": value for name, value in dataclasses.asdict(engine.config).items()
     }
-    return json.loads(json.dumps(found | {"policy": engine.runtime.policy.name}, default=str))
+    facts["policy"] = engine.runtime.policy.name
+    return json.loads(json.dumps(facts, default=str))
 
 
-def unequal(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """The first fact of process 0 that is another one here, as a sentence."""
-    for name, value in there.items():
-        if here.get(name) != value:
-            what = f"{name} is {here.get(name)!r} here and {value!r} in process 0"
-            return f"{what}; start all processes with the same options, versions and files"
+def first_difference(facts: Mapping[str, Any], leader_facts: Mapping[str, Any]) -> str | None:
+    """The first fact of process 0 that has another value here, as a sentence; None if there is
+    none.
+    """
+    for name, value in leader_facts.items():
+        if facts.get(name) != value:
+            return (
+                f"{name} is {facts.get(name)!r} here and {value!r} in process 0; start all "
+                "processes with the same options, versions and files"
+            )
     return None
 
 
@@ -90,7 +94,8 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
         ValueError: several processes that are not joined, or without a mesh; or as `Engine`.
         ProcessFailed: another process cannot build it, or was started with other options.
     """
-    group, processes = joined(), jax.process_count()
+    group = joined()
+    processes = jax.process_count()
     if processes == 1:
         return Engine(model, config, **options)
     if config.compilation == "background":
@@ -104,19 +109,21 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
             "pagedjax.processes.join.join() in each of them, before the first engine"
         )
     if model.placement is None and config.mesh is None:
-        mesh = f"mesh={{'tensor': {jax.device_count()}}}"
         raise ValueError(
-            f"{processes} processes have {jax.device_count()} devices, and mesh is None; set {mesh}"
+            f"{processes} processes have {jax.device_count()} devices, and mesh is None; set "
+            f"mesh={{'tensor': {jax.device_count()}}}"
         )
-    facts = given(model, config, options)
-    kind: Any = LeaderEngine if isinstance(group, Leader) else FollowerEngine
-    group.open(facts) if isinstance(group, Leader) else group.open(
-        lambda expected: unequal(facts, expected)
-    )
+    facts = given_facts(model, config, options)
+    if isinstance(group, Leader):
+        group.open(facts)
+    else:
+        group.open(lambda leader_facts: first_difference(facts, leader_facts))
     try:
-        return kind(group, model, config, **options)
+        if isinstance(group, Leader):
+            return LeaderEngine(group, model, config, **options)
+        return FollowerEngine(group, model, config, **options)
     except Exception as error:  # of the configuration, so the others have it too
-        group.not_built(named(error))
+        group.not_built(one_line(error))
         raise
 
 
@@ -129,8 +136,10 @@ class LeaderEngine(Engine):
 
     def __init__(self, group: Leader, model: Model, config: EngineConfig, **options: Any) -> None:
         super().__init__(model, config, **options)
-        self.group, self.number, self._digest = group, group.engines, Digest()
-        self._order("engine", facts=resolved(self))
+        self.group = group
+        self.number = group.engines
+        self._digest = Digest()
+        self._order("engine", facts=resolved_facts(self))
         group.flush()
         group.enter("waiting")
 
@@ -238,7 +247,7 @@ class LeaderEngine(Engine):
             raise
         except BaseException as error:
             traceback.print_exc()
-            reason = f"process 0 failed in step {self.group.steps}: {named(error)}"
+            reason = f"process 0 failed in step {self.group.steps}: {one_line(error)}"
             self.group.fail_if_nobody_else(reason)
             raise ProcessFailed(self.group.failure or reason) from error
         finally:
@@ -273,12 +282,13 @@ class LeaderEngine(Engine):
 
     def _schedule(self) -> ScheduledStep:
         self.group.begin_step()
-        found = super()._schedule()
-        digest = self._digest.scheduled(found, self._state.sequences, self._state.ahead)
-        lines, self._digest.lines = self._digest.lines, []
-        self.group.order_step(lines, engine=self.number, drafts=found.drafts, digest=digest)
+        step = super()._schedule()
+        digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
+        lines = self._digest.lines
+        self._digest.lines = []
+        self.group.order_step(lines, engine=self.number, drafts=step.drafts, digest=digest)
         self.group.enter("running")
-        return found
+        return step
 
 
 class FollowerEngine(Engine):
@@ -286,7 +296,9 @@ class FollowerEngine(Engine):
 
     def __init__(self, group: Follower, model: Model, config: EngineConfig, **options: Any) -> None:
         super().__init__(model, config, **options)
-        self.group, self.number, self._digest = group, group.engines, Digest()
+        self.group = group
+        self.number = group.engines
+        self._digest = Digest()
         self._step_input: Message = {}
 
     sleep = LeaderEngine.sleep
@@ -320,10 +332,13 @@ class FollowerEngine(Engine):
                     raise
                 except BaseException as error:
                     traceback.print_exc()
-                    what = (
-                        f"process {self.group.process} failed {self._at(message)}: {named(error)}"
+                    place = f"at the input {message['input']!r}"
+                    if message["input"] == "step":
+                        place = f"in step {self.group.steps}"
+                    self.group.report(
+                        "failed",
+                        f"process {self.group.process} failed {place}: {one_line(error)}",
                     )
-                    self.group.report("failed", what)
 
     def add(self, request_id: str, *args: Any, **options: Any) -> None:
         raise ValueError(
@@ -342,7 +357,7 @@ class FollowerEngine(Engine):
                     "first"
                 )
             case "engine":
-                if reason := unequal(resolved(self), message["facts"]):
+                if reason := first_difference(resolved_facts(self), message["facts"]):
                     raise ValueError(reason)
             case "add":
                 self._follow_add(message)
@@ -384,55 +399,48 @@ class FollowerEngine(Engine):
     def _follow_step(self, message: Message) -> None:
         self.group.begin_step()
         if message["number"] != self.group.steps:
-            self._differs("it did not get the input of this step")
+            self._report_difference("it did not get the input of this step")
         if message["engine"] != self.number:
-            self._differs(
+            self._report_difference(
                 f"it follows engine {self.number}, and process 0 uses engine {message['engine']}"
             )
         if not self.has_work:
-            self._differs()
+            self._report_difference()
         self._step_input = message
         self.step()
 
     def _schedule(self) -> ScheduledStep:
-        found = schedule(self.runtime, self._state, self._step_input["drafts"])
-        digest = self._digest.scheduled(found, self._state.sequences, self._state.ahead)
+        step = schedule(self.runtime, self._state, self._step_input["drafts"])
+        digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
         if digest != self._step_input["digest"]:
-            self._differs()
+            self._report_difference()
         self._digest.lines = []
         self.group.enter("running")
-        return found
+        return step
 
-    def _differs(self, what: str | None = None) -> None:
+    def _report_difference(self, reason: str | None = None) -> None:
         self.group.report(
-            "differs", {"step": self.group.steps, "lines": self._digest.lines, "what": what}
+            "differs", {"step": self.group.steps, "lines": self._digest.lines, "what": reason}
         )
 
     def _set(self, after: EngineState) -> None:
         self._digest.transitions(after)
         super()._set(after)
 
-    def _at(self, message: Message) -> str:
-        return (
-            f"in step {self.group.steps}"
-            if message["input"] == "step"
-            else f"at the input {message['input']!r}"
-        )
 
-
-def named(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def encoded_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> Message:
     """Parameters of a request as JSON: the fields that are not at their defaults."""
-    found = {}
+    fields = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if value != field.default:
-            found[field.name] = dict(value) if isinstance(value, Mapping) else value
-    return {"kind": type(params).__name__, "fields": found}
+            fields[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return {"kind": type(params).__name__, "fields": fields}
 
 
 def decoded_params(message: Message) -> SamplingParams | BeamSearchParams | PoolingParams:

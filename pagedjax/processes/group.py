@@ -29,9 +29,8 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
-KEPT_STEPS = (
-    16  # whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
-)
+# whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
+KEPT_STEPS = 16
 
 
 class ProcessFailed(SystemExit):
@@ -60,19 +59,23 @@ class Group:
         self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit
     ) -> None:
         """`exit`: ends the process, also while its main thread waits for a device."""
-        self.process, self.processes, self.timeout = process, processes, timeout
+        self.process = process
+        self.processes = processes
+        self.timeout = timeout
         self.failure: str | None = None
         self.on_failure: list[Callable[[str], None]] = []
         self._exit = exit
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._closing = False
         self.steps = self.engines = 0
-        self._stage, self._since = "starting", time.monotonic()
+        self._stage = "starting"
+        self._since = time.monotonic()
 
     def __str__(self) -> str:
         """What this process does, for people."""
-        what = "takes the requests" if self.process == 0 else "follows process 0"
-        return f"process {self.process} of {self.processes} {what}"
+        role = "takes the requests" if self.process == 0 else "follows process 0"
+        return f"process {self.process} of {self.processes} {role}"
 
     # progress of this process ---------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ class Group:
 
     def enter(self, stage: Stage) -> None:
         """Say how far this process has come."""
-        self._stage, self._since = stage, time.monotonic()
+        self._stage = stage
+        self._since = time.monotonic()
 
     @property
     def progress(self) -> Progress:
@@ -216,10 +220,11 @@ class Leader(Group):
             ProcessFailed: a process has failed.
         """
         self.check()
-        pending, self._pending = self._pending, []
-        data = b"".join(framed(text) for text in pending)
-        for connection in self._inputs.values() if data else ():
-            connection.send(data)
+        data = b"".join(framed(text) for text in self._pending)
+        self._pending = []
+        if data:
+            for connection in self._inputs.values():
+                connection.send(data)
 
     def close(self) -> None:
         """Let the others end, and wait for them. A process that does not end is named, and this one
@@ -280,12 +285,11 @@ class Leader(Group):
                 self._heard[i] = Progress(*message["beat"]), time.monotonic()
             elif "differs" in message:
                 report = message["differs"]
-                what = report.get("what") or difference(
-                    i, self._lines.get(report["step"], []), report["lines"]
-                )
+                leader_lines = self._lines.get(report["step"], [])
+                reason = report.get("what") or difference(i, leader_lines, report["lines"])
                 self._in_thread(
                     self.fail,
-                    f"process {i} differs from process 0 in step {report['step']}: {what}",
+                    f"process {i} differs from process 0 in step {report['step']}: {reason}",
                 )
             elif "not_built" in message:
                 self._not_built[i] = self.engines
@@ -301,23 +305,21 @@ class Leader(Group):
                 self._gone.add(i)
         self._closed.add(i)
         if i not in self._gone and not self._closing:
-            when = (
-                f"while process 0 was at step {self.steps}"
-                if self.steps
-                else "before the first step"
-            )
-            self.fail(f"process {i} ended {when}: its connection is closed")
+            moment = "before the first step"
+            if self.steps:
+                moment = f"while process 0 was at step {self.steps}"
+            self.fail(f"process {i} ended {moment}: its connection is closed")
 
     def _check(self) -> None:
-        data, now = self._beat(), time.monotonic()
+        beat = self._beat()
+        time_now = time.monotonic()
         for connection in self._control.values():
-            connection.send(data)
-        heard = {
-            i: one._replace(silent=now - at)
-            for i, (one, at) in self._heard.items()
-            if i not in self._gone
-        }
-        reason = late({0: self.progress, **heard}, self.timeout)
+            connection.send(beat)
+        progress = {0: self.progress}
+        for i, (state, heard_at) in self._heard.items():
+            if i not in self._gone:
+                progress[i] = state._replace(silent=time_now - heard_at)
+        reason = late(progress, self.timeout)
         if reason:
             self.fail(reason)
 
@@ -327,7 +329,8 @@ class Follower(Group):
 
     def __init__(self, inputs: Connection, control: Connection, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._control, self._heard = control, time.monotonic()
+        self._control = control
+        self._heard = time.monotonic()
         self._inputs: queue.Queue[Message | None] = queue.Queue()
         self._ended = False
         self._in_thread(self._read, inputs)
@@ -362,10 +365,10 @@ class Follower(Group):
         self.enter("starting")
         while (message := self.receive())["input"] != "open":
             if message["input"] in ("end", "step"):
-                what = "ended" if message["input"] == "end" else "went on"
+                action = "ended" if message["input"] == "end" else "went on"
                 self.report(
                     "failed",
-                    f"process {self.process} builds an engine, and process 0 {what} without it",
+                    f"process {self.process} builds an engine, and process 0 {action} without it",
                 )
         if reason := unequal(message["facts"]):
             self.report("failed", f"process {self.process} differs from process 0: {reason}")
@@ -400,8 +403,11 @@ class Follower(Group):
         self.enter("waiting")
         while not (self._ended or self.failure):
             if self.receive()["input"] in ("open", "step"):
-                what = "does not follow: its program has ended, and its output says why"
-                self.report("failed", f"process {self.process} {what}")
+                self.report(
+                    "failed",
+                    f"process {self.process} does not follow: its program has ended, and its "
+                    "output says why",
+                )
         self.wait_for_the_end()
         self._control.send(encoded({"bye": True}))
         self._closing = True
@@ -453,28 +459,31 @@ def accept(
     Raises:
         TimeoutError: one has not connected; the message names it.
     """
-    found: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
+    connections: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
     until = time.monotonic() + patience
-    while missing := [i for i, kinds in found.items() if len(kinds) < 2]:
+    while missing := [i for i, kinds in connections.items() if len(kinds) < 2]:
         listener.settimeout(max(until - time.monotonic(), 0.001))
         try:
-            made, _ = listener.accept()
+            stream, _ = listener.accept()
         except TimeoutError:
             raise TimeoutError(
                 f"process {missing[0]} has not connected to process 0 for {patience:g} s"
             ) from None
-        made.settimeout(5)  # a stranger that says nothing must not hold up the others
-        connection = Connection(made)
+        stream.settimeout(5)  # a stranger that says nothing must not hold up the others
+        connection = Connection(stream)
         hello = connection.receive()
         hello = hello if isinstance(hello, dict) else {}
-        kind, i = hello.get("kind"), hello.get("process")
-        if hello.get("token") != token or i not in found or kind not in ("inputs", "control"):
+        kind = hello.get("kind")
+        i = hello.get("process")
+        if hello.get("token") != token or i not in connections or kind not in ("inputs", "control"):
             connection.close()
             continue
-        made.settimeout(None)
-        found[i][kind] = connection
+        stream.settimeout(None)
+        connections[i][kind] = connection
     return Leader(
-        {i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options
+        {i: (kinds["inputs"], kinds["control"]) for i, kinds in connections.items()},
+        timeout,
+        **options,
     )
 
 
@@ -491,10 +500,10 @@ def connect(
     Raises:
         OSError: it cannot be reached.
     """
-    made = []
+    connections = []
     for kind in ("inputs", "control"):
-        connected = socket.create_connection(address, timeout=timeout)
-        connected.settimeout(None)
-        made.append(Connection(connected))
-        made[-1].send(encoded({"kind": kind, "process": process, "token": token}))
-    return Follower(*made, process, processes, timeout, **options)
+        stream = socket.create_connection(address, timeout=timeout)
+        stream.settimeout(None)
+        connections.append(Connection(stream))
+        connections[-1].send(encoded({"kind": kind, "process": process, "token": token}))
+    return Follower(*connections, process, processes, timeout, **options)
