@@ -24,8 +24,9 @@ def check_shape(name: str, array: Any, expected: Sequence[int | None]) -> None:
         ValueError: names the array and both shapes.
     """
     shape = tuple(array.shape)
-    if len(shape) != len(expected) or any(
-        want not in (None, n) for n, want in zip(shape, expected, strict=True)
-    ):
-        wanted = ", ".join("any" if n is None else str(n) for n in expected)
-        raise ValueError(f"{name} has shape {list(shape)}; it must be [{wanted}]")
+    fits = len(shape) == len(expected) and all(
+        limit in (None, n) for n, limit in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join("any" if n is None else str(n) for n in expected)
+        raise ValueError(f"{name} has shape {list(shape)}; it must be [{sizes}]")

@@ -34,8 +34,8 @@ def host_cache(cache: KVCache, blocks: int) -> HostCache:
     """
 
     def arrays(pages: Any) -> dict[Part, np.ndarray]:
-        where = _near(pages).addressable_devices_indices_map(pages.shape)
-        parts = {_part(index, pages.shape) for index in where.values()}
+        indices = _near(pages).addressable_devices_indices_map(pages.shape)
+        parts = {_part(index, pages.shape) for index in indices.values()}
         return {
             part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype)
             for part in parts
@@ -87,8 +87,8 @@ class SwapPrograms:
                 shards = {
                     _part(shard.index, page.shape): shard.data for shard in page.addressable_shards
                 }
-                for where, found in shards.items():  # of copies, one
-                    arrays[where][far] = np.asarray(found)[: len(batch)]
+                for part, data in shards.items():  # of copies, one
+                    arrays[part][far] = np.asarray(data)[: len(batch)]
 
     def back(self, cache: KVCache, host: HostCache, pairs: Pairs) -> KVCache:
         """Copy (host block, device block) pairs to the device. Returns the cache; the old one is
@@ -98,11 +98,13 @@ class SwapPrograms:
             far, near = np.array(batch, np.int32).T
             ids = _padded(far, self._batch)
             places = jax.tree.leaves(self._far or self._near)
-            found = [_read(*one, ids) for one in zip(host, self._shapes, places, strict=True)]
-            pages = jax.tree.unflatten(jax.tree.structure(cache), found)
-            pages = (
-                jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
-            )
+            blocks = [
+                _read(arrays, shape, place, ids)
+                for arrays, shape, place in zip(host, self._shapes, places, strict=True)
+            ]
+            pages = jax.tree.unflatten(jax.tree.structure(cache), blocks)
+            if self._far:
+                pages = jax.device_put(jax.device_put(pages, self._far), self._near)
             cache = self._write(cache, _padded(near, self._batch), pages)
         return cache
 
@@ -129,7 +131,7 @@ def _near(pages: Any) -> jax.sharding.Sharding:
 
 def _part(index: Any, shape: Sequence[int]) -> Part:
     """The part that an index of a sharding means."""
-    return tuple(one.indices(size)[:2] for one, size in zip(index[1:], shape[1:], strict=True))
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index[1:], shape[1:], strict=True))
 
 
 def _batches(pairs: Pairs, size: int) -> list[Any]:

@@ -39,9 +39,11 @@ def layer_groups(windows: Sequence[int | None]) -> LayerGroups:
     ordered = sorted(kinds, key=lambda window: (window is not None, -(window or 0)))
     size = min(len(layers) for layers in kinds.values())
     places: dict[int, tuple[int, int]] = {}
-    found: list[int | None] = []
+    group_windows: list[int | None] = []
     for window in ordered:
         for i, layer in enumerate(kinds[window]):
-            places[layer] = (len(found) + i // size, i % size)
-        found += [window] * -(-len(kinds[window]) // size)
-    return LayerGroups(tuple(found), tuple(places[layer] for layer in range(len(windows))), size)
+            places[layer] = (len(group_windows) + i // size, i % size)
+        group_windows += [window] * -(-len(kinds[window]) // size)
+    return LayerGroups(
+        tuple(group_windows), tuple(places[layer] for layer in range(len(windows))), size
+    )

@@ -2,8 +2,7 @@
 
     total                                        what a program may use of the device
       weights, other                             in use before the cache; other is everything but weights, and includes
-                                                 the inputs of steps: one blank set stays on the
-                                                 device
+                                                 the inputs of steps, of which one blank set stays
       free
         activations peak                         measured: what the compiled step of the largest bucket needs
         KV cache                                 computed: (blocks + the trash block) * bytes of a block
@@ -27,13 +26,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-GIB, MIB = 2**30, 2**20
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# cgroup versions
-V1, V2 = (
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ("memory.max", "memory.current"),
-)
+GIB = 2**30
+MIB = 2**20
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+# the files of the two versions of control groups
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
 CPU_LIMIT = 4 * GIB  # largest default cache on a CPU, whose memory other programs need too
 
 
@@ -97,11 +96,14 @@ class MemoryReport(NamedTuple):
             ("sequences", f"{self.sequences:,}", f"of {self.max_model_len:,} tokens at once"),
         ]
         if not self.total:
-            rows[0], rows[4] = ("device", "unknown", ""), (*rows[4][:2], "with its trash block")
+            rows[0] = ("device", "unknown", "")
+            rows[4] = (*rows[4][:2], "with its trash block")
             del rows[3]
-        left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+        name_width = max(len(name) for name, _, _ in rows)
+        value_width = max(len(value) for _, value, _ in rows)
         lines = [
-            f"  {name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows
+            f"  {name:<{name_width}}  {value:>{value_width}}  {note}".rstrip()
+            for name, value, note in rows
         ]
         return "\n".join([f"memory of {self.device}", *lines])
 
@@ -135,8 +137,9 @@ def _system() -> tuple[int, int]:
     except (OSError, KeyError, ValueError):  # not Linux: half of the installed memory
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total // 2
-    for limit, left in _limits():
-        total, free = min(total, limit), min(free, left)
+    for limit, limit_free in _limits():
+        total = min(total, limit)
+        free = min(free, limit_free)
     return total, free
 
 
@@ -150,10 +153,12 @@ def _limits() -> Iterator[tuple[int, int]]:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
-    own = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
+    paths = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
     for name, folder, files in (("", GROUPS, V2), ("memory", GROUPS / "memory", V1)):
-        mine = folder / own.get(name, "")
-        for place in (mine, *(above for above in mine.parents if above.is_relative_to(folder))):
+        group = folder / paths.get(name, "")
+        for place in (group, *group.parents):
+            if not place.is_relative_to(folder):
+                continue
             try:
                 limit, used = (int((place / file).read_text()) for file in files)
                 stat = dict(

@@ -24,11 +24,9 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums
 
 # streams of `uniform`; a row without a draft uses the plain one, 0
-DRAFT, ACCEPT, REPLACE = (
-    1,
-    2,
-    3,
-)
+DRAFT = 1
+ACCEPT = 2
+REPLACE = 3
 
 
 def draw_drafts(
@@ -44,8 +42,8 @@ def draw_drafts(
     def drawn(
         logits: jax.Array, s: SamplingBatch, context: RowContext
     ) -> tuple[jax.Array, jax.Array]:
-        found = weights(logits, s, context, chain)
-        return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best), found
+        row_weights = weights(logits, s, context, chain)
+        return jnp.where(s.temperature > 0, draw(row_weights, s, seed, DRAFT), best), row_weights
 
     def greedy(
         logits: jax.Array, s: SamplingBatch, context: RowContext
@@ -56,31 +54,37 @@ def draw_drafts(
 
 
 def draw_or_accept(
-    found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
+    model_weights: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
 ) -> jax.Array:
-    """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw
-    without a draft.
+    """[B] tokens: the draft where it is accepted, one of the remaining distribution where it is
+    rejected, and a plain draw in a row without a draft.
 
     Args:
-        found: [B, V] the model's weights, unnormalised.
+        model_weights: [B, V] unnormalised.
         drafted: the rows' drafts.
     """
-    has, token = drafted.tokens >= 0, jnp.maximum(drafted.tokens, 0)
-    p, q = normalised(found), _draft_probabilities(drafted, token, found.shape[-1])
+    has = drafted.tokens >= 0
+    token = jnp.maximum(drafted.tokens, 0)
+    p = normalised(model_weights)
+    q = _draft_probabilities(drafted, token, model_weights.shape[-1])
     of = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]  # noqa: E731
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
-    left = jnp.maximum(p - q, 0.0)
-    # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
-    # unscaled, as in a plain draw
-    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found)
-    other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
-    return jnp.where(has & accepted, token, other)
+    remainder = jnp.maximum(p - q, 0.0)
+    # q >= p everywhere means q == p: nothing remains, and only rounding has rejected the draft.
+    # Then the weights are unscaled, as in a plain draw.
+    remainder = jnp.where(
+        has[:, None] & (remainder.sum(-1, keepdims=True) > 0), remainder, model_weights
+    )
+    replacement = at_quantile(
+        remainder, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed))
+    )
+    return jnp.where(has & accepted, token, replacement)
 
 
-def normalised(found: jax.Array) -> jax.Array:
+def normalised(row_weights: jax.Array) -> jax.Array:
     """[B, V] probabilities from weights; zeros for a row without weights."""
-    total = row_sums(found)[:, None]
-    return jnp.where(total > 0, found / jnp.where(total > 0, total, 1.0), 0.0)
+    total = row_sums(row_weights)[:, None]
+    return jnp.where(total > 0, row_weights / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:

@@ -71,7 +71,8 @@ def score(
 
 
 def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
-    shape, kind = np.shape(tokens), getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
+    shape = np.shape(tokens)
+    kind = getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
     if len(shape) != 2 or not np.issubdtype(kind, np.integer) or 0 in shape:
         raise ValueError(
             f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded "
@@ -96,14 +97,14 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
             f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence"
         )
     if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-        several = np.asarray(lengths)
+        counts = np.asarray(lengths)
         if (
-            not np.issubdtype(several.dtype, np.integer)
-            or several.min() < 0
-            or several.max() > shape[1]
+            not np.issubdtype(counts.dtype, np.integer)
+            or counts.min() < 0
+            or counts.max() > shape[1]
         ):
             raise ValueError(
-                f"lengths is {several.dtype} {several.tolist()!r:.80}; each must be an integer "
+                f"lengths is {counts.dtype} {counts.tolist()!r:.80}; each must be an integer "
                 f"from 0 to {shape[1]}, the width of tokens"
             )
     if c.axes:
@@ -122,17 +123,17 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
         raise ValueError("adapter has no factors; give those of one matrix at least, or None")
     layers = adapters.adapted(c)
     for place, (a, b) in parts.items():
-        known = layers[place.layer] if 0 <= place.layer < c.layers else {}
-        if place.matrix not in known or not 0 <= place.part < len(c.parts[place.matrix]):
+        matrices = layers[place.layer] if 0 <= place.layer < c.layers else {}
+        if place.matrix not in matrices or not 0 <= place.part < len(c.parts[place.matrix]):
             raise ValueError(
                 f"adapter has factors at {place}, and none belong there in this model; layers 0 to "
                 f"{c.layers - 1} have {', '.join(layers[0])}"
             )
         inputs, outputs = adapters.sizes_of(c, place.matrix, place.part)
         if np.ndim(a) != 2 or a.shape[1] != inputs or b.shape != (outputs, len(a)):
-            found = f"a {list(a.shape)} and b {list(b.shape)}"
+            shapes = f"a {list(a.shape)} and b {list(b.shape)}"
             raise ValueError(
-                f"adapter has {found} at {place}; [r, {inputs}] and [{outputs}, r] fit"
+                f"adapter has {shapes} at {place}; [r, {inputs}] and [{outputs}, r] fit"
             )
 
 
@@ -143,25 +144,34 @@ def _batch_invariant(module: Decoder) -> Decoder:
     Raises:
         ValueError: there are none for its sizes and dtype on this device.
     """
-    c, dtype, device = module.config, module.dtype, jax.devices()[0]
-    sizes = {
-        "head_dim": c.head_dim,
-        "kv_heads": c.kv_heads,
-        "heads": c.heads,
-        "block_size": c.max_len,
-    }
-    attention.choose(None, device, invariant=True, dtype=dtype, query_dtype=dtype, **sizes)
-    wanted = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
-    facts = {
-        "weight_dtype": "int8" if c.int8 else dtype,
-        "activation": c.activation if c.gated else None,
-    }
-    linear.choose(wanted, device, dtype=dtype, mesh=False, **facts)
-    if not linear.find(wanted).invariant:
+    c = module.config
+    dtype = module.dtype
+    device = jax.devices()[0]
+    attention.choose(
+        None,
+        device,
+        invariant=True,
+        dtype=dtype,
+        query_dtype=dtype,
+        head_dim=c.head_dim,
+        kv_heads=c.kv_heads,
+        heads=c.heads,
+        block_size=c.max_len,
+    )
+    impl = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
+    linear.choose(
+        impl,
+        device,
+        dtype=dtype,
+        mesh=False,
+        weight_dtype="int8" if c.int8 else dtype,
+        activation=c.activation if c.gated else None,
+    )
+    if not linear.find(impl).invariant:
         raise ValueError(
-            f"batch_invariant is True, and linear_impl {wanted!r} is not; use a module of 'xla'"
+            f"batch_invariant is True, and linear_impl {impl!r} is not; use a module of 'xla'"
         )
-    graphdef, blank = _parts(replace(c, linear=wanted), dtype)
+    graphdef, blank = _parts(replace(c, linear=impl), dtype)
     state = jax.tree.unflatten(jax.tree.structure(blank), jax.tree.leaves(nnx.state(module)))
     return nnx.merge(graphdef, state)
 
@@ -185,16 +195,16 @@ def _score(
     factors = parts and adapters.only(module.config, parts, module.dtype)
     hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant, adapter=factors)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
-    several = -len(hidden) % TILE if len(hidden) > TILE else 0
+    padding = -len(hidden) % TILE if len(hidden) > TILE else 0
     tile = min(TILE, len(hidden))
-    hidden = jnp.pad(hidden, ((0, several), (0, 0))).reshape(-1, tile, hidden.shape[1])
-    following = jnp.pad(following, (0, several)).reshape(-1, tile)
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, tile, hidden.shape[1])
+    following = jnp.pad(following, (0, padding)).reshape(-1, tile)
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        found = log_softmax(module.logits(part[0]))
-        return jnp.take_along_axis(found, part[1][:, None], axis=-1)[:, 0]
+        logprobs = log_softmax(module.logits(part[0]))
+        return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
 
-    found = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size].reshape(tokens.shape)
-    found = jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], found, 0)
+    logprobs = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size]
+    logprobs = jnp.pad(logprobs.reshape(tokens.shape)[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], logprobs, 0)
