@@ -1,1 +1,3 @@
-"""Arrays: the KV cache, attention, models, sampling and the jitted step. Knows no request and no scheduler."""
+"""Arrays: the KV cache, attention, models, sampling and the jitted step. Knows no request and no
+scheduler.
+"""

@@ -1,4 +1,6 @@
-"""Static shapes, and checks of them, which run when a function is traced and cost nothing when it runs."""
+"""Static shapes, and checks of them, which run when a function is traced and cost nothing when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import jax
 
 
 def shapes_of(tree: Any) -> Any:
-    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no memory."""
+    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no
+    memory.
+    """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
@@ -20,8 +24,9 @@ def check_shape(name: str, array: Any, expected: Sequence[int | None]) -> None:
         ValueError: names the array and both shapes.
     """
     shape = tuple(array.shape)
-    if len(shape) != len(expected) or any(
-        want not in (None, n) for n, want in zip(shape, expected, strict=True)
-    ):
-        wanted = ", ".join("any" if n is None else str(n) for n in expected)
-        raise ValueError(f"{name} has shape {list(shape)}; it must be [{wanted}]")
+    fits = len(shape) == len(expected) and all(
+        limit in (None, n) for n, limit in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join("any" if n is None else str(n) for n in expected)
+        raise ValueError(f"{name} has shape {list(shape)}; it must be [{sizes}]")

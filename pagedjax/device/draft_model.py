@@ -1,13 +1,14 @@
-"""`DraftModel`: a drafter that runs on the device, with pages of its own in the blocks of the model's cache.
+"""`DraftModel`: a drafter that runs on the device, with pages of its own in the blocks of the
+model's cache.
 
-Two kinds: a smaller model (`of_decoder`), and a head on the model's own layers (`of_eagle`, models/eagle.py). Both do
-two things:
+Two kinds: a smaller model (`of_decoder`), and a head on the model's own layers (`of_eagle`,
+models/eagle.py). Both do two things:
 
     observe      in every step of the model: keep what later drafts need of the step's tokens
     next_logits  in the drafter's own program: the logits after one more token of each row
 
-What `observe` writes into a slot depends on the tokens up to that slot only, as keys and values do. So a block can be
-shared, copied, swapped and found again with the drafter's part in it.
+What `observe` writes into a slot depends on the tokens up to that slot only, as keys and values do.
+So a block can be shared, copied, swapped and found again with the drafter's part in it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class DraftModel(NamedTuple):
         taps: layers of the model whose outputs it observes.
         features: how many numbers it keeps of each slot beside keys and values (F), of `dtype`.
         observe: (module, model, pages, batch, outputs of the taps, attend) -> pages.
-        next_logits: (module, model, pages, batch of one token a row, feature of the token before each, attend) ->
-            (pages, feature of each token, logits [B, V] of its own vocabulary).
+        next_logits: (module, model, pages, batch of one token a row, feature of the token before
+            each, attend) -> (pages, feature of each token, logits [B, V] of its own vocabulary).
     """
 
     layers: DecoderConfig
@@ -61,7 +62,8 @@ class DraftModel(NamedTuple):
 def features_before(
     pages: DraftPages, block_tables: jax.Array, rows: jax.Array, positions: jax.Array
 ) -> jax.Array | None:
-    """[n, F] the kept features of the tokens before some tokens, zeros at position 0; None if none are kept.
+    """[n, F] the kept features of the tokens before some tokens, zeros at position 0; None if none
+    are kept.
 
     Args:
         block_tables: [B, M].
@@ -75,11 +77,12 @@ def features_before(
     return jnp.where((positions > 0)[:, None], found, 0)
 
 
-# --- a smaller model --------------------------------------------------------------------------------------------------
+# --- a smaller model ------------------------------------------------------------------------------
 
 
 def of_decoder(model: Model) -> DraftModel:
-    """A model with the tokenizer of the one that it drafts for. Their vocabularies may be padded to different sizes.
+    """A model with the tokenizer of the one that it drafts for. Their vocabularies may be padded to
+    different sizes.
 
     Raises:
         ValueError: it is on a mesh; a drafter has a copy on each device.
@@ -116,12 +119,14 @@ def _next_logits(
 
 
 def fitted(logits: jax.Array, size: int) -> jax.Array:
-    """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a vocabulary are no drafts."""
+    """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a
+    vocabulary are no drafts.
+    """
     kept = logits[:, :size]
     return jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])), constant_values=-jnp.inf)
 
 
-# --- a head -----------------------------------------------------------------------------------------------------------
+# --- a head ---------------------------------------------------------------------------------------
 
 
 def of_eagle(config: EagleConfig, graphdef: nnx.GraphDef, params: Any, dtype: str) -> DraftModel:

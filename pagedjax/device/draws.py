@@ -1,7 +1,9 @@
-"""From logits to the best token; or to weights, and from weights and one uniform number to a token, by inversion.
+"""From logits to the best token; or to weights, and from weights and one uniform number to a token,
+by inversion.
 
-The number depends only on (engine seed, request seed, output position): a request gets the same tokens beside any other
-requests, and with any drafts unless those are accepted by rejection sampling.
+The number depends only on (engine seed, request seed, output position): a request gets the same
+tokens beside any other requests, and with any drafts unless those are accepted by rejection
+sampling.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over 
 
 
 def best_tokens(logits: jax.Array) -> jax.Array:
-    """[B] argmax of each row of [B, V], the first of equals: of pieces of the vocabulary, then within the best one.
+    """[B] argmax of each row of [B, V], the first of equals: of pieces of the vocabulary, then
+    within the best one.
 
-    On a CPU an argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and 0.4 ms).
+    On a CPU an argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and
+    0.4 ms).
     """
     b, v = logits.shape
     pieces = jnp.pad(logits, ((0, 0), (0, -v % LANES)), constant_values=-jnp.inf).reshape(
@@ -37,7 +41,8 @@ def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: Row
     Args:
         logits: [B, V], after the options of the stage "logits".
     """
-    # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
+    # The best logit is subtracted before the division. After it, a low temperature would multiply
+    # the rounding error.
     below = logits - row_maxima(logits)
     found = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
     return chain.apply("probs", found, s.features, context)
@@ -69,7 +74,9 @@ def uniform(s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:
 
 
 def at_quantile(weights: jax.Array, share: jax.Array) -> jax.Array:
-    """[B] of each row the first token up to which the weights [B, V] hold more than a share [B] of their sum."""
+    """[B] of each row the first token up to which the weights [B, V] hold more than a share [B] of
+    their sum.
+    """
     v = weights.shape[-1]
     pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
     sums = row_sums(pieces)
@@ -79,15 +86,18 @@ def at_quantile(weights: jax.Array, share: jax.Array) -> jax.Array:
     of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
     inner = jnp.cumsum(within, axis=-1)
-    # The piece is searched by the share of its sum that is left, not by the difference. So a sum that is rounded in
-    # another way than the running sum does not favour the tokens at the end of the piece.
+    # The piece is searched by the share of its sum that is left, not by the difference. So a sum
+    # that is rounded in another way than the running sum does not favour the tokens at the end of
+    # the piece.
     left = (target - of(ends - sums)) / of(sums)
     drawn = piece * LANES + _first_above(inner, left * inner[:, -1], within)
     return jnp.minimum(drawn, v - 1)  # NaN has no weights, and its token is within the vocabulary
 
 
 def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """[B] the first positive weight whose running sum passes the target, else the last; never, by rounding, a zero."""
+    """[B] the first positive weight whose running sum passes the target, else the last; never, by
+    rounding, a zero.
+    """
     positive = weights > 0
     passed = positive & (ends > target[:, None])
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)

@@ -1,9 +1,10 @@
-"""The swap space: cache blocks in host memory, where the content of preempted sequences waits (`preemption="swap"`).
+"""The swap space: cache blocks in host memory, where the content of preempted sequences waits
+(`preemption="swap"`).
 
-The swap space is made of plain arrays beside the device's, also on a CPU. The operating system allocates their memory
-when it is first written, so unused swap space costs nothing. Where the device can copy from and to pinned memory, a
-batch of blocks passes through it. On a mesh there is an array for each part that a device of this process has, so no
-process needs the heads of others.
+The swap space is made of plain arrays beside the device's, also on a CPU. The operating system
+allocates their memory when it is first written, so unused swap space costs nothing. Where the
+device can copy from and to pinned memory, a batch of blocks passes through it. On a mesh there is
+an array for each part that a device of this process has, so no process needs the heads of others.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
 
 Pairs = Sequence[tuple[int, int]]
-Part = tuple[
-    tuple[int, int], ...
-]  # which part of an array: start and end of each axis behind the blocks
-HostCache = tuple[
-    dict[Part, np.ndarray], ...
-]  # of each array of a cache, in the order of its leaves: the host arrays
+# which part of an array: start and end of each axis behind the blocks
+Part = tuple[tuple[int, int], ...]
+# of each array of a cache, in the order of its leaves: the host arrays
+HostCache = tuple[dict[Part, np.ndarray], ...]
 
 
 def host_cache(cache: KVCache, blocks: int) -> HostCache:
@@ -35,8 +34,8 @@ def host_cache(cache: KVCache, blocks: int) -> HostCache:
     """
 
     def arrays(pages: Any) -> dict[Part, np.ndarray]:
-        where = _near(pages).addressable_devices_indices_map(pages.shape)
-        parts = {_part(index, pages.shape) for index in where.values()}
+        indices = _near(pages).addressable_devices_indices_map(pages.shape)
+        parts = {_part(index, pages.shape) for index in indices.values()}
         return {
             part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype)
             for part in parts
@@ -46,11 +45,13 @@ def host_cache(cache: KVCache, blocks: int) -> HostCache:
 
 
 class SwapPrograms:
-    """The compiled programs that move blocks between a cache and a host cache, `batch` blocks at a time.
+    """The compiled programs that move blocks between a cache and a host cache, `batch` blocks at a
+    time.
 
     Args:
         cache: the shapes of the device's cache (arrays or jax.ShapeDtypeStruct).
-        pinned: pass through pinned memory; None is yes on an accelerator that has a kind of memory of that name.
+        pinned: pass through pinned memory; None is yes on an accelerator that has a kind of memory
+            of that name.
     """
 
     def __init__(self, cache: KVCache, batch: int, *, pinned: bool | None = None) -> None:
@@ -75,7 +76,9 @@ class SwapPrograms:
         self._write = into_cache.lower(cache, ids, pages).compile()
 
     def out(self, cache: KVCache, host: HostCache, pairs: Pairs) -> None:
-        """Copy (device block, host block) pairs into the host arrays, in place; then the device blocks are free."""
+        """Copy (device block, host block) pairs into the host arrays, in place; then the device
+        blocks are free.
+        """
         for batch in _batches(pairs, self._batch):
             near, far = np.array(batch, np.int32).T
             pages = self._read(cache, _padded(near, self._batch))
@@ -84,20 +87,24 @@ class SwapPrograms:
                 shards = {
                     _part(shard.index, page.shape): shard.data for shard in page.addressable_shards
                 }
-                for where, found in shards.items():  # of copies, one
-                    arrays[where][far] = np.asarray(found)[: len(batch)]
+                for part, data in shards.items():  # of copies, one
+                    arrays[part][far] = np.asarray(data)[: len(batch)]
 
     def back(self, cache: KVCache, host: HostCache, pairs: Pairs) -> KVCache:
-        """Copy (host block, device block) pairs to the device. Returns the cache; the old one is donated."""
+        """Copy (host block, device block) pairs to the device. Returns the cache; the old one is
+        donated.
+        """
         for batch in _batches(pairs, self._batch):
             far, near = np.array(batch, np.int32).T
             ids = _padded(far, self._batch)
             places = jax.tree.leaves(self._far or self._near)
-            found = [_read(*one, ids) for one in zip(host, self._shapes, places, strict=True)]
-            pages = jax.tree.unflatten(jax.tree.structure(cache), found)
-            pages = (
-                jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
-            )
+            blocks = [
+                _read(arrays, shape, place, ids)
+                for arrays, shape, place in zip(host, self._shapes, places, strict=True)
+            ]
+            pages = jax.tree.unflatten(jax.tree.structure(cache), blocks)
+            if self._far:
+                pages = jax.device_put(jax.device_put(pages, self._far), self._near)
             cache = self._write(cache, _padded(near, self._batch), pages)
         return cache
 
@@ -109,9 +116,8 @@ def _read(
     ids: np.ndarray,
 ) -> Any:
     """Blocks of one array, from the host arrays of its parts."""
-    if (
-        len(arrays) == 1 and place.is_fully_addressable
-    ):  # a program takes them as they are, which is faster
+    if len(arrays) == 1 and place.is_fully_addressable:
+        # a program takes them as they are, which is faster
         return next(iter(arrays.values()))[ids]
     return jax.make_array_from_callback(
         shape, place, lambda index: arrays[_part(index, shape)][ids]
@@ -125,7 +131,7 @@ def _near(pages: Any) -> jax.sharding.Sharding:
 
 def _part(index: Any, shape: Sequence[int]) -> Part:
     """The part that an index of a sharding means."""
-    return tuple(one.indices(size)[:2] for one, size in zip(index[1:], shape[1:], strict=True))
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index[1:], shape[1:], strict=True))
 
 
 def _batches(pairs: Pairs, size: int) -> list[Any]:

@@ -15,11 +15,15 @@ from pagedjax.device.row_reductions import row_means
 
 
 class Buffer(nnx.Variable):
-    """An array that is computed from the model's configuration: it is not in checkpoints and is not trained."""
+    """An array that is computed from the model's configuration: it is not in checkpoints and is not
+    trained.
+    """
 
 
 class Weight(nnx.Param):
-    """A matrix of products, of the shape `matrix`. Its numbers are in the layout of the implementation `impl`."""
+    """A matrix of products, of the shape `matrix`. Its numbers are in the layout of the
+    implementation `impl`.
+    """
 
     matrix: Matrix
     impl: str
@@ -30,7 +34,9 @@ class Weight(nnx.Param):
 
 
 def weight(shape: Matrix, dtype: str, int8: bool, impl: str) -> tuple[Weight, nnx.Param | None]:
-    """A matrix and, for int8, the scales of its rows (weights/int8.py). Before it is filled it is as it is stored."""
+    """A matrix and, for int8, the scales of its rows (weights/int8.py). Before it is filled it is
+    as it is stored.
+    """
     found = Weight(
         jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape, impl=impl
     )
@@ -47,7 +53,8 @@ class Linear(nnx.Module):
 
     gated: the weight has 2 out rows, and the first half are the gates of the second.
     impl: a name of `device.linear`.
-    axes: of a mesh, whose devices each have a part of `in`: their products are added, before they are rounded.
+    axes: of a mesh, whose devices each have a part of `in`: their products are added, before they
+        are rounded.
     """
 
     def __init__(
@@ -79,7 +86,9 @@ class Linear(nnx.Module):
         low: LowRank | None = None,
         dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """As `linear`: norm(x), the product, then the activation of gates, then the residual is added."""
+        """As `linear`: norm(x), the product, then the activation of gates, then the residual is
+        added.
+        """
         fused = None
         if isinstance(norm, RMSNorm):
             fused = Norm(norm.weight[...], norm.eps, norm.plus_one)
@@ -113,7 +122,9 @@ def values(param: nnx.Param | None) -> jax.Array | None:
 
 
 class RMSNorm(nnx.Module):
-    """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32. plus_one: times 1 + weight."""
+    """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32. plus_one: times 1 +
+    weight.
+    """
 
     def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
@@ -143,7 +154,8 @@ class LayerNorm(nnx.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[float]:
-    """Inverse wavelengths [D / 2] (Su et al. 2021), with the scaling of a Hugging Face `rope_scaling` entry.
+    """Inverse wavelengths [D / 2] (Su et al. 2021), with the scaling of a Hugging Face
+    `rope_scaling` entry.
 
     Raises:
         ValueError: a scaling type other than default, linear, llama3 or freqs.
@@ -185,7 +197,9 @@ def rope_table(frequencies: list[float], positions: int) -> np.ndarray:
 
 
 def rope(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate the two halves of each head: x [T, N, D], angles [2, T, D / 2] from `rope_table` -> [T, N, D]."""
+    """Rotate the two halves of each head: x [T, N, D], angles [2, T, D / 2] from `rope_table` ->
+    [T, N, D].
+    """
     check_shape("angles", angles, (2, x.shape[0], x.shape[2] // 2))
     cos, sin = angles[:, :, None]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -2,17 +2,18 @@
 
     total                                        what a program may use of the device
       weights, other                             in use before the cache; other is everything but weights, and includes
-                                                 the inputs of steps: one blank set stays on the device
+                                                 the inputs of steps, of which one blank set stays
       free
         activations peak                         measured: what the compiled step of the largest bucket needs
         KV cache                                 computed: (blocks + the trash block) * bytes of a block
         left
 
-The number of blocks must be known before the cache exists, but the measured step takes a cache as an argument. So the
-engine compiles the largest bucket from shapes alone. It assumes as many blocks as would fit if a step needed no memory.
-The memory of a step does not depend on that number, because the cache is updated in place. If the step fits beside
-those blocks, nothing is compiled twice. This is the case when max_num_seqs, num_blocks or the limit of a CPU is reached
-before the memory is full. Otherwise this one bucket is compiled again.
+The number of blocks must be known before the cache exists, but the measured step takes a cache as
+an argument. So the engine compiles the largest bucket from shapes alone. It assumes as many blocks
+as would fit if a step needed no memory. The memory of a step does not depend on that number,
+because the cache is updated in place. If the step fits beside those blocks, nothing is compiled
+twice. This is the case when max_num_seqs, num_blocks or the limit of a CPU is reached before the
+memory is full. Otherwise this one bucket is compiled again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-GIB, MIB = 2**30, 2**20
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-V1, V2 = (
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ("memory.max", "memory.current"),
-)  # cgroup versions
+GIB = 2**30
+MIB = 2**20
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+# the files of the two versions of control groups
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
 CPU_LIMIT = 4 * GIB  # largest default cache on a CPU, whose memory other programs need too
 
 
@@ -50,10 +52,11 @@ class MemoryReport(NamedTuple):
     total: int  # 0: the device does not report it
     free: int  # before the cache
     weights: int
-    activations: (
-        int | None
-    )  # of the step of the largest bucket, besides its arguments; None: not compiled yet
-    other: int  # in use before the cache and not weights: other programs and engines, inputs of this engine's steps
+    # of the step of the largest bucket, besides its arguments; None: not compiled yet
+    activations: int | None
+    # in use before the cache and not weights: other programs and engines, inputs of this engine's
+    # steps
+    other: int
     cache: int  # with its trash block
     block_size: int
     block_bytes: int
@@ -62,7 +65,8 @@ class MemoryReport(NamedTuple):
     swap_space: int  # bytes of it in host memory
     tokens: int  # slots of the device's blocks
     max_model_len: int
-    sequences: int  # of max_model_len that fit into the device's blocks at once; max_num_seqs may allow fewer
+    # of max_model_len that fit into the device's blocks at once; max_num_seqs may allow fewer
+    sequences: int
 
     @property
     def left(self) -> int:
@@ -92,11 +96,14 @@ class MemoryReport(NamedTuple):
             ("sequences", f"{self.sequences:,}", f"of {self.max_model_len:,} tokens at once"),
         ]
         if not self.total:
-            rows[0], rows[4] = ("device", "unknown", ""), (*rows[4][:2], "with its trash block")
+            rows[0] = ("device", "unknown", "")
+            rows[4] = (*rows[4][:2], "with its trash block")
             del rows[3]
-        left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+        name_width = max(len(name) for name, _, _ in rows)
+        value_width = max(len(value) for _, value, _ in rows)
         lines = [
-            f"  {name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows
+            f"  {name:<{name_width}}  {value:>{value_width}}  {note}".rstrip()
+            for name, value, note in rows
         ]
         return "\n".join([f"memory of {self.device}", *lines])
 
@@ -130,24 +137,28 @@ def _system() -> tuple[int, int]:
     except (OSError, KeyError, ValueError):  # not Linux: half of the installed memory
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total // 2
-    for limit, left in _limits():
-        total, free = min(total, limit), min(free, left)
+    for limit, limit_free in _limits():
+        total = min(total, limit)
+        free = min(free, limit_free)
     return total, free
 
 
 def _limits() -> Iterator[tuple[int, int]]:
     """(limit, bytes left) of each Linux control group of this process and of its parent groups.
 
-    Cached file pages that were not read recently count as left: the kernel frees them when memory is needed.
+    Cached file pages that were not read recently count as left: the kernel frees them when memory
+    is needed.
     """
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
-    own = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
+    paths = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
     for name, folder, files in (("", GROUPS, V2), ("memory", GROUPS / "memory", V1)):
-        mine = folder / own.get(name, "")
-        for place in (mine, *(above for above in mine.parents if above.is_relative_to(folder))):
+        group = folder / paths.get(name, "")
+        for place in (group, *group.parents):
+            if not place.is_relative_to(folder):
+                continue
             try:
                 limit, used = (int((place / file).read_text()) for file in files)
                 stat = dict(
@@ -160,9 +171,11 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def activations_peak(compiled: Any) -> int:
-    """Bytes that a compiled step needs besides its arguments: temporaries, and outputs other than the donated cache.
+    """Bytes that a compiled step needs besides its arguments: temporaries, and outputs other than
+    the donated cache.
 
-    XLA plans its buffers at compile time, so this is known before the step runs. 0 if a backend does not report it.
+    XLA plans its buffers at compile time, so this is known before the step runs. 0 if a backend
+    does not report it.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -186,14 +199,17 @@ def whole_blocks(nbytes: float, block_bytes: int) -> int:
 
 
 def host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Number of blocks of the swap space on the host. It needs no trash block, because copies to it are not padded."""
+    """Number of blocks of the swap space on the host. It needs no trash block, because copies to it
+    are not padded.
+    """
     return whole_blocks(swap_space_gib * GIB, block_bytes)
 
 
 def blocks_that_fit(
     block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0
 ) -> int:
-    """Number of blocks in `fraction` of the free memory minus the memory of a step, without the trash block.
+    """Number of blocks in `fraction` of the free memory minus the memory of a step, without the
+    trash block.
 
     Raises:
         ValueError: no block fits, or the device does not report its free memory.
@@ -206,9 +222,10 @@ def blocks_that_fit(
     blocks = whole_blocks(room, block_bytes) - 1
     if blocks < 1:
         raise ValueError(
-            f"a block takes {block_bytes / MIB:.2f} MiB and a step {size(activations)}; memory_fraction {fraction} of "
-            f"the {device.free / GIB:.2f} GiB free is too small for the step and two blocks; free some memory, raise "
-            "memory_fraction or lower block_size or max_num_batched_tokens"
+            f"a block takes {block_bytes / MIB:.2f} MiB and a step {size(activations)}; "
+            f"memory_fraction {fraction} of the {device.free / GIB:.2f} GiB free is too small for "
+            "the step and two blocks; free some memory, raise memory_fraction or lower block_size "
+            "or max_num_batched_tokens"
         )
     return blocks
 
@@ -226,8 +243,9 @@ def check_fit(
         fit = whole_blocks(device.free - activations, block_bytes) - 1
         lower = f"lower num_blocks to at most {fit}, " if fit > 0 else ""
         raise ValueError(
-            f"num_blocks is {num_blocks}: its cache takes {size(cache)} and a step {size(activations)}, but "
-            f"{device.name} has {size(device.free)} free; {lower}free some memory, or lower max_num_batched_tokens"
+            f"num_blocks is {num_blocks}: its cache takes {size(cache)} and a step "
+            f"{size(activations)}, but {device.name} has {size(device.free)} free; {lower}free "
+            "some memory, or lower max_num_batched_tokens"
         )
 
 
@@ -247,7 +265,8 @@ def report(
     """The report of `device` as it was before the cache. Measures nothing.
 
     Args:
-        host_block_bytes: of a block with the heads of all devices; None is block_bytes, of one device.
+        host_block_bytes: of a block with the heads of all devices; None is block_bytes, of one
+            device.
         sequences: of max_model_len that fit at once; None: each has blocks for all of its tokens.
     """
     host_block_bytes = block_bytes if host_block_bytes is None else host_block_bytes

@@ -1,13 +1,16 @@
-"""A model on the devices of a mesh: each has a part of every large array, and all run the same program (SPMD).
+"""A model on the devices of a mesh: each has a part of every large array, and all run the same
+program (SPMD).
 
-The whole step runs inside one `jax.shard_map`. A device sees its own heads, its own part of the cache and its own rows
-of the vocabulary (models/split.py), so kernels and the scheduler know nothing of a mesh. Devices exchange
+The whole step runs inside one `jax.shard_map`. A device sees its own heads, its own part of the
+cache and its own rows of the vocabulary (models/split.py), so kernels and the scheduler know
+nothing of a mesh. Devices exchange
 
     the sums of attention and MLP     two all-reduces a layer, and one for the embedding
     the logits                        one all-to-all by rows: a device gets whole rows and samples them
     the sampled tokens                one all-gather
 
-Everything else has a copy on each device: norms, the batch, token ids, a drafter's parameters and pages.
+Everything else has a copy on each device: norms, the batch, token ids, a drafter's parameters and
+pages.
 """
 
 from __future__ import annotations
@@ -52,14 +55,19 @@ class Placement:
 
     def __str__(self) -> str:
         """What each device has, for people."""
-        one, kinds = self.part, sorted({device.device_kind for device in self.mesh.devices.flat})
-        has = f"{one.heads} heads, {one.kv_heads} key heads, MLP width {one.intermediate}, {one.vocab_size} tokens"
-        if one.experts:
-            has += f", {one.experts.count // one.experts.devices} experts of width {one.experts.intermediate}"
+        part = self.part
+        kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
+        has = (
+            f"{part.heads} heads, {part.kv_heads} key heads, MLP width {part.intermediate}, "
+            f"{part.vocab_size} tokens"
+        )
+        if part.experts:
+            experts = part.experts.count // part.experts.devices
+            has += f", {experts} experts of width {part.experts.intermediate}"
         notes = "".join(f"; {note}" for note in split.padding(self.model, self.sizes))
         plural = "s" * (self.sizes.size > 1)
-        where = f"{', '.join(kinds)}; {', '.join(str(device.id) for device in self.devices)}"
-        return f"{self.sizes.size} device{plural} ({where}), each with {has}{notes}"
+        names = f"{', '.join(kinds)}; {', '.join(str(device.id) for device in self.devices)}"
+        return f"{self.sizes.size} device{plural} ({names}), each with {has}{notes}"
 
     @property
     def devices(self) -> list[Any]:
@@ -69,18 +77,18 @@ class Placement:
         """By the axes of the mesh that split each dimension; without any, a copy on each device."""
         return NamedSharding(self.mesh, P(*axes))
 
-    # arrays ---------------------------------------------------------------------------------------------------------
+    # arrays ---------------------------------------------------------------------------------------
 
     def put(self, path: Sequence[str], stored: np.ndarray) -> jax.Array:
         """A stored parameter on its devices, in their order of rows and columns."""
         splits = self._splits(path, stored.ndim)
         self.samples[".".join(path)] = _sample(stored)
 
-        def part(where: Any) -> np.ndarray:  # a slice of each dimension
-            found = stored
-            for axis, (one, index) in enumerate(zip(splits, where, strict=True)):
-                found = _taken(found, one.order, index, axis)
-            return np.ascontiguousarray(found)
+        def part(indices: Any) -> np.ndarray:  # a slice of each dimension
+            values = stored
+            for axis, (dim, index) in enumerate(zip(splits, indices, strict=True)):
+                values = _take(values, dim.order, index, axis)
+            return np.ascontiguousarray(values)
 
         shape, place = self.layout(path, stored.shape)
         return jax.make_array_from_callback(shape, place, part)
@@ -95,16 +103,15 @@ class Placement:
 
     def whole(self, path: Sequence[str], placed: jax.Array) -> np.ndarray:
         """The inverse of `put`: the stored parameter, on the host."""
-        found = np.asarray(placed)
-        for axis, one in enumerate(self._splits(path, placed.ndim)):
-            if one.order is not None:
-                own = np.flatnonzero(one.order != PADDING)
-                places = np.empty(one.order.max() + 1, np.intp)
-                places[one.order[own]] = (
-                    own  # of a key head that several devices have, the last one
-                )
-                found = np.take(found, places, axis=axis)
-        return found
+        values = np.asarray(placed)
+        for axis, dim in enumerate(self._splits(path, placed.ndim)):
+            if dim.order is not None:
+                used = np.flatnonzero(dim.order != PADDING)
+                places = np.empty(dim.order.max() + 1, np.intp)
+                # of a key head that several devices have, the last one
+                places[dim.order[used]] = used
+                values = np.take(values, places, axis=axis)
+        return values
 
     def layout(
         self, path: Sequence[str], stored: Sequence[int]
@@ -116,21 +123,23 @@ class Placement:
         """
         splits = self._splits(path, len(stored))
         shape = (
-            size if one.order is None else len(one.order)
-            for one, size in zip(splits, stored, strict=True)
+            size if dim.order is None else len(dim.order)
+            for dim, size in zip(splits, stored, strict=True)
         )
-        return tuple(shape), self.sharding(*(one.axes or None for one in splits))
+        return tuple(shape), self.sharding(*(dim.axes or None for dim in splits))
 
     def _splits(self, path: Sequence[str], ndim: int) -> tuple[split.Split, ...]:
-        found = split.split(self.model, self.sizes, path)
-        return (*found, *(split.WHOLE,) * (ndim - len(found)))
+        splits = split.split(self.model, self.sizes, path)
+        return (*splits, *(split.WHOLE,) * (ndim - len(splits)))
 
     @property
     def cache_sharding(self) -> CacheSharding:
-        """Where a cache is: each device has the pages of its heads, and a copy of everything else."""
+        """Where a cache is: each device has the pages of its heads, and a copy of everything
+        else.
+        """
         return CacheSharding(self.sharding(None, AXES), self.sharding(), self.sizes.size)
 
-    # programs -------------------------------------------------------------------------------------------------------
+    # programs -------------------------------------------------------------------------------------
 
     def mapped(
         self, program: Callable[..., Any], leaves: Sequence[jax.Array]
@@ -143,15 +152,16 @@ class Placement:
         heads: Any = P(None, AXES)
         copies: Any = P()
         cache = KVCache(heads, heads, copies, copies, heads)
-        each = cast("list[NamedSharding]", [x.sharding for x in leaves])
-        specs = tuple(sharding.spec for sharding in each), cache, copies
+        shardings = cast("list[NamedSharding]", [x.sharding for x in leaves])
+        specs = tuple(sharding.spec for sharding in shardings), cache, copies
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not
         return jax.shard_map(
             program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False
         )
 
     def by_rows(self, function: RowFunction, logits: jax.Array, rows: Any) -> Any:
-        """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
+        """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of
+        all R rows.
 
         Called inside of `mapped`. A device never has more than its rows' logits.
 
@@ -164,25 +174,25 @@ class Placement:
         """
         count = len(logits)
         share = -(-count // self.sizes.size)
-        more = share * self.sizes.size - count
+        extra = share * self.sizes.size - count
 
-        def mine(x: jax.Array) -> jax.Array:
-            x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)), mode="edge")
+        def share_of(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, extra), *((0, 0),) * (x.ndim - 1)), mode="edge")
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXES) * share, share)
 
-        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, more), (0, 0))), AXES, 0, 1, tiled=True)
-        found, tree = jax.tree.flatten(
-            function(logits[:, : self.model.vocab_size], jax.tree.map(mine, rows))
+        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, extra), (0, 0))), AXES, 0, 1, tiled=True)
+        arrays, tree = jax.tree.flatten(
+            function(logits[:, : self.model.vocab_size], jax.tree.map(share_of, rows))
         )
         # as one array of bits: one exchange, and no compiler has to combine several
-        bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in found]
-        each = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
-        parts = jnp.split(each, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
-        whole = [
+        bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in arrays]
+        gathered = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
+        parts = jnp.split(gathered, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
+        results = [
             jax.lax.bitcast_convert_type(part, x.dtype).reshape(count, *x.shape[1:])
-            for part, x in zip(parts, found, strict=True)
+            for part, x in zip(parts, arrays, strict=True)
         ]
-        return tree.unflatten(whole)
+        return tree.unflatten(results)
 
 
 def whole_rows(function: RowFunction, logits: jax.Array, rows: Any) -> Any:
@@ -210,17 +220,17 @@ def make_placement(
         platform = devices[0].platform
         remedy = "; for a test, JAX_NUM_CPU_DEVICES=N makes N of a CPU"
         raise ValueError(
-            f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are {len(devices)} of "
-            f"{platform!r}; use a smaller mesh{remedy if platform == 'cpu' else ''}"
+            f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are "
+            f"{len(devices)} of {platform!r}; use a smaller "
+            f"mesh{remedy if platform == 'cpu' else ''}"
         )
     without = {device.process_index for device in devices}
     without -= {devices[i].process_index for i in positions}
-    if (
-        without and jax.process_count() > 1
-    ):  # else these are the devices of a topology that is not here
+    if without and jax.process_count() > 1:
+        # else these are the devices of a topology that is not here
         raise ValueError(
-            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has none of them; use a "
-            "mesh with devices of every process"
+            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has "
+            "none of them; use a mesh with devices of every process"
         )
     shape = sizes.expert, sizes.tensor
     mesh = Mesh(np.array([devices[i] for i in positions], object).reshape(shape), AXES)
@@ -228,7 +238,9 @@ def make_placement(
 
 
 def fingerprint(model: Any) -> str:
-    """A short text that differs if the parameters do, by some values of each; the same in all processes."""
+    """A short text that differs if the parameters do, by some values of each; the same in all
+    processes.
+    """
     return _hash(model.placement.samples) if model.placement else fingerprint_of(model.params)
 
 
@@ -259,14 +271,15 @@ def _positions(positions: Sequence[int]) -> str:
     )
 
 
-def _taken(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> np.ndarray:
+def _take(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> np.ndarray:
     """The places `index` of an axis whose stored places are `order`."""
     if order is None:
         return x[(slice(None),) * axis + (index,)]
     places = order[index]
-    first, count = places[0], len(places)
+    first = places[0]
+    count = len(places)
     if first != PADDING and np.array_equal(places, np.arange(first, first + count)):
         return x[(slice(None),) * axis + (slice(first, first + count),)]
-    found = np.take(x, np.maximum(places, 0), axis=axis)
-    found[(slice(None),) * axis + (places == PADDING,)] = 0
-    return found
+    values = np.take(x, np.maximum(places, 0), axis=axis)
+    values[(slice(None),) * axis + (places == PADDING,)] = 0
+    return values

@@ -1,12 +1,15 @@
-"""Speculative sampling: a draft is accepted with probability min(1, p / q), else another token is drawn.
+"""Speculative sampling: a draft is accepted with probability min(1, p / q), else another token is
+drawn.
 
-Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's probability of the draft and q
-the drafter's, both after temperature and all options of the request. A rejected draft is replaced by a token of
-norm(max(0, p - q)). Then each token has the model's distribution, whatever the drafter's is.
+Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's
+probability of the draft and q the drafter's, both after temperature and all options of the request.
+A rejected draft is replaced by a token of norm(max(0, p - q)). Then each token has the model's
+distribution, whatever the drafter's is.
 
-The numbers that draw drafts, accept them and replace them are independent. If a draft and its acceptance shared one,
-the result would be biased (vllm#47386). For the same reason a drafter must not learn from outputs that were drawn with
-the same numbers, those of another request with the same seed.
+The numbers that draw drafts, accept them and replace them are independent. If a draft and its
+acceptance shared one, the result would be biased (vllm#47386). For the same reason a drafter must
+not learn from outputs that were drawn with the same numbers, those of another request with the same
+seed.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums
 
-DRAFT, ACCEPT, REPLACE = (
-    1,
-    2,
-    3,
-)  # streams of `uniform`; a row without a draft uses the plain one, 0
+# streams of `uniform`; a row without a draft uses the plain one, 0
+DRAFT = 1
+ACCEPT = 2
+REPLACE = 3
 
 
 def draw_drafts(
@@ -40,8 +42,8 @@ def draw_drafts(
     def drawn(
         logits: jax.Array, s: SamplingBatch, context: RowContext
     ) -> tuple[jax.Array, jax.Array]:
-        found = weights(logits, s, context, chain)
-        return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best), found
+        row_weights = weights(logits, s, context, chain)
+        return jnp.where(s.temperature > 0, draw(row_weights, s, seed, DRAFT), best), row_weights
 
     def greedy(
         logits: jax.Array, s: SamplingBatch, context: RowContext
@@ -52,38 +54,47 @@ def draw_drafts(
 
 
 def draw_or_accept(
-    found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
+    model_weights: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
 ) -> jax.Array:
-    """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw without a draft.
+    """[B] tokens: the draft where it is accepted, one of the remaining distribution where it is
+    rejected, and a plain draw in a row without a draft.
 
     Args:
-        found: [B, V] the model's weights, unnormalised.
+        model_weights: [B, V] unnormalised.
         drafted: the rows' drafts.
     """
-    has, token = drafted.tokens >= 0, jnp.maximum(drafted.tokens, 0)
-    p, q = normalised(found), _draft_probabilities(drafted, token, found.shape[-1])
+    has = drafted.tokens >= 0
+    token = jnp.maximum(drafted.tokens, 0)
+    p = normalised(model_weights)
+    q = _draft_probabilities(drafted, token, model_weights.shape[-1])
     of = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]  # noqa: E731
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
-    left = jnp.maximum(p - q, 0.0)
-    # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
-    left = jnp.where(
-        has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found
-    )  # unscaled, as in a plain draw
-    other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
-    return jnp.where(has & accepted, token, other)
+    remainder = jnp.maximum(p - q, 0.0)
+    # q >= p everywhere means q == p: nothing remains, and only rounding has rejected the draft.
+    # Then the weights are unscaled, as in a plain draw.
+    remainder = jnp.where(
+        has[:, None] & (remainder.sum(-1, keepdims=True) > 0), remainder, model_weights
+    )
+    replacement = at_quantile(
+        remainder, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed))
+    )
+    return jnp.where(has & accepted, token, replacement)
 
 
-def normalised(found: jax.Array) -> jax.Array:
+def normalised(row_weights: jax.Array) -> jax.Array:
     """[B, V] probabilities from weights; zeros for a row without weights."""
-    total = row_sums(found)[:, None]
-    return jnp.where(total > 0, found / jnp.where(total > 0, total, 1.0), 0.0)
+    total = row_sums(row_weights)[:, None]
+    return jnp.where(total > 0, row_weights / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
-    """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure of its draft."""
+    """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure
+    of its draft.
+    """
     sure = jnp.arange(v) == token[:, None]
     if drafted.probs is None:
         return sure.astype(jnp.float32)
     q = normalised(drafted.probs)
-    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is always the same
+    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is
+    # always the same
     return jnp.where((q.sum(-1) > 0)[:, None], q, sure)

@@ -1,9 +1,10 @@
-"""Reductions of rows whose bits depend on the numbers of a row alone: not on other rows, and not on how many.
+"""Reductions of rows whose bits depend on the numbers of a row alone: not on other rows, and not on
+how many.
 
-On a CPU XLA chooses how it reduces by the shape of an array: the order of the additions, and whether a library computes
-the reduction together with what follows it, with an exponential of its own. So a row's sum, and exp(x - max), differ by
-the number of rows. Batch-invariant engines need reductions that do not (docs/design/batch-invariance.md): here their
-terms are written out.
+On a CPU XLA chooses how it reduces by the shape of an array: the order of the additions, and
+whether a library computes the reduction together with what follows it, with an exponential of its
+own. So a row's sum, and exp(x - max), differ by the number of rows. Batch-invariant engines need
+reductions that do not (docs/design/batch-invariance.md): here their terms are written out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ TERMS = 16  # of one reduction that is written out
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """[..., N] float32 -> [...], exact float32: no product, which a TPU would round to bfloat16 and a GPU to TF32."""
+    """[..., N] float32 -> [...], exact float32: no product, which a TPU would round to bfloat16 and
+    a GPU to TF32.
+    """
     return lax.platform_dependent(
         x, cpu=lambda x: _written_out(x, lax.add, 0), default=lambda x: x.sum(-1)
     )
@@ -30,7 +33,9 @@ def row_means(x: jax.Array) -> jax.Array:
 
 
 def row_maxima(x: jax.Array) -> jax.Array:
-    """[..., N] float32 -> [..., 1]. A maximum is exact in any order; it matters to what follows it."""
+    """[..., N] float32 -> [..., 1]. A maximum is exact in any order; it matters to what follows
+    it.
+    """
     cpu = lambda x: _written_out(x, lax.max, -jnp.inf)  # noqa: E731
     return lax.platform_dependent(x, cpu=cpu, default=lambda x: x.max(-1))[..., None]
 
@@ -58,10 +63,11 @@ def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:
 def _written_out(
     x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array], neutral: float
 ) -> jax.Array:
-    """TERMS numbers that are N / TERMS apart are combined in turn, and again the results, until one is left.
+    """TERMS numbers that are N / TERMS apart are combined in turn, and again the results, until one
+    is left.
 
-    XLA keeps the order of operations that are written out, and not that within a reduction. The barriers keep it from
-    writing the whole tree as one expression.
+    XLA keeps the order of operations that are written out, and not that within a reduction. The
+    barriers keep it from writing the whole tree as one expression.
     """
     while (n := x.shape[-1]) > 1:
         terms = min(TERMS, n)

@@ -1,7 +1,9 @@
-"""Sampling: from logits to tokens, for samples that each have their own options. Unused options cost nothing.
+"""Sampling: from logits to tokens, for samples that each have their own options. Unused options
+cost nothing.
 
-The options that change logits or weights are `row_features`; the draw is draws.py, and with the rule "rejection" of
-speculative decoding rejection.py. Here is the order of all, and log-probabilities.
+The options that change logits or weights are `row_features`; the draw is draws.py, and with the
+rule "rejection" of speculative decoding rejection.py. Here is the order of all, and
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import log_softmax
 
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
-CPU_TILE = 8  # samples at a time on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
+# samples at a time on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by
+# page
+CPU_TILE = 8
 
 
 class SampledTokens(NamedTuple):
-    """The sampled tokens of a step. Log-probability fields are zeros unless some sample wants them."""
+    """The sampled tokens of a step. Log-probability fields are zeros unless some sample wants
+    them.
+    """
 
     tokens: jax.Array  # [R] int32
-    logprobs: (
-        jax.Array
-    )  # [R] f32 of the chosen token, under the model's own distribution (before any adjustment)
+    # [R] f32 of the chosen token, under the model's own distribution (before any adjustment)
+    logprobs: jax.Array
     ranks: jax.Array  # [R] int32, 1 for the most likely token
     top_ids: jax.Array  # [R, MAX_TOP] int32, most likely first; -1 past a small vocabulary
     top_logprobs: jax.Array  # [R, MAX_TOP] f32
@@ -47,7 +52,9 @@ class History(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the T packed tokens' targets (`batch.targets`), where those are not -1."""
+    """Log-probabilities of the T packed tokens' targets (`batch.targets`), where those are not
+    -1.
+    """
 
     logprobs: jax.Array  # [T]
     ranks: jax.Array  # [T]
@@ -75,9 +82,11 @@ def sample(
         logits: [R, V] float32.
         history: read only by options that some sample uses.
         seed: [] uint32, the engine's.
-        tile: number of samples that are drawn, or have their log-probabilities computed, at a time; None is all.
+        tile: number of samples that are drawn, or have their log-probabilities computed, at a time;
+            None is all.
         chain: the options in `s.features`.
-        drafted: the drafts, if they are accepted by rejection sampling. A sample is its draft if that is accepted.
+        drafted: the drafts, if they are accepted by rejection sampling. A sample is its draft if
+            that is accepted.
 
     Raises:
         ValueError: an array has not one row for each sample, or `s.features` is of another chain.
@@ -116,15 +125,16 @@ def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChai
 
 
 def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *rows: Any) -> Any:
-    """function(logits [R, V], arrays [R, ...]) -> arrays [R, ...], computed for `tile` samples at a time."""
+    """function(logits [R, V], arrays [R, ...]) -> arrays [R, ...], computed for `tile` samples at a
+    time.
+    """
     r = len(logits)
     if tile is None or r <= tile:
         return function(logits, *rows)
 
     def body(i: jax.Array, out: Any) -> Any:
-        start = jnp.minimum(
-            i * tile, r - tile
-        )  # the last tile computes samples of the one before again
+        # the last tile computes samples of the one before again
+        start = jnp.minimum(i * tile, r - tile)
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
         return jax.tree.map(put, out, function(*jax.tree.map(cut, (logits, *rows))))
@@ -170,7 +180,8 @@ def prompt_logprobs(
     tile: int | None = None,
     by_rows: Callable[..., Any] = whole_rows,
 ) -> PromptLogprobs:
-    """Log-probabilities of `targets` [T] from hidden [T, H], some at a time, and only if some target is wanted.
+    """Log-probabilities of `targets` [T] from hidden [T, H], some at a time, and only if some
+    target is wanted.
 
     Args:
         project: [R, H] -> logits [R, V], or those of a device's part of the vocabulary.
@@ -191,7 +202,8 @@ def prompt_logprobs(
         )
         return jax.tree.map(update, out, found)
 
-    # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of branches.
+    # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of
+    # branches.
     zeros = no_prompt_logprobs(len(wanted))
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
@@ -217,16 +229,17 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     )
     fill = ((0, 0), (0, MAX_TOP - width))
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
-    ids = jnp.pad(
-        ids.astype(jnp.int32), fill, constant_values=-1
-    )  # of a small vocabulary: no token
+    # of a small vocabulary: no token
+    ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 
 def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of finite x [R, V] as k maxima: ([R, k], [R, k] int32), of equal numbers the first ones.
+    """`jax.lax.top_k` of finite x [R, V] as k maxima: ([R, k], [R, k] int32), of equal numbers the
+    first ones.
 
-    XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA graph.
+    XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA
+    graph.
     """
     column, top, ids = jnp.arange(x.shape[-1], dtype=jnp.int32), [], []
     for _ in range(k):

@@ -1,6 +1,8 @@
-"""Log-probabilities of given sequences by the layers that serve: whole sequences at once, and differentiable.
+"""Log-probabilities of given sequences by the layers that serve: whole sequences at once, and
+differentiable.
 
-In batch-invariant mode they have the bits of a batch-invariant engine (docs/design/trainer-parity.md).
+In batch-invariant mode they have the bits of a batch-invariant engine
+(docs/design/trainer-parity.md).
 """
 
 from __future__ import annotations
@@ -31,27 +33,31 @@ def score(
     batch_invariant: bool = False,
     adapter: adapters.Parts | None = None,
 ) -> jax.Array:
-    """The log-probability of each token after the tokens before it, under the model's own distribution.
+    """The log-probability of each token after the tokens before it, under the model's own
+    distribution.
 
-    It is what `SamplingParams(logprobs=0, prompt_logprobs=0)` gives: before temperature and other options.
+    It is what `SamplingParams(logprobs=0, prompt_logprobs=0)` gives: before temperature and other
+    options.
 
     Args:
-        module: a decoder of pagedjax.device.models, e.g. `nnx.merge(graphdef, params)` of a trainer. Its matrices are
-            as a trainer stores them (`linear_impl="xla"`). Those of an engine on a CPU are packed; they have no
-            gradient.
+        module: a decoder of pagedjax.device.models, e.g. `nnx.merge(graphdef, params)` of a
+            trainer. Its matrices are as a trainer stores them (`linear_impl="xla"`). Those of an
+            engine on a CPU are packed; they have no gradient.
         tokens: [B, L] integers; behind a shorter sequence any ids of the vocabulary.
         lengths: [B] the tokens of each sequence; None: all are L tokens.
-        batch_invariant: compute the bits of `LLM(batch_invariant=True)`, in the dtype of the module.
-        adapter: of low rank, of all tokens: the `parts` of an `Adapter`, or arrays that are trained. The result can be
-            differentiated with respect to them.
+        batch_invariant: compute the bits of `LLM(batch_invariant=True)`, in the dtype of the
+            module.
+        adapter: of low rank, of all tokens: the `parts` of an `Adapter`, or arrays that are
+            trained. The result can be differentiated with respect to them.
 
     Returns:
-        [B, L] float32. The first place is 0, because no token is before it, and so are those behind a sequence.
+        [B, L] float32. The first place is 0, because no token is before it, and so are those behind
+        a sequence.
 
     Raises:
-        ValueError: tokens, lengths or factors have other shapes, L is above the model's longest context, the module is
-            a part of a model on a mesh, its products add none of low rank, or nothing computes it batch-invariantly;
-            the message names the values.
+        ValueError: tokens, lengths or factors have other shapes, L is above the model's longest
+            context, the module is a part of a model on a mesh, its products add none of low rank,
+            or nothing computes it batch-invariantly; the message names the values.
     """
     _check(module.config, tokens, lengths)
     if adapter is not None:
@@ -65,14 +71,17 @@ def score(
 
 
 def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
-    shape, kind = np.shape(tokens), getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
+    shape = np.shape(tokens)
+    kind = getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
     if len(shape) != 2 or not np.issubdtype(kind, np.integer) or 0 in shape:
         raise ValueError(
-            f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded to L"
+            f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded "
+            "to L"
         )
     if shape[1] > c.max_len:
         raise ValueError(
-            f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the sequences"
+            f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the "
+            "sequences"
         )
     if lengths is not None and np.shape(lengths) != shape[:1]:
         raise ValueError(
@@ -88,15 +97,15 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
             f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence"
         )
     if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-        several = np.asarray(lengths)
+        counts = np.asarray(lengths)
         if (
-            not np.issubdtype(several.dtype, np.integer)
-            or several.min() < 0
-            or several.max() > shape[1]
+            not np.issubdtype(counts.dtype, np.integer)
+            or counts.min() < 0
+            or counts.max() > shape[1]
         ):
-            what = f"lengths is {several.dtype} {several.tolist()!r:.80}"
             raise ValueError(
-                f"{what}; each must be an integer from 0 to {shape[1]}, the width of tokens"
+                f"lengths is {counts.dtype} {counts.tolist()!r:.80}; each must be an integer "
+                f"from 0 to {shape[1]}, the width of tokens"
             )
     if c.axes:
         raise ValueError(
@@ -107,49 +116,62 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
 def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
     if not linear.find(c.linear).low_rank:
         raise ValueError(
-            f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use 'xla'"
+            f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use "
+            "'xla'"
         )
     if not parts:
         raise ValueError("adapter has no factors; give those of one matrix at least, or None")
     layers = adapters.adapted(c)
     for place, (a, b) in parts.items():
-        known = layers[place.layer] if 0 <= place.layer < c.layers else {}
-        if place.matrix not in known or not 0 <= place.part < len(c.parts[place.matrix]):
-            what = f"adapter has factors at {place}, and none belong there in this model"
-            raise ValueError(f"{what}; layers 0 to {c.layers - 1} have {', '.join(layers[0])}")
+        matrices = layers[place.layer] if 0 <= place.layer < c.layers else {}
+        if place.matrix not in matrices or not 0 <= place.part < len(c.parts[place.matrix]):
+            raise ValueError(
+                f"adapter has factors at {place}, and none belong there in this model; layers 0 to "
+                f"{c.layers - 1} have {', '.join(layers[0])}"
+            )
         inputs, outputs = adapters.sizes_of(c, place.matrix, place.part)
         if np.ndim(a) != 2 or a.shape[1] != inputs or b.shape != (outputs, len(a)):
-            found = f"a {list(a.shape)} and b {list(b.shape)}"
+            shapes = f"a {list(a.shape)} and b {list(b.shape)}"
             raise ValueError(
-                f"adapter has {found} at {place}; [r, {inputs}] and [{outputs}, r] fit"
+                f"adapter has {shapes} at {place}; [r, {inputs}] and [{outputs}, r] fit"
             )
 
 
 def _batch_invariant(module: Decoder) -> Decoder:
-    """The module with products that do not depend on the batch, and have gradients if it is a trainer's.
+    """The module with products that do not depend on the batch, and have gradients if it is a
+    trainer's.
 
     Raises:
         ValueError: there are none for its sizes and dtype on this device.
     """
-    c, dtype, device = module.config, module.dtype, jax.devices()[0]
-    sizes = {
-        "head_dim": c.head_dim,
-        "kv_heads": c.kv_heads,
-        "heads": c.heads,
-        "block_size": c.max_len,
-    }
-    attention.choose(None, device, invariant=True, dtype=dtype, query_dtype=dtype, **sizes)
-    wanted = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
-    facts = {
-        "weight_dtype": "int8" if c.int8 else dtype,
-        "activation": c.activation if c.gated else None,
-    }
-    linear.choose(wanted, device, dtype=dtype, mesh=False, **facts)
-    if not linear.find(wanted).invariant:
+    c = module.config
+    dtype = module.dtype
+    device = jax.devices()[0]
+    attention.choose(
+        None,
+        device,
+        invariant=True,
+        dtype=dtype,
+        query_dtype=dtype,
+        head_dim=c.head_dim,
+        kv_heads=c.kv_heads,
+        heads=c.heads,
+        block_size=c.max_len,
+    )
+    impl = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
+    linear.choose(
+        impl,
+        device,
+        dtype=dtype,
+        mesh=False,
+        weight_dtype="int8" if c.int8 else dtype,
+        activation=c.activation if c.gated else None,
+    )
+    if not linear.find(impl).invariant:
         raise ValueError(
-            f"batch_invariant is True, and linear_impl {wanted!r} is not; use a module of 'xla'"
+            f"batch_invariant is True, and linear_impl {impl!r} is not; use a module of 'xla'"
         )
-    graphdef, blank = _parts(replace(c, linear=wanted), dtype)
+    graphdef, blank = _parts(replace(c, linear=impl), dtype)
     state = jax.tree.unflatten(jax.tree.structure(blank), jax.tree.leaves(nnx.state(module)))
     return nnx.merge(graphdef, state)
 
@@ -159,9 +181,8 @@ def _parts(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))  # type: ignore[return-value]
 
 
-@partial(
-    jax.jit, static_argnums=(0, 1)
-)  # without it each operation would be rounded by itself, as in no engine
+# without it each operation would be rounded by itself, as in no engine
+@partial(jax.jit, static_argnums=(0, 1))
 def _score(
     graphdef: nnx.GraphDef,
     batch_invariant: bool,
@@ -174,16 +195,16 @@ def _score(
     factors = parts and adapters.only(module.config, parts, module.dtype)
     hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant, adapter=factors)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
-    several = -len(hidden) % TILE if len(hidden) > TILE else 0
+    padding = -len(hidden) % TILE if len(hidden) > TILE else 0
     tile = min(TILE, len(hidden))
-    hidden = jnp.pad(hidden, ((0, several), (0, 0))).reshape(-1, tile, hidden.shape[1])
-    following = jnp.pad(following, (0, several)).reshape(-1, tile)
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, tile, hidden.shape[1])
+    following = jnp.pad(following, (0, padding)).reshape(-1, tile)
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        found = log_softmax(module.logits(part[0]))
-        return jnp.take_along_axis(found, part[1][:, None], axis=-1)[:, 0]
+        logprobs = log_softmax(module.logits(part[0]))
+        return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
 
-    found = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size].reshape(tokens.shape)
-    found = jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], found, 0)
+    logprobs = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size]
+    logprobs = jnp.pad(logprobs.reshape(tokens.shape)[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], logprobs, 0)

@@ -1,19 +1,21 @@
-"""Selections of blocks by their keys (Quest, Tang et al. 2024, arXiv 2406.10774): what a query reads of what it sees.
+"""Selections of blocks by their keys (Quest, Tang et al. 2024, arXiv 2406.10774): what a query
+reads of what it sees.
 
-Each full block of a layer that selects has *bounds*: the least and the largest of each number over its keys. They give
-an upper bound of q k for every key k of the block:
+Each full block of a layer that selects has *bounds*: the least and the largest of each number over
+its keys. They give an upper bound of q k for every key k of the block:
 
     q k = sum_d q_d k_d <= sum_d max(q_d least_d, q_d largest_d) = q+ largest + q- least
 
 where q+ = max(q, 0) and q- = min(q, 0).
 
-For each key head a query reads its own block and the `blocks - 1` blocks before it with the best scores (`_scores`).
-The selected blocks of (query, key head) are a row of attention with a compact table, over pages of one key head:
-[P, K, S, D] are [P K, 1, S, D], the same numbers in the same order. So no kernel knows of selections.
+For each key head a query reads its own block and the `blocks - 1` blocks before it with the best
+scores (`_scores`). The selected blocks of (query, key head) are a row of attention with a compact
+table, over pages of one key head: [P, K, S, D] are [P K, 1, S, D], the same numbers in the same
+order. So no kernel knows of selections.
 
-A block's bounds are computed from its page in the step that writes its last slot. They are in the cache beside the
-pages, by block, so whatever moves or shares blocks moves and shares them. A query never uses the bounds of its own
-block, which may not be full.
+A block's bounds are computed from its page in the step that writes its last slot. They are in the
+cache beside the pages, by block, so whatever moves or shares blocks moves and shares them. A query
+never uses the bounds of its own block, which may not be full.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys
 from pagedjax.device.row_reductions import softmax
 
-AT_ONCE = (
-    2**20
-)  # numbers of bounds that are read at once, at most, unless one block of one row has more
+# numbers of bounds that are read at once, at most, unless one block of one row has more
+AT_ONCE = 2**20
 NEG = -1e30  # a finite minus infinity
 SPAN = 64  # blocks of a row whose scores are computed at once
 
@@ -52,7 +53,9 @@ def write(
     v: jax.Array,
     batch: Batch,
 ):
-    """Writes the keys and values of the batch's tokens into their slots, and the bounds of blocks that become full."""
+    """Writes the keys and values of the batch's tokens into their slots, and the bounds of blocks
+    that become full.
+    """
     if not isinstance(keys, BoundedKeys):
         return attention.write(attend, keys, v_pages, k, v, batch)
     pages, v_pages = attention.write(attend, keys.pages, v_pages, k, v, batch)
@@ -60,14 +63,15 @@ def write(
 
 
 def _with_bounds(keys: BoundedKeys, slots: jax.Array, rows: int) -> BoundedKeys:
-    """The bounds of the blocks whose last slot is among `slots` [T], which `rows` sequences have written."""
+    """The bounds of the blocks whose last slot is among `slots` [T], which `rows` sequences have
+    written.
+    """
     size, t = keys.block_size, len(slots)
     most = min(t, t // size + rows)
     filled = slots % size == size - 1
     (found,) = jnp.nonzero(filled, size=most, fill_value=0)
-    ids = jnp.where(
-        jnp.arange(most) < filled.sum(), slots[found] // size, 0
-    )  # the rest is the trash block
+    # the rest is the trash block
+    ids = jnp.where(jnp.arange(most) < filled.sum(), slots[found] // size, 0)
     pages = numbers_in(keys.pages.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
     pages = pages.reshape(most, pages.shape[1], size, -1)
     new = stored_in(jnp.stack([pages.min(2), pages.max(2)], axis=2), keys.bounds.dtype)
@@ -84,7 +88,8 @@ def attend_selected(
     scale: float,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """[T, N, D]: of queries that select, the attention to their selected blocks; of others, to all that they see.
+    """[T, N, D]: of queries that select, the attention to their selected blocks; of others, to all
+    that they see.
 
     In a row the queries that select are the last ones.
 
@@ -159,9 +164,8 @@ def _selected(
         scores = jnp.where(index < own[:, None, None], scores, -jnp.inf)
         scores = jnp.where(index == own[:, None, None], jnp.inf, scores)
         best, at = jax.lax.top_k(scores, blocks)
-        at = jnp.sort(
-            jnp.where(best > -jnp.inf, at, width), axis=-1
-        )  # in their order, so the own block is the last
+        # in their order, so the own block is the last
+        at = jnp.sort(jnp.where(best > -jnp.inf, at, width), axis=-1)
         pages = jnp.take_along_axis(jnp.pad(table, ((0, 0), (0, 1)))[:, None], at, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(found, pages * k + head, i * together, 0)
 
@@ -175,10 +179,11 @@ def _selected(
 
 
 def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Array) -> jax.Array:
-    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row; others are any finite numbers.
+    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row; others are any finite
+    numbers.
 
-    The query heads of a key head share its selection. The score of a block is the sum of its shares: what a softmax of
-    the upper bounds gives it in each of these heads.
+    The query heads of a key head share its selection. The score of a block is the sum of its
+    shares: what a softmax of the upper bounds gives it in each of these heads.
 
     Args:
         q: [R, K, G, D], scaled.

@@ -1,7 +1,9 @@
-"""Whole sequences without a cache: the batch of a step that computes them, and attention that reads no pages.
+"""Whole sequences without a cache: the batch of a step that computes them, and attention that reads
+no pages.
 
-The layers are those that serve. Sequences have equal lengths, S tokens; a shorter one has any tokens behind it, which
-no token before them sees. "Page" b is all keys of sequence b, as they come from the product, so nothing is written.
+The layers are those that serve. Sequences have equal lengths, S tokens; a shorter one has any
+tokens behind it, which no token before them sees. "Page" b is all keys of sequence b, as they come
+from the product, so nothing is written.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def packed(tokens: jax.Array) -> Batch:
 def dense(
     q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> jax.Array:
-    """An `Attend` for `packed` windows in plain XLA, in float32. All S x S scores exist at the same time."""
+    """An `Attend` for `packed` windows in plain XLA, in float32. All S x S scores exist at the same
+    time.
+    """
     b, k, s, d = k_pages.shape
     queries, keys, values = (
         x.astype(jnp.float32) for x in (q.reshape(b, s, k, -1, d), k_pages, v_pages)
@@ -78,12 +82,16 @@ _exact.defvjp(_forward, _backward)
 
 
 def exact(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """An `Attend` for `packed` windows with the bits of a batch-invariant engine, and the gradient of `dense`."""
+    """An `Attend` for `packed` windows with the bits of a batch-invariant engine, and the gradient
+    of `dense`.
+    """
     return _exact(tuple(options.items()), *arrays)
 
 
 def as_pages(k_pages, v_pages, k, v, slots, *, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B S, K, D] of `packed` windows as pages [B, K, S, D]; the pages' own content is not read."""
+    """Keys and values [B S, K, D] of `packed` windows as pages [B, K, S, D]; the pages' own content
+    is not read.
+    """
     return tuple(x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))  # type: ignore[return-value]
 
 
@@ -116,9 +124,8 @@ def hidden(
         "kv_heads": c.kv_heads,
         "head_dim": c.head_dim,
     }
-    pages = init(
-        blocks=b - 1, dtype=module.dtype, **sizes
-    )  # shapes alone: nothing reads or writes them
+    # shapes alone: nothing reads or writes them
+    pages = init(blocks=b - 1, dtype=module.dtype, **sizes)
     batch = packed(tokens)
     if adapter is not None:
         batch = batch._replace(adapters=TokenAdapters(jnp.ones(b * s, jnp.int32), adapter).routed())

@@ -1,4 +1,6 @@
-"""Prefill and decode by two engines: one computes prompts, the other one goes on with their blocks."""
+"""Prefill and decode by two engines: one computes prompts, the other one goes on with their
+blocks.
+"""
 
 from __future__ import annotations
 

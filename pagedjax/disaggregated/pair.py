@@ -1,4 +1,6 @@
-"""`PrefillDecode`: two engines of one process as one `LLM`. A request changes engines when its prompt is computed."""
+"""`PrefillDecode`: two engines of one process as one `LLM`. A request changes engines when its
+prompt is computed.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ log = logging.getLogger("pagedjax.disaggregated")
 class PrefillDecode:
     """Two LLMs of the same model: `prefill` computes prompts, `decode` the tokens after the first.
 
-    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes on with it. One that
-    `decode` refuses, e.g. because it sleeps or its weights were updated alone, ends in `prefill`, with a warning. The
-    two may be on different devices, or meshes. Their tokens are those of one engine.
+    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes
+    on with it. One that `decode` refuses, e.g. because it sleeps or its weights were updated alone,
+    ends in `prefill`, with a warning. The two may be on different devices, or meshes. Their tokens
+    are those of one engine.
 
     Args:
         prefill, decode: with the same weights, which are not compared.
 
     Raises:
-        ValueError: they are one engine, or a fact of their models or caches differs (`engine.handover.facts`).
+        ValueError: they are one engine, or a fact of their models or caches differs
+            (`engine.handover.facts`).
     """
 
     def __init__(self, prefill: LLM, decode: LLM) -> None:
@@ -38,7 +42,9 @@ class PrefillDecode:
         self._llm.session = self.session  # type: ignore[assignment]
 
     def generate(self, *args: Any, **options: Any) -> list[Any]:
-        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps, too."""
+        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps,
+        too.
+        """
         return self._llm.generate(*args, **options)
 
     def chat(self, *args: Any, **options: Any) -> list[Any]:
@@ -51,9 +57,10 @@ class PrefillDecode:
 
 
 class PairStep(NamedTuple):
-    """What a step of either engine, or of both, brought.
+    """The results of a step of either engine, or of both.
 
-    moved: ids of the sequences that changed engines; `again`: those of them that `decode` computes again.
+    moved: ids of the sequences that changed engines.
+    again: those of them that `decode` computes again.
     """
 
     ended: tuple[str, ...]
@@ -63,7 +70,9 @@ class PairStep(NamedTuple):
 
 
 class PairSession(Calls):
-    """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of `prefill`."""
+    """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of
+    `prefill`.
+    """
 
     def __init__(self, prefill: Session, decode: Session) -> None:
         if prefill.engine is decode.engine:
@@ -72,11 +81,11 @@ class PairSession(Calls):
             )
         super().__init__()
         self.turns = interrupts.Turns()
-        self.prefill, self.decode = (
-            prefill.another(),
-            decode.another(),
-        )  # calls of either engine alone are not mixed in
-        self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
+        # calls of either engine alone are not mixed in
+        self.prefill = prefill.another()
+        self.decode = decode.another()
+        self.grammars = prefill.grammars
+        self.grammar_of = prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
         self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
         self._stay: set[str] = set()  # those of them that cannot move
@@ -87,7 +96,8 @@ class PairSession(Calls):
         handovers.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
-        """As `Session.add`. The requests must be able to run in both engines, and to leave the first one.
+        """As `Session.add`. The requests must be able to run in both engines, and to leave the
+        first one.
 
         Raises:
             ValueError: no sampled sequences, taps, a request that can never run, or facts differ.
@@ -96,9 +106,10 @@ class PairSession(Calls):
         for request in requests:
             params = request.params
             if not isinstance(params, SamplingParams) or params.taps:
-                what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
+                kind = "taps" if isinstance(params, SamplingParams) else type(params).__name__
                 raise ValueError(
-                    f"a request has {what}, which one engine computes; use `prefill` or `decode` alone"
+                    f"a request has {kind}, which one engine computes; use `prefill` or `decode` "
+                    "alone"
                 )
             if request.adapter is not None:
                 needed = self.prefill.engine.adapters[request.adapter]
@@ -109,8 +120,10 @@ class PairSession(Calls):
             try:
                 for seq in self.prefill.engine.scheduler_state.waiting:
                     if seq.request_id in names:
-                        own = seq.request._replace(request_id=f"p{seq.request_id}", forks=())
-                        request_limits.check(self.decode.engine.scheduler_state, own)
+                        decode_request = seq.request._replace(
+                            request_id=f"p{seq.request_id}", forks=()
+                        )
+                        request_limits.check(self.decode.engine.scheduler_state, decode_request)
             except BaseException:
                 for branches in added:
                     self.prefill.abandon(branches)
@@ -120,64 +133,71 @@ class PairSession(Calls):
 
     def step(self) -> PairStep:
         """A step of each engine that has work of this session, and between them the handovers."""
-        prefilled = self.prefill.step() if self._mine else None
-        ended = prefilled.ended if prefilled else ()
+        prefill_step = self.prefill.step() if self._mine else None
+        ended = prefill_step.ended if prefill_step else ()
+        tokens = prefill_step.tokens if prefill_step else 0
         self._mine.difference_update(ended)
         with interrupts.of_both(self.prefill.engine.turns, self.decode.engine.turns):
-            moved, again = self._move()
-        decoded = self.decode.step() if self._ids else None
-        if decoded:
-            gone = {mine: name for name, mine in self._ids.items()}
-            here = [gone[mine] for mine in decoded.ended if mine in gone]
-            for name in here:
+            moved, recomputed = self._move_sequences()
+        decode_step = self.decode.step() if self._ids else None
+        if decode_step:
+            names = {decode_id: name for name, decode_id in self._ids.items()}
+            ended_names = [names[i] for i in decode_step.ended if i in names]
+            for name in ended_names:
                 del self._ids[name]
-            ended = (*ended, *here)
-        tokens = sum(one.tokens for one in (prefilled, decoded) if one)
+            ended = (*ended, *ended_names)
+            tokens += decode_step.tokens
         self.end(ended)
-        return PairStep(ended, tokens, moved, again)
+        return PairStep(ended, tokens, moved, recomputed)
 
     @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which
-    def _move(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again).
+    def _move_sequences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Hand over every sequence whose prompt is computed, while `decode` has room.
 
-        One that cannot move ends where it is.
+        A sequence that cannot move ends where it is.
+
+        Returns:
+            the ids of all sequences that moved, and of those that `decode` computes again.
         """
         self._stay &= self._mine
-        source, target = self.prefill.engine, self.decode.engine
-        moved, again = [], []
+        source = self.prefill.engine
+        target = self.decode.engine
+        moved = []
+        recomputed = []
         if self.prefill.behind:  # the text of a sequence must have all its tokens
             return (), ()
         for seq in scheduler.running(source.scheduler_state):
-            name, left = seq.request_id, seq.length - seq.computed
-            if (
-                name not in self._mine - self._stay
-                or left != 1
-                or not seq.computed
-                or seq.request.forks
-            ):
+            name = seq.request_id
+            prompt_computed = seq.computed and seq.length - seq.computed == 1
+            movable = name in self._mine and name not in self._stay and not seq.request.forks
+            if not (prompt_computed and movable):
                 continue
             try:
                 handover = source.handover(name)
                 if not target.has_room(handover):
                     break
-                (mine,) = target.new_ids(1)
-                if not target.adopt(mine, handover, source.padded_pages):
-                    again.append(name)
+                (decode_id,) = target.new_ids(1)
+                if not target.adopt(decode_id, handover, source.padded_pages):
+                    recomputed.append(name)
             except ValueError as error:  # refused, and nothing has changed
                 log.warning("sequence %r ends in the prefill engine: %s", name, error)
                 self._stay.add(name)
                 continue
             source.release(name)
-            self.decode.branches[mine] = self.prefill.branches.pop(name)
+            self.decode.branches[decode_id] = self.prefill.branches.pop(name)
             self._mine.discard(name)
-            self._ids[name] = mine
+            self._ids[name] = decode_id
             moved.append(name)
-        return tuple(moved), tuple(again)
+        return tuple(moved), tuple(recomputed)
 
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished, in either engine."""
         self._mine.difference_update(branches)
-        moved = {name: mine for name in branches if (mine := self._ids.pop(name, None))}
-        here = {name: branch for name, branch in branches.items() if name not in moved}
-        there = {mine: branches[name] for name, mine in moved.items()}
-        return self.prefill.abandon(here) + self.decode.abandon(there)
+        in_prefill = {}
+        in_decode = {}
+        for name, branch in branches.items():
+            if name in self._ids:
+                in_decode[self._ids.pop(name)] = branch
+            else:
+                in_prefill[name] = branch
+        return self.prefill.abandon(in_prefill) + self.decode.abandon(in_decode)

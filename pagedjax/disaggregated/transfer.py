@@ -1,10 +1,14 @@
-"""Handovers between two processes: the pages go from device to device by `jax.experimental.transfer`.
+"""Handovers between two processes: the pages go from device to device by
+`jax.experimental.transfer`.
 
-    prefill   transfers = Transfers("10.0.0.1:0"); offer = transfers.offer(engine, "a"); engine.release("a")
-    decode    transfers = Transfers("10.0.0.2:0"); transfers.adopt(engine, "b", offer)
+    prefill   transfers = Transfers("10.0.0.1:0")
+              offer = transfers.offer(engine, "a")
+              engine.release("a")
+    decode    transfers = Transfers("10.0.0.2:0")
+              transfers.adopt(engine, "b", offer)
 
-An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle executes what it reads,
-so take offers from processes that you trust alone.
+An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle
+executes what it reads, so take offers from processes that you trust alone.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ class Offer(NamedTuple):
 
     address: of the process that has them.
     uuid: of these pages there.
-    shapes: shape and dtype of each page array; its first axis has the blocks of `handover.released.blocks`, in order,
-        and padding.
+    shapes: shape and dtype of each page array; its first axis has the blocks of
+        `handover.released.blocks`, in order, and padding.
     """
 
     handover: Handover
@@ -61,12 +65,14 @@ class Transfers:
         self._timeout = timeout
 
     def offer(self, engine: Engine, request_id: str) -> Offer:
-        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may release it.
+        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may
+        release it.
 
         Raises:
             ValueError: see `Engine.handover`.
         """
-        handover, uuid = engine.handover(request_id)._replace(grammar=None), next(self._uuids)
+        handover = engine.handover(request_id)._replace(grammar=None)
+        uuid = next(self._uuids)
         if not handover.released.blocks:
             return Offer(handover, self._server.address(), uuid, ())
         pages = jax.device_put(engine.padded_pages(handover.released.blocks), self._device)
@@ -79,7 +85,8 @@ class Transfers:
     def adopt(
         self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None
     ) -> bool:
-        """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is computed again.
+        """`Engine.adopt` with the pages of an offer. Returns whether the pages are here; if not,
+        the sequence is computed again.
 
         Args:
             grammar: of its structured outputs, compiled in this process (`Session.grammar_of`).
@@ -88,42 +95,39 @@ class Transfers:
             ValueError: see `Engine.adopt`.
         """
         structure = jax.tree.structure(engine.runtime.cache_shapes)
-
         fetched = not offer.shapes
 
         def fetch(blocks: Sequence[int]) -> KVCache:
             nonlocal fetched
             fetched = True
-            pages = jax.tree.unflatten(structure, self._pulled(offer))
-            own = {block: row for row, block in enumerate(offer.handover.released.blocks)}
-            return take_padded(pages, [own[block] for block in blocks])
+            pages = jax.tree.unflatten(structure, self._pull(offer))
+            row_of = {block: row for row, block in enumerate(offer.handover.released.blocks)}
+            return take_padded(pages, [row_of[block] for block in blocks])
 
-        here = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
-        if (
-            not fetched
-        ):  # without room, or all blocks were here: the other process must not keep the pages
+        adopted = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
+        if not fetched:
+            # without room, or all blocks were here: the other process must not keep the pages
             try:
-                self._pulled(offer)
+                self._pull(offer)
             except Exception as error:
                 log.warning(
                     "the pages of %r, which are not needed, were not fetched: %r", request_id, error
                 )
-        return here
+        return adopted
 
-    def _pulled(self, offer: Offer) -> list[Any]:
-        """All page arrays of an offer. Raises if they do not come, in time."""
-        where = SingleDeviceSharding(self._device)
-        wanted = [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in offer.shapes
+    def _pull(self, offer: Offer) -> list[Any]:
+        """Fetch all page arrays of an offer. Raises if they do not come in time."""
+        sharding = SingleDeviceSharding(self._device)
+        specs = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in offer.shapes
         ]
         until = time.monotonic() + self._timeout
-        found = self._server.connect(offer.address).pull(offer.uuid, wanted)
-        while not all(x.is_ready() for x in found):  # a peer that is gone may never answer
+        arrays = self._server.connect(offer.address).pull(offer.uuid, specs)
+        while not all(x.is_ready() for x in arrays):  # a peer that is gone may never answer
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"no pages from {offer.address} in {self._timeout} s; is that process alive?"
                 )
             time.sleep(POLL_SECONDS)
-        return jax.block_until_ready(
-            found
-        )  # arrays of a transfer that was cut are ready too, and raise here
+        # arrays of a transfer that was cut are ready too, and raise here
+        return jax.block_until_ready(arrays)

@@ -6,19 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# A launcher that sets these starts every process of a job; `jax.distributed.initialize()` reads them.
+# A launcher that sets these starts every process of a job; `jax.distributed.initialize()` reads
+# them.
 LAUNCHERS: Mapping[str, tuple[str, ...]] = {
-    "JAX_NUM_PROCESSES": (
-        "JAX_COORDINATOR_ADDRESS",
-        "JAX_PROCESS_ID",
-    ),  # JobSet's examples, Ray Train
-    "SLURM_NTASKS": (
-        "SLURM_JOB_ID",
-        "SLURM_STEP_NODELIST",
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-    ),  # srun, and not salloc
-    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),  # mpirun of Open MPI
+    # JobSet's examples, Ray Train
+    "JAX_NUM_PROCESSES": ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"),
+    # srun, and not salloc
+    "SLURM_NTASKS": ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"),
+    # mpirun of Open MPI
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
 }
 
 
@@ -26,11 +22,12 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = {
 class ProcessConfig:
     """The processes of one engine.
 
-    coordinator: HOST:PORT of process 0, that all processes can reach. None: a launcher's variables say it.
+    coordinator: HOST:PORT of process 0, that all processes can reach. None: a launcher's variables
+        say it.
     processes: how many there are.
     process: which one this is, from 0. Process 0 takes the requests.
-    timeout: seconds without progress after which a process counts as lost, and all processes end. It must be longer
-        than the longest step, with its compilation if `compilation` is "lazy".
+    timeout: seconds without progress after which a process counts as lost, and all processes end.
+        It must be longer than the longest step, with its compilation if `compilation` is "lazy".
 
     Raises:
         ValueError: a value out of its range.
@@ -47,19 +44,22 @@ class ProcessConfig:
                 f"processes is {self.processes!r}; it must be an integer of at least 1"
             )
         if type(self.process) is not int or not 0 <= self.process < self.processes:
-            most = self.processes - 1
+            last = self.processes - 1
             raise ValueError(
-                f"process is {self.process!r}; it must be from 0 to {most}, another one in each process"
+                f"process is {self.process!r}; it must be from 0 to {last}, another one in each "
+                "process"
             )
         if not 0 < self.timeout < float("inf"):
             raise ValueError(
-                f"the timeout of processes is {self.timeout!r}; it must be a number of seconds above 0"
+                f"the timeout of processes is {self.timeout!r}; it must be a number of seconds "
+                "above 0"
             )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise ValueError(
-                    f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, as in 10.0.0.1:6000"
+                    f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, as "
+                    "in 10.0.0.1:6000"
                 )
 
     @property
@@ -77,28 +77,33 @@ def read(
     timeout: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ProcessConfig | None:
-    """What was typed, or else what a launcher's variables say; None is one process.
+    """The processes that the arguments, or else a launcher's variables, describe; None is one
+    process.
 
     Args:
         processes: 1 starts alone, whatever the variables say.
 
     Raises:
-        ValueError: some of the three are given and others are missing, or a value is out of its range.
+        ValueError: some of the three are given and others are missing, or a value is out of its
+            range.
     """
     seconds = ProcessConfig.timeout if timeout is None else timeout
-    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    options = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     if processes == 1 and not process:
         return None
-    if any(value is not None for value in given.values()):
-        missing = [name for name, value in given.items() if value is None]
+    if any(value is not None for value in options.values()):
+        missing = [name for name, value in options.items() if value is None]
         if missing or processes is None or process is None:
             raise ValueError(
-                f"{' and '.join(missing)} missing; give all of {', '.join(given)}, in every process"
+                f"{' and '.join(missing)} missing; give all of {', '.join(options)}, in every "
+                "process"
             )
         return ProcessConfig(coordinator, processes, process, seconds)
-    for count, others in LAUNCHERS.items():
-        if all(name in environ for name in (count, *others)) and int(environ[count]) > 1:
-            rank = next(name for name in others if name.endswith(("PROCESS_ID", "PROCID", "RANK")))
+    for count, variables in LAUNCHERS.items():
+        if all(name in environ for name in (count, *variables)) and int(environ[count]) > 1:
+            rank = next(
+                name for name in variables if name.endswith(("PROCESS_ID", "PROCID", "RANK"))
+            )
             return ProcessConfig(
                 environ.get("JAX_COORDINATOR_ADDRESS"),
                 int(environ[count]),

@@ -1,7 +1,9 @@
-"""Messages between processes: JSON with its length before it, over two TCP connections for each follower.
+"""Messages between processes: JSON with its length before it, over two TCP connections for each
+follower.
 
-One connection has the leader's inputs, in order. The other has all the rest, in both directions: signs of life,
-failures. So a process that reads no inputs can still be told to end. JSON, because a peer's bytes must not run code.
+One connection has the leader's inputs, in order. The other has all the rest, in both directions:
+signs of life, failures. So a process that reads no inputs can still be told to end. JSON, because a
+peer's bytes must not run code.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ MOST = 2**28  # bytes of a message; a prompt of a million tokens has 7 MB
 class Connection:
     """One connection. Any thread may send; one thread receives."""
 
-    def __init__(self, made: socket.socket) -> None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._file, self._lock = made, made.makefile("rb"), threading.Lock()
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = stream
+        self._file = stream.makefile("rb")
+        self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send what `encoded` returned. A closed connection is not an error: who receives from it finds out."""
+        """Send what `encoded` returned. A closed connection is not an error: who receives from it
+        finds out.
+        """
         with self._lock, suppress(OSError):
             self._socket.sendall(data)
 

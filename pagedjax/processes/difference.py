@@ -7,28 +7,33 @@ from collections.abc import Sequence
 SHOWN = 200  # characters of a line in an error
 
 
-def difference(process: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """In which transition another process differs from process 0, by the lines of both."""
-    for a, b in zip(mine, theirs, strict=False):
-        if a != b:
-            return f"process 0 has {_around(a, b)}, and process {process} {_around(b, a)}"
-    if len(mine) == len(theirs):
+def difference(process: int, leader_lines: Sequence[str], lines: Sequence[str]) -> str:
+    """The first difference of another process from process 0, as the end of a sentence.
+
+    Args:
+        leader_lines, lines: of the transitions in process 0, and in `process`.
+    """
+    for leader_line, line in zip(leader_lines, lines, strict=False):
+        if leader_line != line:
+            return (
+                f"process 0 has {_excerpt(leader_line, line)}, and process {process} "
+                f"{_excerpt(line, leader_line)}"
+            )
+    if len(leader_lines) == len(lines):
         return "drafts or predicted plans, or what was before this step"
-    more, fewer = (mine, theirs) if len(mine) > len(theirs) else (theirs, mine)
-    where = f"process {process}" if fewer is theirs else "process 0"
-    return f"{where} has no {more[len(fewer)][:SHOWN]}"
+    if len(leader_lines) > len(lines):
+        return f"process {process} has no {leader_lines[len(lines)][:SHOWN]}"
+    return f"process 0 has no {lines[len(leader_lines)][:SHOWN]}"
 
 
-def _around(line: str, other: str) -> str:
-    """The start of a line, which names the transition, and where it begins to differ from another one."""
+def _excerpt(line: str, counterpart: str) -> str:
+    """The start of a line, which names the transition, and the place where it begins to differ."""
     first = next(
-        (i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b),
-        min(len(line), len(other)),
+        (i for i, (a, b) in enumerate(zip(line, counterpart, strict=False)) if a != b),
+        min(len(line), len(counterpart)),
     )
     start = first - SHOWN // 4
-    shown = (
-        f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}"
-        if start > SHOWN // 4
-        else line[:SHOWN]
-    )
-    return shown if line.endswith(shown[-9:]) else f"{shown}..."
+    excerpt = line[:SHOWN]
+    if start > SHOWN // 4:
+        excerpt = f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}"
+    return excerpt if line.endswith(excerpt[-9:]) else f"{excerpt}..."

@@ -1,4 +1,6 @@
-"""`Digest`: a hash of all inputs and transitions of one engine, and the lines that name a difference."""
+"""`Digest`: a hash of all inputs and transitions of one engine, and the lines that name a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,20 @@ class Digest(Lines):
             if name != "schedule":
                 getattr(self, name)(*arguments)
 
-    def scheduled(self, step: ScheduledStep, sequences: Sequences, ahead: Lookahead) -> str:
-        """The digest with the plan of a step, the drafts that the host wrote for it, and the predicted plans that the
-        devices compute already."""
+    def scheduled(self, step: ScheduledStep, sequences: Sequences, lookahead: Lookahead) -> str:
+        """The digest with the plan of a step, the drafts that the host wrote for it, and the
+        predicted plans that the devices compute already."""
         self.schedule(step.plan, offered=step.offered)
-        at = {
+        lengths = {
             seq.request.request_id: length
             for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)
         }
         for name, k in step.offered.items():
-            if name in at:
-                self._hash.update(sequences[name].tokens[at[name] : at[name] + k].tobytes())
-        for sent in ahead.sent:
+            if name in lengths:
+                self._hash.update(
+                    sequences[name].tokens[lengths[name] : lengths[name] + k].tobytes()
+                )
+        for sent in lookahead.sent:
             rows = [(seq.arrival, seq.blocks) for seq in sent.plan.seqs]
             self._hash.update(json.dumps((rows, sent.plan.starts, sent.plan.counts)).encode())
         return self._hash.hexdigest()

@@ -1,13 +1,14 @@
-"""One engine in several processes: `LeaderEngine` in process 0, `FollowerEngine` in every other one.
+"""One engine in several processes: `LeaderEngine` in process 0, `FollowerEngine` in every other
+one.
 
-Every process runs the same pure scheduler on the same inputs, and computes its part of every step on its own devices.
-Process 0 puts the inputs in order: requests, cancels (also of stop strings, timeouts and Ctrl-C, which end a request
-from outside of the scheduler), resets, recordings, new parameters, steps. Sampled tokens do not cross the wire: a step
-leaves them on all devices.
+Every process runs the same pure scheduler on the same inputs, and computes its part of every step
+on its own devices. Process 0 puts the inputs in order: requests, cancels (also of stop strings,
+timeouts and Ctrl-C, which end a request from outside of the scheduler), resets, recordings, new
+parameters, steps. Sampled tokens do not cross the wire: a step leaves them on all devices.
 
-Before a step is sent to the devices, everyone compares a digest of all inputs and transitions so far, with the plan of
-this step (digest.py). The scheduler is pure, so equal digests mean equal states. What differs is named by its
-transition.
+Before a step is sent to the devices, everyone compares a digest of all inputs and transitions so
+far, with the plan of this step (digest.py). The scheduler is pure, so equal digests mean equal
+states. What differs is named by its transition.
 """
 
 from __future__ import annotations
@@ -39,44 +40,50 @@ from pagedjax.processes.join import joined
 from pagedjax.structured.matcher import Grammar
 
 
-def given(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in all processes before an engine is built: other programs would wait for each other."""
-    found: dict[str, Any] = {
+def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that must be equal in all processes before an engine is built.
+
+    Otherwise processes would run different programs, which wait for each other.
+    """
+    facts: dict[str, Any] = {
         f"engine.{name}": value for name, value in dataclasses.asdict(config).items()
     }
-    found |= {
+    facts |= {
         "pagedjax": __version__,
         "jax": jax.__version__,
         "model": repr(model.config),
         "dtype": model.dtype,
-    }
-    found |= {
         "weights": fingerprint(model),
         "eos_token_ids": list(options.get("eos_token_ids", ())),
+        "row_features": [feature.name for feature in options.get("row_features", ())],
     }
-    found["row_features"] = [feature.name for feature in options.get("row_features", ())]
     if draft := options.get("draft_model"):
-        found |= {
+        facts |= {
             "draft model": repr(draft.layers),
             "weights of the draft model": fingerprint_of(draft.params),
         }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(facts, default=str))
 
 
-def resolved(engine: Engine) -> dict[str, Any]:
-    """What must be equal before the first input."""
-    found: dict[str, Any] = {
+def resolved_facts(engine: Engine) -> dict[str, Any]:
+    """The facts of a built engine that must be equal before the first input."""
+    facts: dict[str, Any] = {
         f"engine.{name}": value for name, value in dataclasses.asdict(engine.config).items()
     }
-    return json.loads(json.dumps(found | {"policy": engine.runtime.policy.name}, default=str))
+    facts["policy"] = engine.runtime.policy.name
+    return json.loads(json.dumps(facts, default=str))
 
 
-def unequal(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """The first fact of process 0 that is another one here, as a sentence."""
-    for name, value in there.items():
-        if here.get(name) != value:
-            what = f"{name} is {here.get(name)!r} here and {value!r} in process 0"
-            return f"{what}; start all processes with the same options, versions and files"
+def first_difference(facts: Mapping[str, Any], leader_facts: Mapping[str, Any]) -> str | None:
+    """The first fact of process 0 that has another value here, as a sentence; None if there is
+    none.
+    """
+    for name, value in leader_facts.items():
+        if facts.get(name) != value:
+            return (
+                f"{name} is {facts.get(name)!r} here and {value!r} in process 0; start all "
+                "processes with the same options, versions and files"
+            )
     return None
 
 
@@ -87,46 +94,52 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
         ValueError: several processes that are not joined, or without a mesh; or as `Engine`.
         ProcessFailed: another process cannot build it, or was started with other options.
     """
-    group, processes = joined(), jax.process_count()
+    group = joined()
+    processes = jax.process_count()
     if processes == 1:
         return Engine(model, config, **options)
     if config.compilation == "background":
-        what = "all processes must run the same program for a step"
         raise ValueError(
-            f"compilation is 'background', and {what}; set compilation='eager' for {processes} processes"
+            "compilation is 'background', and all processes must run the same program for a step; "
+            f"set compilation='eager' for {processes} processes"
         )
     if group is None:
-        what = f"JAX runs in {processes} processes, and they are not connected"
         raise ValueError(
-            f"{what}; call pagedjax.processes.join.join() in each of them, before the first engine"
+            f"JAX runs in {processes} processes, and they are not connected; call "
+            "pagedjax.processes.join.join() in each of them, before the first engine"
         )
     if model.placement is None and config.mesh is None:
-        mesh = f"mesh={{'tensor': {jax.device_count()}}}"
         raise ValueError(
-            f"{processes} processes have {jax.device_count()} devices, and mesh is None; set {mesh}"
+            f"{processes} processes have {jax.device_count()} devices, and mesh is None; set "
+            f"mesh={{'tensor': {jax.device_count()}}}"
         )
-    facts = given(model, config, options)
-    kind: Any = LeaderEngine if isinstance(group, Leader) else FollowerEngine
-    group.open(facts) if isinstance(group, Leader) else group.open(
-        lambda expected: unequal(facts, expected)
-    )
+    facts = given_facts(model, config, options)
+    if isinstance(group, Leader):
+        group.open(facts)
+    else:
+        group.open(lambda leader_facts: first_difference(facts, leader_facts))
     try:
-        return kind(group, model, config, **options)
+        if isinstance(group, Leader):
+            return LeaderEngine(group, model, config, **options)
+        return FollowerEngine(group, model, config, **options)
     except Exception as error:  # of the configuration, so the others have it too
-        group.not_built(named(error))
+        group.not_built(one_line(error))
         raise
 
 
 class LeaderEngine(Engine):
     """The engine of process 0. It sends every input to all processes, in its order.
 
-    An exception in a step cannot be rolled back, because others may have computed it: it ends all processes.
+    An exception in a step cannot be rolled back, because others may have computed it: it ends all
+    processes.
     """
 
     def __init__(self, group: Leader, model: Model, config: EngineConfig, **options: Any) -> None:
         super().__init__(model, config, **options)
-        self.group, self.number, self._digest = group, group.engines, Digest()
-        self._order("engine", facts=resolved(self))
+        self.group = group
+        self.number = group.engines
+        self._digest = Digest()
+        self._order("engine", facts=resolved_facts(self))
         group.flush()
         group.enter("waiting")
 
@@ -145,23 +158,24 @@ class LeaderEngine(Engine):
         grammar: Grammar | None = None,
     ) -> None:
         if grammar is not None:
-            what = "structured_outputs run in one process, and this engine has several"
             raise ValueError(
-                f"request {request_id!r}: {what}; leave them out, or start one process"
+                f"request {request_id!r}: structured_outputs run in one process, and this engine "
+                "has several; leave them out, or start one process"
             )
         if isinstance(params, SamplingParams) and params.taps:
-            what = "taps run in one process, and this engine has several"
             raise ValueError(
-                f"request {request_id!r}: {what}; leave them out, or start one process"
+                f"request {request_id!r}: taps run in one process, and this engine has several; "
+                "leave them out, or start one process"
             )
         if (
             isinstance(params, PoolingParams)
             and params.kind != "LAST"
             and self.config.compilation != "lazy"
         ):
-            what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
             raise ValueError(
-                f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough"
+                f"pooling of kind {params.kind!r} compiles a program at its first use, while "
+                "several processes wait; use 'LAST', or compilation='lazy' with a timeout that is "
+                "long enough"
             )
         order: dict[str, Any] = {
             "forks": tuple(forks),
@@ -176,9 +190,8 @@ class LeaderEngine(Engine):
             "params": encoded_params(params),
             **order,
         }
-        text = text_of(
-            {"input": "add", **body}
-        )  # before the request is taken: what cannot be sent is refused
+        # before the request is taken: what cannot be sent is refused
+        text = text_of({"input": "add", **body})
         super().add(request_id, prompt, params, **order)
         self._send("add", text)
 
@@ -198,7 +211,9 @@ class LeaderEngine(Engine):
     @interrupts.deferred()
     @interrupts.in_turn
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
-        """Replace the parameters in all processes; each has them from itself (`FollowerEngine.follow`)."""
+        """Replace the parameters in all processes; each has them from itself
+        (`FollowerEngine.follow`).
+        """
         super().update_params(tree, pending)
         self._order("update_params", weights=fingerprint(self.model), pending=pending)
         self.group.flush()
@@ -232,7 +247,7 @@ class LeaderEngine(Engine):
             raise
         except BaseException as error:
             traceback.print_exc()
-            reason = f"process 0 failed in step {self.group.steps}: {named(error)}"
+            reason = f"process 0 failed in step {self.group.steps}: {one_line(error)}"
             self.group.fail_if_nobody_else(reason)
             raise ProcessFailed(self.group.failure or reason) from error
         finally:
@@ -267,12 +282,13 @@ class LeaderEngine(Engine):
 
     def _schedule(self) -> ScheduledStep:
         self.group.begin_step()
-        found = super()._schedule()
-        digest = self._digest.scheduled(found, self._state.sequences, self._state.ahead)
-        lines, self._digest.lines = self._digest.lines, []
-        self.group.order_step(lines, engine=self.number, drafts=found.drafts, digest=digest)
+        step = super()._schedule()
+        digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
+        lines = self._digest.lines
+        self._digest.lines = []
+        self.group.order_step(lines, engine=self.number, drafts=step.drafts, digest=digest)
         self.group.enter("running")
-        return found
+        return step
 
 
 class FollowerEngine(Engine):
@@ -280,7 +296,9 @@ class FollowerEngine(Engine):
 
     def __init__(self, group: Follower, model: Model, config: EngineConfig, **options: Any) -> None:
         super().__init__(model, config, **options)
-        self.group, self.number, self._digest = group, group.engines, Digest()
+        self.group = group
+        self.number = group.engines
+        self._digest = Digest()
         self._step_input: Message = {}
 
     sleep = LeaderEngine.sleep
@@ -294,16 +312,15 @@ class FollowerEngine(Engine):
         """Apply the inputs of process 0 until it releases this engine (True) or ends (False).
 
         Args:
-            new_params: returns what `update_params` gets in this process, when process 0 calls it. Its time counts
-                against the timeout of processes if a step waits for it.
+            new_params: returns what `update_params` gets in this process, when process 0 calls it.
+                Its time counts against the timeout of processes if a step waits for it.
             record: a file for this process's own recording, while process 0 records.
 
         Raises:
             ProcessFailed: a process has failed; all processes end.
         """
-        with (
-            interrupts.ignored()
-        ):  # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
+        with interrupts.ignored():
+            # a terminal sends Ctrl-C to process 0 too, which makes inputs of it
             while True:
                 self.group.enter("waiting")
                 message = self.group.receive()
@@ -315,14 +332,19 @@ class FollowerEngine(Engine):
                     raise
                 except BaseException as error:
                     traceback.print_exc()
-                    what = (
-                        f"process {self.group.process} failed {self._at(message)}: {named(error)}"
+                    place = f"at the input {message['input']!r}"
+                    if message["input"] == "step":
+                        place = f"in step {self.group.steps}"
+                    self.group.report(
+                        "failed",
+                        f"process {self.group.process} failed {place}: {one_line(error)}",
                     )
-                    self.group.report("failed", what)
 
     def add(self, request_id: str, *args: Any, **options: Any) -> None:
-        what = f"process {self.group.process} follows process 0, which takes the requests"
-        raise ValueError(f"{what}; call follow() here")
+        raise ValueError(
+            f"process {self.group.process} follows process 0, which takes the requests; call "
+            "follow() here"
+        )
 
     def _apply(self, message: Message, new_params: Callable[[], Any] | None, record: Any) -> None:
         match message["input"]:
@@ -331,10 +353,11 @@ class FollowerEngine(Engine):
                 return
             case "open":
                 raise ValueError(
-                    "process 0 has another engine, and this process still follows one; release it first"
+                    "process 0 has another engine, and this process still follows one; release it "
+                    "first"
                 )
             case "engine":
-                if reason := unequal(resolved(self), message["facts"]):
+                if reason := first_difference(resolved_facts(self), message["facts"]):
                     raise ValueError(reason)
             case "add":
                 self._follow_add(message)
@@ -351,12 +374,14 @@ class FollowerEngine(Engine):
             case "update_params":
                 if new_params is None:
                     raise ValueError(
-                        "process 0 has new parameters, and follow() got none here; give it new_params"
+                        "process 0 has new parameters, and follow() got none here; give it "
+                        "new_params"
                     )
                 self.update_params(new_params(), message["pending"])
                 if fingerprint(self.model) != message["weights"]:
                     raise ValueError(
-                        "the new parameters are others than in process 0; give all processes the same"
+                        "the new parameters are others than in process 0; give all processes the "
+                        "same"
                     )
         self._digest.input(message["input"], text_of(message))
 
@@ -367,63 +392,55 @@ class FollowerEngine(Engine):
             super().add(
                 message["request_id"], message["prompt"], params, forks=message["forks"], **order
             )
-        except (
-            ValueError
-        ) as error:  # process 0 took it, so the states differ; the next step says so
+        except ValueError as error:
+            # process 0 took it, so the states differ; the next step says so
             self._digest.input("refused", text_of({"refused": str(error)}))
 
     def _follow_step(self, message: Message) -> None:
         self.group.begin_step()
         if message["number"] != self.group.steps:
-            self._differs("it did not get the input of this step")
+            self._report_difference("it did not get the input of this step")
         if message["engine"] != self.number:
-            self._differs(
+            self._report_difference(
                 f"it follows engine {self.number}, and process 0 uses engine {message['engine']}"
             )
         if not self.has_work:
-            self._differs()
+            self._report_difference()
         self._step_input = message
         self.step()
 
     def _schedule(self) -> ScheduledStep:
-        found = schedule(self.runtime, self._state, self._step_input["drafts"])
-        digest = self._digest.scheduled(found, self._state.sequences, self._state.ahead)
+        step = schedule(self.runtime, self._state, self._step_input["drafts"])
+        digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
         if digest != self._step_input["digest"]:
-            self._differs()
+            self._report_difference()
         self._digest.lines = []
         self.group.enter("running")
-        return found
+        return step
 
-    def _differs(self, what: str | None = None) -> None:
+    def _report_difference(self, reason: str | None = None) -> None:
         self.group.report(
-            "differs", {"step": self.group.steps, "lines": self._digest.lines, "what": what}
+            "differs", {"step": self.group.steps, "lines": self._digest.lines, "what": reason}
         )
 
     def _set(self, after: EngineState) -> None:
         self._digest.transitions(after)
         super()._set(after)
 
-    def _at(self, message: Message) -> str:
-        return (
-            f"in step {self.group.steps}"
-            if message["input"] == "step"
-            else f"at the input {message['input']!r}"
-        )
 
-
-def named(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def encoded_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> Message:
     """Parameters of a request as JSON: the fields that are not at their defaults."""
-    found = {}
+    fields = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if value != field.default:
-            found[field.name] = dict(value) if isinstance(value, Mapping) else value
-    return {"kind": type(params).__name__, "fields": found}
+            fields[field.name] = dict(value) if isinstance(value, Mapping) else value
+    return {"kind": type(params).__name__, "fields": fields}
 
 
 def decoded_params(message: Message) -> SamplingParams | BeamSearchParams | PoolingParams:

@@ -1,8 +1,10 @@
-"""The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower` in every other one.
+"""The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower`
+in every other one.
 
-The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in a while how far it
-has come. A process that ends, is stopped or makes no progress ends all of them, within the timeout, with a sentence
-that names it and the exit status EXIT_STATUS: their devices wait for each other, so none of them can go on.
+The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in
+a while how far it has come. A process that ends, is stopped or makes no progress ends all of them,
+within the timeout, with a sentence that names it and the exit status EXIT_STATUS: their devices
+wait for each other, so none of them can go on.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
-KEPT_STEPS = (
-    16  # whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
-)
+# whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
+KEPT_STEPS = 16
 
 
 class ProcessFailed(SystemExit):
-    """A process of the engine has failed. It is no `Exception`, because nobody can go on after it."""
+    """A process of the engine has failed. It is no `Exception`, because nobody can go on after
+    it.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(EXIT_STATUS)
@@ -56,21 +59,25 @@ class Group:
         self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit
     ) -> None:
         """`exit`: ends the process, also while its main thread waits for a device."""
-        self.process, self.processes, self.timeout = process, processes, timeout
+        self.process = process
+        self.processes = processes
+        self.timeout = timeout
         self.failure: str | None = None
         self.on_failure: list[Callable[[str], None]] = []
         self._exit = exit
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._closing = False
         self.steps = self.engines = 0
-        self._stage, self._since = "starting", time.monotonic()
+        self._stage = "starting"
+        self._since = time.monotonic()
 
     def __str__(self) -> str:
         """What this process does, for people."""
-        what = "takes the requests" if self.process == 0 else "follows process 0"
-        return f"process {self.process} of {self.processes} {what}"
+        role = "takes the requests" if self.process == 0 else "follows process 0"
+        return f"process {self.process} of {self.processes} {role}"
 
-    # progress of this process -----------------------------------------------------------------------------------------
+    # progress of this process ---------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.steps += 1
@@ -78,7 +85,8 @@ class Group:
 
     def enter(self, stage: Stage) -> None:
         """Say how far this process has come."""
-        self._stage, self._since = stage, time.monotonic()
+        self._stage = stage
+        self._since = time.monotonic()
 
     @property
     def progress(self) -> Progress:
@@ -101,7 +109,7 @@ class Group:
     def _check(self) -> None:
         raise NotImplementedError
 
-    # the end ----------------------------------------------------------------------------------------------------------
+    # the end --------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises ProcessFailed if a process has failed."""
@@ -154,9 +162,8 @@ class Leader(Group):
         self._pending: list[str] = []
         self._lines: dict[int, list[str]] = {}
         self._opened: Counter[int] = Counter()
-        self._not_built: Counter[int] = (
-            Counter()
-        )  # by process, the last engine that it could not build
+        # by process, the last engine that it could not build
+        self._not_built: Counter[int] = Counter()
         for i in peers:
             self._in_thread(self._listen, i)
         self._in_thread(self._watch)
@@ -170,14 +177,17 @@ class Leader(Group):
         self._pending.append(text)
 
     def order_step(self, lines: list[str], **body: Any) -> None:
-        """The next step, and the lines that name a difference if there is one. It is sent at once."""
+        """The next step, and the lines that name a difference if there is one. It is sent at
+        once.
+        """
         self._lines[self.steps] = lines
         self._lines.pop(self.steps - KEPT_STEPS, None)
         self.order("step", number=self.steps, **body)
         self.flush()
 
     def open(self, facts: dict[str, Any]) -> None:
-        """Begin a new engine in all processes: wait until each of them is there. They load as long as it takes.
+        """Begin a new engine in all processes: wait until each of them is there. They load as long
+        as it takes.
 
         Raises:
             ProcessFailed: one has other options, or has failed.
@@ -210,13 +220,16 @@ class Leader(Group):
             ProcessFailed: a process has failed.
         """
         self.check()
-        pending, self._pending = self._pending, []
-        data = b"".join(framed(text) for text in pending)
-        for connection in self._inputs.values() if data else ():
-            connection.send(data)
+        data = b"".join(framed(text) for text in self._pending)
+        self._pending = []
+        if data:
+            for connection in self._inputs.values():
+                connection.send(data)
 
     def close(self) -> None:
-        """Let the others end, and wait for them. A process that does not end is named, and this one ends."""
+        """Let the others end, and wait for them. A process that does not end is named, and this one
+        ends.
+        """
         error = getattr(sys, "last_value", None)  # what nobody caught
         if error is not None:
             self.fail(f"process 0 ended: {type(error).__name__}: {error}")
@@ -247,12 +260,16 @@ class Leader(Group):
         super().fail(reason, **({"tell": self._tell} | options))
 
     def fail_if_nobody_else(self, reason: str) -> None:
-        """End all processes: for this reason, unless it turns out to be the consequence of another process's end."""
+        """End all processes: for this reason, unless it turns out to be the consequence of another
+        process's end.
+        """
         self._over.wait(CAUSE_SECONDS)
         self.fail(reason)
 
     def _leave(self) -> None:
-        """JAX ends the others by an abort if this process, its coordinator, ends before they have read the reason."""
+        """JAX ends the others by an abort if this process, its coordinator, ends before they have
+        read the reason.
+        """
         until = time.monotonic() + CAUSE_SECONDS
         while len(self._closed) < len(self._control) and time.monotonic() < until:
             time.sleep(0.005)
@@ -268,12 +285,11 @@ class Leader(Group):
                 self._heard[i] = Progress(*message["beat"]), time.monotonic()
             elif "differs" in message:
                 report = message["differs"]
-                what = report.get("what") or difference(
-                    i, self._lines.get(report["step"], []), report["lines"]
-                )
+                leader_lines = self._lines.get(report["step"], [])
+                reason = report.get("what") or difference(i, leader_lines, report["lines"])
                 self._in_thread(
                     self.fail,
-                    f"process {i} differs from process 0 in step {report['step']}: {what}",
+                    f"process {i} differs from process 0 in step {report['step']}: {reason}",
                 )
             elif "not_built" in message:
                 self._not_built[i] = self.engines
@@ -289,23 +305,21 @@ class Leader(Group):
                 self._gone.add(i)
         self._closed.add(i)
         if i not in self._gone and not self._closing:
-            when = (
-                f"while process 0 was at step {self.steps}"
-                if self.steps
-                else "before the first step"
-            )
-            self.fail(f"process {i} ended {when}: its connection is closed")
+            moment = "before the first step"
+            if self.steps:
+                moment = f"while process 0 was at step {self.steps}"
+            self.fail(f"process {i} ended {moment}: its connection is closed")
 
     def _check(self) -> None:
-        data, now = self._beat(), time.monotonic()
+        beat = self._beat()
+        time_now = time.monotonic()
         for connection in self._control.values():
-            connection.send(data)
-        heard = {
-            i: one._replace(silent=now - at)
-            for i, (one, at) in self._heard.items()
-            if i not in self._gone
-        }
-        reason = late({0: self.progress, **heard}, self.timeout)
+            connection.send(beat)
+        progress = {0: self.progress}
+        for i, (state, heard_at) in self._heard.items():
+            if i not in self._gone:
+                progress[i] = state._replace(silent=time_now - heard_at)
+        reason = late(progress, self.timeout)
         if reason:
             self.fail(reason)
 
@@ -315,7 +329,8 @@ class Follower(Group):
 
     def __init__(self, inputs: Connection, control: Connection, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._control, self._heard = control, time.monotonic()
+        self._control = control
+        self._heard = time.monotonic()
         self._inputs: queue.Queue[Message | None] = queue.Queue()
         self._ended = False
         self._in_thread(self._read, inputs)
@@ -329,9 +344,8 @@ class Follower(Group):
             ProcessFailed: a process has failed.
         """
         message = None if self.failure is not None else self._inputs.get()
-        if (
-            message is None
-        ):  # this process ends, or the connection has ended and the reason comes over the other one
+        if message is None:
+            # this process ends, or the connection has ended and the reason comes over the other one
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -342,7 +356,8 @@ class Follower(Group):
         """Wait until process 0 begins a new engine, and say that this process is ready to build it.
 
         Args:
-            unequal: what process 0 says of the engine -> why it is another one than here; None: it is the same.
+            unequal: what process 0 says of the engine -> why it is another one than here; None: it
+                is the same.
 
         Raises:
             ProcessFailed: it is another one, or a process has failed.
@@ -350,10 +365,10 @@ class Follower(Group):
         self.enter("starting")
         while (message := self.receive())["input"] != "open":
             if message["input"] in ("end", "step"):
-                what = "ended" if message["input"] == "end" else "went on"
+                action = "ended" if message["input"] == "end" else "went on"
                 self.report(
                     "failed",
-                    f"process {self.process} builds an engine, and process 0 {what} without it",
+                    f"process {self.process} builds an engine, and process 0 {action} without it",
                 )
         if reason := unequal(message["facts"]):
             self.report("failed", f"process {self.process} differs from process 0: {reason}")
@@ -380,14 +395,19 @@ class Follower(Group):
         self._control.send(encoded({"stop": True}))
 
     def close(self) -> None:
-        """At the end of this process's program. It waits for that of process 0; after an exception it ends all."""
+        """At the end of this process's program. It waits for that of process 0; after an exception
+        it ends all.
+        """
         if self.failure is None and getattr(sys, "last_value", None) is not None:
             self._exit(1)
         self.enter("waiting")
         while not (self._ended or self.failure):
             if self.receive()["input"] in ("open", "step"):
-                what = "does not follow: its program has ended, and its output says why"
-                self.report("failed", f"process {self.process} {what}")
+                self.report(
+                    "failed",
+                    f"process {self.process} does not follow: its program has ended, and its "
+                    "output says why",
+                )
         self.wait_for_the_end()
         self._control.send(encoded({"bye": True}))
         self._closing = True
@@ -414,11 +434,12 @@ class Follower(Group):
         silent = time.monotonic() - self._heard
         if silent > self.timeout:
             self.fail(
-                f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be reached"
+                f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be "
+                "reached"
             )
 
 
-# how they find each other ---------------------------------------------------------------------------------------------
+# how they find each other -------------------------------------------------------------------------
 
 
 def accept(
@@ -438,28 +459,31 @@ def accept(
     Raises:
         TimeoutError: one has not connected; the message names it.
     """
-    found: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
+    connections: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
     until = time.monotonic() + patience
-    while missing := [i for i, kinds in found.items() if len(kinds) < 2]:
+    while missing := [i for i, kinds in connections.items() if len(kinds) < 2]:
         listener.settimeout(max(until - time.monotonic(), 0.001))
         try:
-            made, _ = listener.accept()
+            stream, _ = listener.accept()
         except TimeoutError:
             raise TimeoutError(
                 f"process {missing[0]} has not connected to process 0 for {patience:g} s"
             ) from None
-        made.settimeout(5)  # a stranger that says nothing must not hold up the others
-        connection = Connection(made)
+        stream.settimeout(5)  # a stranger that says nothing must not hold up the others
+        connection = Connection(stream)
         hello = connection.receive()
         hello = hello if isinstance(hello, dict) else {}
-        kind, i = hello.get("kind"), hello.get("process")
-        if hello.get("token") != token or i not in found or kind not in ("inputs", "control"):
+        kind = hello.get("kind")
+        i = hello.get("process")
+        if hello.get("token") != token or i not in connections or kind not in ("inputs", "control"):
             connection.close()
             continue
-        made.settimeout(None)
-        found[i][kind] = connection
+        stream.settimeout(None)
+        connections[i][kind] = connection
     return Leader(
-        {i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options
+        {i: (kinds["inputs"], kinds["control"]) for i, kinds in connections.items()},
+        timeout,
+        **options,
     )
 
 
@@ -476,10 +500,10 @@ def connect(
     Raises:
         OSError: it cannot be reached.
     """
-    made = []
+    connections = []
     for kind in ("inputs", "control"):
-        connected = socket.create_connection(address, timeout=timeout)
-        connected.settimeout(None)
-        made.append(Connection(connected))
-        made[-1].send(encoded({"kind": kind, "process": process, "token": token}))
-    return Follower(*made, process, processes, timeout, **options)
+        stream = socket.create_connection(address, timeout=timeout)
+        stream.settimeout(None)
+        connections.append(Connection(stream))
+        connections[-1].send(encoded({"kind": kind, "process": process, "token": token}))
+    return Follower(*connections, process, processes, timeout, **options)

@@ -32,10 +32,12 @@ def join(
     process: int | None = None,
     timeout: float | None = None,
 ) -> Leader | Follower | None:
-    """Start JAX in all processes of a job and connect them. Every process must call it, with the same `processes`.
+    """Start JAX in all processes of a job and connect them. Every process must call it, with the
+    same `processes`.
 
-    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES); without those there
-    is one process, and nothing happens. If JAX was started in several processes already, they are connected only.
+    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES);
+    without those there is one process, and nothing happens. If JAX was started in several processes
+    already, they are connected only.
 
     Args:
         coordinator, processes, process, timeout: as in `ProcessConfig`.
@@ -50,46 +52,45 @@ def join(
     """
     if _joined:
         return _joined[0]
-    found = config.read(coordinator, processes, process, timeout)
-    if found is not None and not jax.distributed.is_initialized():
-        _start_jax(found)
+    job = config.read(coordinator, processes, process, timeout)
+    if job is not None and not jax.distributed.is_initialized():
+        _start_jax(job)
     if jax.process_count() == 1:
         return None
-    found = found or ProcessConfig(
+    job = job or ProcessConfig(
         None, jax.process_count(), jax.process_index(), timeout or ProcessConfig.timeout
     )
-    if (found.processes, found.process) != (jax.process_count(), jax.process_index()):
+    if (job.processes, job.process) != (jax.process_count(), jax.process_index()):
         raise ValueError(
-            f"this is process {found.process} of {found.processes}, but JAX runs as process {jax.process_index()} of "
-            f"{jax.process_count()}; give both the same numbers"
+            f"this is process {job.process} of {job.processes}, but JAX runs as process "
+            f"{jax.process_index()} of {jax.process_count()}; give both the same numbers"
         )
-    _joined.append(_connected(found))
+    _joined.append(_connect(job))
     atexit.register(leave)
     return _joined[0]
 
 
 def leave() -> None:
-    """End what processes share: in process 0 after the last input, in the others after `follow`. It is called at the
-    end of Python; a process that a signal will end must call it."""
+    """End what processes share: in process 0 after the last input, in the others after `follow`. It
+    is called at the end of Python; a process that a signal will end must call it."""
     if _joined:
         _joined.pop().close()
         jax.distributed.shutdown()  # waits for all processes
 
 
-def _start_jax(found: ProcessConfig) -> None:
+def _start_jax(job: ProcessConfig) -> None:
     address: dict[str, Any] = {}
-    if found.coordinator is not None:
+    if job.coordinator is not None:
         address = {
-            "coordinator_address": found.coordinator,
-            "num_processes": found.processes,
-            "process_id": found.process,
+            "coordinator_address": job.coordinator,
+            "num_processes": job.processes,
+            "process_id": job.process,
         }
-    if found.loopback:
-        address["coordinator_bind_address"] = found.coordinator
-    jax.config.update(
-        "jax_cpu_collectives_implementation", "gloo"
-    )  # of CPUs; accelerators have their own
-    seconds = max(10, int(found.timeout))
+    if job.loopback:
+        address["coordinator_bind_address"] = job.coordinator
+    # of CPUs; accelerators have their own
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    seconds = max(10, int(job.timeout))
     jax.distributed.initialize(
         **address,
         initialization_timeout=max(60, seconds),
@@ -98,23 +99,24 @@ def _start_jax(found: ProcessConfig) -> None:
     )
 
 
-def _connected(found: ProcessConfig) -> Leader | Follower:
-    """Process 0 listens at a free port, and tells the others by one broadcast of JAX."""
-    if found.process == 0:
-        given = found.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
-        host = given.rpartition(":")[0].strip("[]") or _own_address()
-        bind = host if found.loopback else ""  # a name may mean another address here than elsewhere
+def _connect(job: ProcessConfig) -> Leader | Follower:
+    """Connect this process to the others.
+
+    Process 0 listens at a free port, and tells the others by one broadcast of JAX.
+    """
+    if job.process == 0:
+        coordinator = job.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+        host = coordinator.rpartition(":")[0].strip("[]") or _own_address()
+        bind = host if job.loopback else ""  # a name may mean another address here than elsewhere
         with socket.create_server(
-            (bind, 0), family=_family(host), backlog=2 * found.processes
+            (bind, 0), family=_family(host), backlog=2 * job.processes
         ) as listener:
             token = secrets.token_hex(16)
             _broadcast({"host": host, "port": listener.getsockname()[1], "token": token})
-            return group.accept(
-                listener, found.processes, token, max(60, found.timeout), found.timeout
-            )
+            return group.accept(listener, job.processes, token, max(60, job.timeout), job.timeout)
     leader = _broadcast({})
     address = leader["host"], leader["port"]
-    return group.connect(address, found.process, found.processes, leader["token"], found.timeout)
+    return group.connect(address, job.process, job.processes, leader["token"], job.timeout)
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -122,21 +124,24 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address() -> str:
-    """An address of this host that others can reach: that of the interface which leads elsewhere. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+    """An address of this host that others can reach: that of the interface which leads elsewhere.
+    Nothing is sent.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found.connect(("10.255.255.255", 1))
-            return found.getsockname()[0]
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
         except OSError:
             return socket.gethostbyname(socket.gethostname())
 
 
 def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
-    """What process 0 gave."""
+    """The message that process 0 gave."""
     text = json.dumps(message).encode()
     if len(text) > HELLO_BYTES:
         raise ValueError(
-            f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: {text!r:.200}"
+            f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: "
+            f"{text!r:.200}"
         )
-    given = np.frombuffer(text.ljust(HELLO_BYTES), np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(given), np.uint8).tobytes())
+    data = np.frombuffer(text.ljust(HELLO_BYTES), np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8).tobytes())

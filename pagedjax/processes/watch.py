@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-# starting: loads or compiles, as long as it takes. waiting: for the next input. scheduling: a step, before its program
-# is sent to the devices. running: from then on until the step's end.
+# starting: loads or compiles, as long as it takes. waiting: for the next input. scheduling: a step,
+# before its program is sent to the devices. running: from then on until the step's end.
 Stage = Literal["starting", "waiting", "scheduling", "running"]
 
 
@@ -27,34 +27,42 @@ class Progress(NamedTuple):
 def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
     """What is wrong, as a sentence that names the processes; None if nothing is.
 
-    A step ends on all devices together, so one late process holds up all others. They wait for it on their devices and
-    look equally late. The cause is the process that came less far.
+    A step ends on all devices together, so one late process holds up all others. They wait for it
+    on their devices and look equally late. The cause is the process that came less far.
 
     Args:
         progress: by process; 0 orders the inputs.
         timeout: seconds.
     """
     leader = progress[0]
-    for i, one in sorted(progress.items()):
-        if one.silent > timeout:
-            return f"process {i} has not been heard of for {one.silent:.0f} s: it is stopped, or cannot be reached"
-        if one.stage == "scheduling" and one.seconds > timeout:
-            return f"process {i} has been scheduling step {one.step} for {one.seconds:.0f} s"
+    for i, state in sorted(progress.items()):
+        if state.silent > timeout:
+            return (
+                f"process {i} has not been heard of for {state.silent:.0f} s: it is stopped, or "
+                "cannot be reached"
+            )
+        if state.stage == "scheduling" and state.seconds > timeout:
+            return f"process {i} has been scheduling step {state.step} for {state.seconds:.0f} s"
     running = leader.stage == "running" and leader.seconds > timeout
-    behind = [
-        i for i, one in progress.items() if one.stage != "starting" and one.step < leader.step
+    late_processes = [
+        i for i, state in progress.items() if state.stage != "starting" and state.step < leader.step
     ]
-    if running and behind:
-        return f"{_processes(behind)} did not begin step {leader.step} for {leader.seconds:.0f} s"
-    over = [i for i, one in progress.items() if one.stage == "running" and one.seconds > timeout]
-    if over:
-        first = min(progress[i].step for i in over)
-        held = [i for i in over if progress[i].step == first]
-        seconds = max(progress[i].seconds for i in held)
-        return f"step {first} has not ended for {seconds:.0f} s in {_processes(held)}"
+    if running and late_processes:
+        return (
+            f"{_processes(late_processes)} did not begin step {leader.step} for "
+            f"{leader.seconds:.0f} s"
+        )
+    overdue = [
+        i for i, state in progress.items() if state.stage == "running" and state.seconds > timeout
+    ]
+    if overdue:
+        first = min(progress[i].step for i in overdue)
+        first_processes = [i for i in overdue if progress[i].step == first]
+        seconds = max(progress[i].seconds for i in first_processes)
+        return f"step {first} has not ended for {seconds:.0f} s in {_processes(first_processes)}"
     return None
 
 
-def _processes(which: list[int]) -> str:
-    plural = "es" * (len(which) > 1)
-    return f"process{plural} {', '.join(map(str, sorted(which)))}"
+def _processes(numbers: list[int]) -> str:
+    plural = "es" * (len(numbers) > 1)
+    return f"process{plural} {', '.join(map(str, sorted(numbers)))}"

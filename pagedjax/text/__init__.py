@@ -1,1 +1,3 @@
-"""Text and tokens: tokenizers, streaming detokenization, and the outputs that a user gets. Knows no engine."""
+"""Text and tokens: tokenizers, streaming detokenization, and the outputs that a user gets. Knows no
+engine.
+"""

@@ -1,11 +1,13 @@
-"""Text while it is generated: token by token (`Detokenizer`), and up to a stop string (`StopChecker`). Imports no jax.
+"""Text while it is generated: token by token (`Detokenizer`), and up to a stop string
+(`StopChecker`). Imports no jax.
 
 text = Detokenizer(tokenizer, prompt_ids)        # one for each sequence
 stop = StopChecker(params.stop)                  # one for each sequence
 piece, stopped = stop.push(text.push(token_id))  # for each token
 
-Why not `tokenizers.decoders.DecodeStream`: it loses the end of an output that ends inside a character (97 of 500 random
-outputs), and its text includes text of the prompt. It is faster: 4.4 against 7.7 ms per 4,000 tokens.
+Why not `tokenizers.decoders.DecodeStream`: it loses the end of an output that ends inside a
+character (97 of 500 random outputs), and its text includes text of the prompt. It is faster: 4.4
+against 7.7 ms per 4,000 tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ from collections.abc import Sequence
 from pagedjax.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # the character that incomplete bytes decode to
-LOOKBACK = 256  # last tokens of a prompt that are read; enough for 3 bytes of a character before many special tokens
+# last tokens of a prompt that are read; enough for 3 bytes of a character before many special
+# tokens
+LOOKBACK = 256
 
 
 class Detokenizer:
-    """The text of one request, token by token: the pushes and the flush, joined, are the text of the whole output.
+    """The text of one request, token by token: the pushes and the flush, joined, are the text of
+    the whole output.
 
-    It never returns part of a character: incomplete bytes wait for the next token. The cost of a token does not depend
-    on the length of the text. If the prompt ends inside a character, the character is returned when the output
-    completes it. If the output does not complete it, its U+FFFD belongs to the prompt and is not returned.
+    It never returns part of a character: incomplete bytes wait for the next token. The cost of a
+    token does not depend on the length of the text. If the prompt ends inside a character, the
+    character is returned when the output completes it. If the output does not complete it, its
+    U+FFFD belongs to the prompt and is not returned.
     """
 
     def __init__(
@@ -35,7 +41,8 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        # only the end is read: a request with many branches makes many detokenizers of one long prompt
+        # only the end is read: a request with many branches makes many detokenizers of one long
+        # prompt
         prompt = [i for i in prompt_token_ids[-LOOKBACK:] if i not in self._skipped]
         self._stream = (_Window if tokenizer.coding is None else _Bytes)(tokenizer, prompt)
 
@@ -44,7 +51,9 @@ class Detokenizer:
         return "" if token_id in self._skipped else self._stream.push(token_id)
 
     def flush(self) -> str:
-        """The rest of the text at the end of the output: U+FFFD if the output ends inside a character."""
+        """The rest of the text at the end of the output: U+FFFD if the output ends inside a
+        character.
+        """
         return self._stream.flush()
 
 
@@ -55,9 +64,8 @@ class _Bytes:
         self._token_bytes = tokenizer.token_bytes
         self._at_start = tokenizer.strips_first_space and not prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(map(self._token_bytes, prompt[-64:]))[
-            -3:
-        ]  # an incomplete character has at most 3 bytes
+        # an incomplete character has at most 3 bytes
+        tail = b"".join(map(self._token_bytes, prompt[-64:]))[-3:]
         self._decoder.decode(tail)
         self._from_prompt = bool(self._decoder.getstate()[0])
 
@@ -84,9 +92,8 @@ class _Window:
     """
 
     CONTEXT = 6  # prompt tokens that can affect the space before the first token of the output
-    MAX_PENDING = (
-        16  # most tokens kept back until a character is complete; no character has as many bytes
-    )
+    # most tokens kept back until a character is complete; no character has as many bytes
+    MAX_PENDING = 16
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
@@ -95,26 +102,34 @@ class _Window:
 
     def push(self, token_id: int) -> str:
         self._new.append(token_id)
-        before, after = self._decode(self._known), self._decode(self._known + self._new)
-        if len(after) <= len(before) or (
-            after.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
-        ):
+        text = self._new_text()
+        incomplete = text.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
+        if not text or incomplete:
             return ""
-        self._known, self._new = self._new, []
-        return after[len(before) :]
+        self._accept_new()
+        return text
 
     def flush(self) -> str:
-        before, after = self._decode(self._known), self._decode(self._known + self._new)
-        self._known, self._new = self._new, []
-        return after[len(before) :]
+        text = self._new_text()
+        self._accept_new()
+        return text
+
+    def _new_text(self) -> str:
+        text = self._decode(self._known + self._new)
+        return text[len(self._decode(self._known)) :]
+
+    def _accept_new(self) -> None:
+        self._known = self._new
+        self._new = []
 
 
 class StopChecker:
     """Cuts one request's text at the first stop string. A stop string may span several tokens.
 
-    The first is the one that ends first; of several that end at the same character, the longest. A stop string that
-    ends in the first `min_tokens` tokens does not count. Text that may be the start of a stop string is kept back until
-    more text decides it; it is always shorter than the longest stop string.
+    The first is the one that ends first; of several that end at the same character, the longest. A
+    stop string that ends in the first `min_tokens` tokens does not count. Text that may be the
+    start of a stop string is kept back until more text decides it; it is always shorter than the
+    longest stop string.
     """
 
     def __init__(
@@ -128,21 +143,26 @@ class StopChecker:
         self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to return now, whether to stop) for the text of one more token; "" for a token without text."""
+        """(text to return now, whether to stop), for the text of one more token, which may be
+        "".
+        """
         self._tokens += 1
         return self._next(text, searched=self._tokens > self._min_tokens)
 
     def finish(self, text: str = "") -> tuple[str, bool]:
-        """The same at the end of the output, for the text of `Detokenizer.flush`; nothing is kept back after it."""
-        out, stopped = self._next(text, searched=self._tokens > self._min_tokens)
-        pending, self._pending = self._pending, ""
-        return out + pending, stopped
+        """`push` for the text of `Detokenizer.flush`, at the end; keeps no text back."""
+        text, stopped = self._next(text, searched=self._tokens > self._min_tokens)
+        text += self._pending
+        self._pending = ""
+        return text, stopped
 
     def _next(self, text: str, *, searched: bool) -> tuple[str, bool]:
-        text, new = self._pending + text, len(self._pending)
+        new = len(self._pending)
+        text = self._pending + text
         if searched and (match := first_stop(text, self._stop, new)):
             start, end = match
-            self.matched, self._pending = text[start:end], ""
+            self.matched = text[start:end]
+            self._pending = ""
             return text[: end if self._include else start], True
         keep = max((pending_length(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - keep :]
@@ -150,16 +170,20 @@ class StopChecker:
 
 
 def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | None:
-    """(start, end) of the stop string that ends first, after position `new`; of equal ends, the earliest start."""
-    found = ((s, text.find(s, max(0, new + 1 - len(s)))) for s in stop)
-    return min(
-        ((at, at + len(s)) for s, at in found if at >= 0), key=lambda m: (m[1], m[0]), default=None
-    )
+    """(start, end) of the stop string that ends first after position `new`, the longest of equals;
+    None if there is none.
+    """
+    matches = []
+    for string in stop:
+        start = text.find(string, max(0, new + 1 - len(string)))
+        if start >= 0:
+            matches.append((start, start + len(string)))
+    return min(matches, key=lambda match: (match[1], match[0]), default=None)
 
 
 def pending_length(text: str, stop: str) -> int:
     """How many characters at the end of `text` may be the start of `stop`."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0 and not stop.startswith(text[at:]):
-        at = text.find(stop[0], at + 1)
-    return 0 if at < 0 else len(text) - at
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return 0 if start < 0 else len(text) - start

@@ -13,7 +13,8 @@ def imported(name: str) -> ModuleType:
     """Import a module, whole or not at all: a package that is half imported fails ever after.
 
     Ctrl-C interrupts the main thread, which waits here, and not the thread that imports. Libraries
-    that load their modules lazily are not made for several threads, so one thread imports at a time.
+    that load their modules lazily are not made for several threads, so one thread imports at a
+    time.
 
     Raises:
         ImportError, and whatever the module raises.

@@ -33,8 +33,10 @@ def _part_text(place: str, part: Any) -> str:
     if not isinstance(part, Mapping):
         raise ValueError(f"{place} is {part!r:.80}; a part is {{'type': 'text', 'text': ...}}")
     if part.get("type") not in TEXT_PARTS:
-        what = f"{place} has the type {part.get('type')!r:.80}"
-        raise ValueError(f"{what}, and models here read text alone; send its text")
+        raise ValueError(
+            f"{place} has the type {part.get('type')!r:.80}, and models here read text alone; send "
+            "its text"
+        )
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{place}.text is {part.get('text')!r:.80}; it must be a text")
     return part["text"]
@@ -44,7 +46,8 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages with contents of text, and without fields that are None.
 
     Raises:
-        ValueError: a message that is no mapping with a role and a content, or a content that is no text.
+        ValueError: a message that is no mapping with a role and a content, or a content that is no
+            text.
     """
     return [_for_template(f"messages.{i}", message) for i, message in enumerate(messages)]
 
@@ -52,9 +55,9 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _for_template(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
-    given = {name: value for name, value in message.items() if value is not None}
-    if "content" not in message and not given.get("tool_calls"):
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "content" not in message and not fields.get("tool_calls"):
         raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
     if not isinstance(message["role"], str):
         raise ValueError(f"{place}.role is {message['role']!r:.80}; it must be a text, as 'user'")
-    return {**given, "content": content_text(f"{place}.content", message.get("content"))}
+    return {**fields, "content": content_text(f"{place}.content", message.get("content"))}

@@ -24,14 +24,15 @@ class Logprob:
     decoded_token: str
 
 
-PositionLogprobs = dict[
-    int, Logprob
-]  # token id -> candidate: the chosen token and the most likely ones
+# token id -> candidate: the chosen token and the most likely ones
+PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an answer asks for. `arguments`: the text of a JSON object, or its start if the answer was cut."""
+    """A call that an answer asks for. `arguments`: the text of a JSON object, or its start if the
+    answer was cut.
+    """
 
     id: str
     name: str
@@ -40,25 +41,24 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
+    """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does
+    not show it.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: str | int | None = (
-        None  # the stop string or stop token; None for EOS and for other reasons
-    )
+    # the stop string or stop token; None for EOS and for other reasons
+    stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
-    tool_calls: tuple[
-        ToolCall, ...
-    ] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
+    # of LLM.chat with tools; `text` has them too, as the model wrote them
+    tool_calls: tuple[ToolCall, ...] = ()
     taps: TapArrays | None = None  # of SamplingParams.taps
-    versions: tuple[
-        int, ...
-    ] = ()  # of each token, the `params_version` that made it; of a beam, which has many: none
+    # of each token, the `params_version` that made it; of a beam, which has many: none
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,17 @@ class RequestOutput:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = (
-        None  # the first is None: nothing predicts it
-    )
+    # the first is None: nothing predicts it
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     finished: bool = True
-    num_cached_tokens: int = (
-        0  # of the prompt, found in the cache when the request was first admitted
-    )
+    # of the prompt, found in the cache when the request was first admitted
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they have no stop token
-    unless `include_stop_str_in_output` asks for it."""
+    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they
+    have no stop token unless `include_stop_str_in_output` asks for it."""
 
     tokens: list[int]
     text: str
@@ -102,13 +100,13 @@ def beam_search_output(
 ) -> BeamSearchOutput:
     """The output of a beam search in vLLM's form."""
     sequences = []
-    for one in output.outputs:
-        cut = one.finish_reason == "stop" and not params.include_stop_str_in_output
-        tokens = [*output.prompt_token_ids, *(one.token_ids[:-1] if cut else one.token_ids)]
+    for beam in output.outputs:
+        cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = [*output.prompt_token_ids, *(beam.token_ids[:-1] if cut else beam.token_ids)]
         text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        total = one.cumulative_logprob or 0.0
+        total = beam.cumulative_logprob or 0.0
         sequences.append(
-            BeamSearchSequence(tokens, text, total, one.finish_reason, one.stop_reason)
+            BeamSearchSequence(tokens, text, total, beam.finish_reason, beam.stop_reason)
         )
     return BeamSearchOutput(sequences)
 
@@ -128,9 +126,8 @@ class OutputBuilder:
     stop_reason: str | int | None = None
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    chosen: dict[int, float] = field(
-        default_factory=dict
-    )  # log-probabilities of the tokens, by position
+    # log-probabilities of the tokens, by position
+    chosen: dict[int, float] = field(default_factory=dict)
     num_cached: int | None = None  # tokens found in the cache at its first admission
     collected: Collected | None = None  # what its taps gave so far
     versions: list[int] = field(default_factory=list)  # of the weights that made each token
@@ -145,26 +142,32 @@ class OutputBuilder:
         )
 
     def push(self, token_id: int, reason: FinishReason | None, version: int = 0) -> str:
-        """Take the next token and, if the scheduler ended the request with it, why -> new text that is final.
+        """Take the next token, and return the new text that is final.
 
-        Sets `finish_reason` when the branch has ended, which a stop string can bring about before the scheduler.
+        Sets `finish_reason` when the branch has ended; a stop string can end it before the
+        scheduler does.
+
+        Args:
+            reason: why the scheduler ended the request with this token; None if it did not.
+            version: of the weights that made the token.
         """
         self.token_ids.append(token_id)
         self.versions.append(version)
         by_token = reason == "stop"
         if by_token and (token_id not in self.eos or self.params.ignore_eos):
             self.stop_reason = token_id
-        shown = not by_token or self.params.include_stop_str_in_output
+        visible = not by_token or self.params.include_stop_str_in_output
         if reason == "abort" and self.params.structured_outputs:
-            shown = False  # the form failed, and did not allow this token
-        piece = self._detokenizer.push(token_id) if shown and self.params.detokenize else ""
+            visible = False  # the form failed, and did not allow this token
+        piece = self._detokenizer.push(token_id) if visible and self.params.detokenize else ""
         new, matched = self._stop.push(piece)
         if reason is not None and not matched:
-            rest, matched = self._stop.finish(self._detokenizer.flush())
-            new += rest
+            tail, matched = self._stop.finish(self._detokenizer.flush())
+            new += tail
         self.text += new
         if matched and not by_token:
-            reason, self.stop_reason = "stop", self._stop.matched
+            reason = "stop"
+            self.stop_reason = self._stop.matched
         self.finish_reason = reason
         return new
 
@@ -177,7 +180,9 @@ class OutputBuilder:
 
     @property
     def cumulative(self) -> float:
-        """The sum of the tokens' log-probabilities. A step with drafts may give more tokens than the output has."""
+        """The sum of the tokens' log-probabilities. A step with drafts may give more tokens than
+        the output has.
+        """
         return sum([self.chosen[i] for i in range(len(self.token_ids))])
 
     def _candidates(self, entry: TokenLogprobs) -> PositionLogprobs:
@@ -191,17 +196,17 @@ class OutputBuilder:
         return {entry.token_id: chosen} | best
 
     def completion(self) -> CompletionOutput:
-        wanted = self.params.logprobs is not None
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = tuple(self.logprobs[i] for i in range(len(self.token_ids)))
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
-            cumulative_logprob=self.cumulative if wanted else None,
-            logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids)))
-            if wanted
-            else None,
+            cumulative_logprob=None if logprobs is None else self.cumulative,
+            logprobs=logprobs,
             taps=self.collected.arrays(len(self.token_ids)) if self.collected else None,
             versions=tuple(self.versions),
         )
@@ -225,7 +230,8 @@ class BeamOutputBuilder:
     sequences: tuple[Hypothesis, ...] = ()
 
     def end(self, sequences: tuple[Hypothesis, ...]) -> None:
-        self.sequences, self.finish_reason = sequences, sequences[0].reason
+        self.sequences = sequences
+        self.finish_reason = sequences[0].reason
 
     def completions(self) -> tuple[CompletionOutput, ...]:
         """The n best, the best first."""

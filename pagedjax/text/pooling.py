@@ -13,8 +13,8 @@ from pagedjax.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
 
 Output = TypeVar("Output")
 NOT_MADE = (
-    "this model was not made for embeddings: its files name no pooling, and the hidden states of a model that was "
-    "trained to generate are no trained embeddings; similar texts need not be near"
+    "this model was not made for embeddings: its files name no pooling, and the hidden states of a "
+    "model that was trained to generate are no trained embeddings; similar texts need not be near"
 )
 
 
@@ -69,15 +69,16 @@ class PoolingBuilder:
     num_cached: int | None = None
 
     def end(self, data: np.ndarray) -> None:
-        self.data, self.finish_reason = data, "length"
+        self.data = data
+        self.finish_reason = "length"
 
 
-def resolved(params: PoolingParams, task: PoolingTask, own: str | None) -> PoolingParams:
-    """The parameters with nothing left open.
+def resolved(params: PoolingParams, task: PoolingTask, model_pooling: str | None) -> PoolingParams:
+    """The parameters with a task and a kind of pooling.
 
     Args:
         task: of the method that was called.
-        own: how the model's files say that it pools.
+        model_pooling: how the model's files say that it pools.
 
     Raises:
         ValueError: another task than the method's, or a pooling of the model that is not supported.
@@ -93,18 +94,21 @@ def resolved(params: PoolingParams, task: PoolingTask, own: str | None) -> Pooli
     params = replace(params, task=task)
     if task == "token_embed" or params.pooling_type is not None:
         return params
-    if own is not None and own not in get_args(PoolingType):
+    if model_pooling is not None and model_pooling not in get_args(PoolingType):
         raise ValueError(
-            f"the model's files ask for {own!r}, which is not supported; give pooling_type to do without"
+            f"the model's files ask for {model_pooling!r}, which is not supported; give "
+            "pooling_type to do without"
         )
-    kind: Any = own or "LAST"
+    kind: Any = model_pooling or "LAST"
     return replace(params, pooling_type=kind)
 
 
 def truncated(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence[int]:
     """The tokens of a prompt that are kept, the last ones. `limit`: max_model_len."""
-    most = params.truncate_prompt_tokens
-    return ids if most is None else ids[-(limit if most == -1 else most) :]
+    count = params.truncate_prompt_tokens
+    if count is None:
+        return ids
+    return ids[-(limit if count == -1 else count) :]
 
 
 def embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
@@ -116,12 +120,12 @@ def embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOu
 
 def similarity(
     request_id: str,
-    one: PoolingRequestOutput[PoolingOutput],
-    other: PoolingRequestOutput[PoolingOutput],
+    first: PoolingRequestOutput[PoolingOutput],
+    second: PoolingRequestOutput[PoolingOutput],
 ) -> ScoringRequestOutput:
     """The score of two prompts. Zeros are like nothing: their score is 0."""
-    a, b = (output.outputs.data.astype(np.float64) for output in (one, other))
+    a, b = (output.outputs.data.astype(np.float64) for output in (first, second))
     score = float(np.clip(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24), -1, 1))
-    ids = (*one.prompt_token_ids, *other.prompt_token_ids)
-    cached = one.num_cached_tokens + other.num_cached_tokens
+    ids = (*first.prompt_token_ids, *second.prompt_token_ids)
+    cached = first.num_cached_tokens + second.num_cached_tokens
     return ScoringRequestOutput(request_id, ScoringOutput(score), ids, cached)

@@ -1,4 +1,6 @@
-"""Half of a surrogate pair is a text in Python and in JSON (`"\\ud800"`), and no character: UTF-8 cannot express it."""
+"""Half of a surrogate pair is a text in Python and in JSON (`"\\ud800"`), and no character: UTF-8
+cannot express it.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,29 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def halves(value: Any) -> Iterator[str]:
-    """The places of texts with half of a pair in a value of JSON, as `messages.0.content`; keys are texts too."""
-    waiting: list[tuple[str, Any]] = [("", value)]
-    while waiting:  # no recursion: a value may be deep
-        place, inner = waiting.pop()
+    """The places of texts with half of a pair in a value of JSON, such as `messages.0.content`.
+
+    Keys of objects are texts too.
+    """
+    pending: list[tuple[str, Any]] = [("", value)]
+    while pending:  # no recursion: a value may be deep
+        place, inner = pending.pop()
         if isinstance(inner, str) and SURROGATE.search(inner):
             yield place
         elif isinstance(inner, list):
-            waiting += [(_below(place, i), each) for i, each in enumerate(inner)]
+            pending += [(_below(place, i), child) for i, child in enumerate(inner)]
         elif isinstance(inner, dict):
             if any(SURROGATE.search(key) for key in inner):
                 yield place
-            waiting += [(_below(place, key), each) for key, each in inner.items()]
+            pending += [(_below(place, key), child) for key, child in inner.items()]
 
 
 def check_whole(place: str, value: Any) -> None:
-    """Raises ValueError for half of a pair in a value; names where."""
-    for below in halves(value):
-        where = f"{place} at {below}" if below else place
+    """Raise ValueError, with the place, if a value has half of a pair."""
+    for path in halves(value):
+        location = f"{place} at {path}" if path else place
         raise ValueError(
-            f"{where} has half of a surrogate pair; remove it, or write the whole character"
+            f"{location} has half of a surrogate pair; remove it, or write the whole character"
         )
 
 

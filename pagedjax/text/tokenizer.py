@@ -20,7 +20,9 @@ TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=f
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer. `special_tokens` are the texts a chat template may use, by name ("bos_token" ...)."""
+    """A model's tokenizer. `special_tokens` are the texts a chat template may use, by name
+    ("bos_token" ...).
+    """
 
     backend: tokenizers.Tokenizer
     eos_token_ids: tuple[int, ...]
@@ -30,11 +32,14 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens including added ones. A model's own vocabulary may be padded to more; such ids decode to nothing."""
+        """Tokens including added ones. A model's own vocabulary may be padded to more; such ids
+        decode to nothing.
+        """
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are recognised; BOS is added only if the model does so.
+        """Token ids. Special tokens written out in the text are recognised; BOS is added only if
+        the model does so.
 
         Raises:
             ValueError: not a string, or one that UTF-8 cannot express (a lone surrogate).
@@ -47,17 +52,19 @@ class Tokenizer:
             raise ValueError(
                 f"the text has half of a surrogate pair at character {error.start}; remove it"
             ) from error
-        # of a batch, because alone it would keep every other thread of Python waiting: 1 MiB takes half a second
+        # of a batch, because alone it would keep every other thread of Python waiting: 1 MiB takes
+        # half a second
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, character for character (no clean-up of spaces)."""
-        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[
-            0
-        ]  # as in encode
+        # as in encode
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def decode_token(self, token_id: int) -> str:
-        """The text one token stands for in the middle of a text; U+FFFD where it is only part of a character."""
+        """The text one token stands for in the middle of a text; U+FFFD where it is only part of a
+        character.
+        """
         if self.coding is None:
             return self.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode(errors="replace")
@@ -68,16 +75,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, e.g. [{"role": "user", "content": "Hi"}]. `tools`: as OpenAI defines them.
+        """The tokens of a conversation, e.g. [{"role": "user", "content": "Hi"}]. `tools`: as
+        OpenAI defines them.
 
         A content is a text, None or a list of parts of text; the template gets its text.
 
         Raises:
-            ValueError: the model has no chat template, a content is no text, or the template refuses the messages.
+            ValueError: the model has no chat template, a content is no text, or the template
+                refuses the messages.
         """
         if self.chat_template is None:
             raise ValueError(
-                "this model has no chat template (it is no chat model); encode a plain prompt instead"
+                "this model has no chat template (it is no chat model); encode a plain prompt "
+                "instead"
             )
         if not messages:
             raise ValueError(
@@ -136,7 +146,9 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds to a text; only where `coding` is known. Empty for an id beyond the vocabulary."""
+        """The bytes one token adds to a text; only where `coding` is known. Empty for an id beyond
+        the vocabulary.
+        """
         if token_id not in self._bytes:
             self._bytes[token_id] = self._piece_bytes(self.backend.id_to_token(token_id) or "")
         return self._bytes[token_id]
@@ -154,11 +166,12 @@ class Tokenizer:
 
 
 def _template_renderer() -> Callable[..., Any]:
-    """transformers' renderer of chat templates. It defines what a template may do, and guards it (a sandbox)."""
+    """transformers' renderer of chat templates. It defines what a template may do, and guards it (a
+    sandbox).
+    """
     logger = logging.getLogger("transformers")
-    quiet = logging.Filter(
-        "nothing"
-    )  # its advice on import that torch is missing; the library does not use torch
+    # its advice on import that torch is missing; the library does not use torch
+    quiet = logging.Filter("nothing")
     logger.addFilter(quiet)
     try:
         return imported("transformers.utils.chat_template_utils").render_jinja_template
@@ -204,7 +217,7 @@ def byte_alphabet() -> dict[str, int]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = [byte for byte in range(256) if byte not in visible]
+    invisible = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
+        chr(256 + i): byte for i, byte in enumerate(invisible)
     }

@@ -1,7 +1,9 @@
-"""What a word means in a config, in `--set` and in NAME=VALUE: numbers are decimal, and only true and false are truths.
+"""What a word means in a config, in `--set` and in NAME=VALUE: numbers are decimal, and only true
+and false are truths.
 
-These are the words of YAML 1.2 (core schema). PyYAML's are those of YAML 1.1, where 010 is 8, 1:30 is 90, 1_0 is 10 and
-`on` is true. A word that is no number here is a text, and the check of its key says what it must be.
+These are the words of YAML 1.2 (core schema). PyYAML's are those of YAML 1.1, where 010 is 8, 1:30
+is 90, 1_0 is 10 and `on` is true. A word that is no number here is a text, and the check of its key
+says what it must be.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """PyYAML folds these ends of lines into spaces, unless they are escaped between double quotes."""
+    """PyYAML folds these ends of lines into spaces, unless they are escaped between double
+    quotes.
+    """
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
@@ -83,7 +87,9 @@ def dump(value: Any, **options: Any) -> str:
 
 
 def word(text: str) -> Any:
-    """A single word as a number, a truth value, None or a text; white space and YAML's signs are text."""
+    """A single word as a number, a truth value, None or a text; white space and YAML's signs are
+    text.
+    """
     loader = Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
     if tag == f"{_TAG}merge":

@@ -1,7 +1,8 @@
 """Adapters of low rank in PEFT's form, and in Orbax's: reading and writing.
 
 FOLDER/adapter_config.json            PEFT's `LoraConfig`
-FOLDER/adapter_model.safetensors      PEFT's tensors: NAME.lora_A.weight [r, in], NAME.lora_B.weight [out, r]
+FOLDER/adapter_model.safetensors      PEFT's tensors: NAME.lora_A.weight [r, in],
+                                      NAME.lora_B.weight [out, r]
 FOLDER/params/                        or, in their place, the same names and arrays by Orbax
 """
 
@@ -30,21 +31,23 @@ from pagedjax.weights.huggingface import read_json, read_safetensors
 from pagedjax.weights.safetensors_file import Group, write_file
 from pagedjax.weights.tree import nested
 
-CONFIG, TENSORS, PARAMS = "adapter_config.json", "adapter_model.safetensors", "params"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+PARAMS = "params"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
-# Options of PEFT that change what an adapter computes, and are not supported. Off is None, False, or what is empty.
-OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")  # that change an adapter
+# PEFT's options that change what an adapter computes: those that are supported, and those that must
+# be off, which is None, False or empty.
+OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")
 UNSUPPORTED = (
-    *(
-        "use_dora",
-        "modules_to_save",
-        "lora_bias",
-        "layer_replication",
-        "use_qalora",
-        "target_parameters",
-    ),
-    *("trainable_token_indices", "alora_invocation_tokens"),
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "use_qalora",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
 )
 
 
@@ -53,11 +56,11 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
 
     Raises:
         FileNotFoundError: no such folder, or a file is missing.
-        ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
+        ValueError: an option or a module that is not supported, a damaged file, or factors of
+            another model.
     """
-    path = Path(
-        os.path.expanduser(folder)
-    )  # an unknown user stays as it is; Path.expanduser raises
+    # an unknown user stays as it is; Path.expanduser raises
+    path = Path(os.path.expanduser(folder))
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(
             f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it"
@@ -79,10 +82,11 @@ def adapter_of(
     name: str,
     source: str = "",
 ) -> Adapter:
-    """An adapter for an engine from arrays. The arguments, and what is refused, are those of `adapter_parts`.
+    """An adapter for an engine, from arrays. The arguments are those of `adapter_parts`.
 
     Raises:
-        ValueError: also for an option that adapters do not have, unless `source` names a folder: PEFT writes many.
+        ValueError: as `adapter_parts`; a factor is not finite; or an option that adapters do not
+            have. If `source` names a folder, such options are ignored: PEFT writes many.
     """
     if not source:
         if not isinstance(options, Mapping):
@@ -92,17 +96,14 @@ def adapter_of(
         for option in options:
             one_of(f"an option of adapter {name!r}", option, (*OPTIONS, *UNSUPPORTED, "bias"))
     label = f"{name!r} ({source})" if source else repr(name)
-    given = jax.device_get(dict(factors))
-    parts = adapter_parts(given, config, options, label)
-    wrong = [
-        module
-        for module, (a, b) in given.items()
-        if not (np.isfinite(a).all() and np.isfinite(b).all())
-    ]
-    if wrong:
-        raise ValueError(
-            f"adapter {label}: a factor of {wrong[0]} is not finite; train it again, or load another state"
-        )
+    arrays = jax.device_get(dict(factors))
+    parts = adapter_parts(arrays, config, options, label)
+    for module, (a, b) in arrays.items():
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ValueError(
+                f"adapter {label}: a factor of {module} is not finite; train it again, or load "
+                "another state"
+            )
     return Adapter(name, parts, content_hash(parts), source)
 
 
@@ -113,10 +114,11 @@ def initial_factors(
     modules: str | Sequence[str] | None = None,
     seed: int | Sequence[int] = 0,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Factors from which the training of an adapter starts: A is random and B is zero, so B A is zero.
+    """Factors from which the training of an adapter starts. A is random; B, and so B A, is zero.
 
     Args:
-        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may have adapters.
+        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may
+            have adapters.
         seed: of A, as `numpy.random.default_rng` takes it.
 
     Returns:
@@ -124,22 +126,30 @@ def initial_factors(
         "model.layers.0.self_attn.q_proj". A is normal, of deviation 1 / sqrt(in).
 
     Raises:
-        ValueError: a rank below 1, or a kind of matrices that the model does not have or that has no adapters.
+        ValueError: a rank below 1, or a kind of matrices that the model does not have or that has
+            no adapters.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank is {rank!r}; it must be an integer of at least 1, such as 8")
-    rng, found, where = np.random.default_rng(seed), {}, modules_of(config)
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in where))
-    wanted = kinds if modules is None else [modules] if isinstance(modules, str) else list(modules)
-    if other := [kind for kind in wanted if kind not in kinds]:
-        what = f"modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}"
-        raise ValueError(f"{what}: use some of them")
-    for name, places in where.items():
-        if name.rpartition(".")[2] in wanted:
+    matrices = modules_of(config)
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
+    if modules is None:
+        modules = kinds
+    elif isinstance(modules, str):
+        modules = [modules]
+    if absent := [kind for kind in modules if kind not in kinds]:
+        raise ValueError(
+            f"modules has {', '.join(map(repr, absent))}; this model has {','.join(kinds)}: use "
+            "some of them"
+        )
+    rng = np.random.default_rng(seed)
+    factors = {}
+    for name, places in matrices.items():
+        if name.rpartition(".")[2] in modules:
             inputs, outputs = _sizes(config, places)
             a = rng.standard_normal((rank, inputs), np.float32) * np.float32(inputs**-0.5)
-            found[name] = a, np.zeros((sum(outputs), rank), np.float32)
-    return found
+            factors[name] = a, np.zeros((sum(outputs), rank), np.float32)
+    return factors
 
 
 def adapter_parts(
@@ -148,55 +158,62 @@ def adapter_parts(
     options: Mapping[str, Any] | None = None,
     name: str = "of arrays",
 ) -> dict[Part, tuple[Any, Any]]:
-    """What `score(adapter=...)` takes, from factors of matrices; it can be differentiated with respect to them.
+    """The parts of an adapter, for `score(adapter=...)`. They are differentiable in the factors.
 
     Args:
-        factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors` gives them: arrays
-            of numpy or JAX. A name may have the prefix of a model with a head ("transformer." of GPT-2).
-        options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora, alpha_pattern. The rank
-            is that of the factors. A pattern is matched with the name that is given here. None: no options.
+        factors: A [r, in] and B [out, r] by the matrix's name in transformers, as `initial_factors`
+            gives them: arrays of numpy or JAX. A name may have the prefix of a model with a head
+            ("transformer." of GPT-2).
+        options: under the names of PEFT's `LoraConfig`: lora_alpha (8 without it), use_rslora,
+            alpha_pattern. The rank is that of the factors. A pattern is matched with the name that
+            is given here. None: no options.
         name: of the adapter, for errors.
 
     Raises:
-        ValueError: a matrix that has no adapters here, factors that do not fit it (all of them are named), or an option
-            that is not supported.
+        ValueError: a matrix that has no adapters here, factors that do not fit it (all of them are
+            named), or an option that is not supported.
     """
     options = options or {}
     _check_options(f"adapter {name}", options)
-    where, problems, parts = modules_of(config), [], {}
+    matrices = modules_of(config)
+    parts = {}
+    problems = []
     for module, pair in sorted(factors.items()):
-        places = where.get(_without_prefix(module))
+        places = matrices.get(_without_prefix(module))
         if places is None:
             problems.append(f"{module}: no such matrix, or it has no adapters here")
-            continue
-        if places[0] in parts:
+        elif places[0] in parts:
             problems.append(f"{module}: its factors are given twice, with and without a prefix")
-            continue
-        if (
-            not isinstance(pair, (tuple, list))
-            or len(pair) != 2
-            or not all(hasattr(x, "astype") for x in pair)
-        ):
-            problems.append(
-                f"{module}: {type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]"
-            )
-            continue
-        a, b = pair
-        inputs, outputs = _sizes(config, places)
-        if a.ndim != 2 or not len(a) or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
-            found = f"A {a.shape} and B {b.shape}"
-            problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
-            continue
-        scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
-        ends = np.cumsum(outputs).tolist()
-        for place, first, last in zip(places, (0, *ends), ends, strict=False):
-            parts[place] = a.astype(np.float32), scaled[first:last]
+        elif problem := _pair_problem(pair, *_sizes(config, places)):
+            problems.append(f"{module}: {problem}")
+        else:
+            a, b = pair
+            scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
+            ends = np.cumsum(_sizes(config, places)[1]).tolist()
+            for place, first, last in zip(places, (0, *ends), ends, strict=False):
+                parts[place] = a.astype(np.float32), scaled[first:last]
     if problems or not parts:
-        kinds = ", ".join(sorted({module.rpartition(".")[2] for module in where}))
+        kinds = ", ".join(sorted({module.rpartition(".")[2] for module in matrices}))
         lines = "\n  ".join(problems or ["it has no factors"])
-        what = f"modules may be {kinds}, with names such as {next(iter(where))}"
-        raise ValueError(f"adapter {name} does not fit the model; {what}\n  {lines}")
+        raise ValueError(
+            f"adapter {name} does not fit the model; modules may be {kinds}, with names such as "
+            f"{next(iter(matrices))}\n  {lines}"
+        )
     return parts
+
+
+def _pair_problem(pair: Any, inputs: int, outputs: Sequence[int]) -> str | None:
+    """Why a value is no pair of factors A [r, inputs], B [sum(outputs), r]; None if it is one."""
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(hasattr(x, "astype") for x in pair)
+    ):
+        return f"{type(pair).__name__}, and a pair of arrays fits, A [r, in] and B [out, r]"
+    a, b = pair
+    if a.ndim != 2 or not len(a) or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
+        return f"A {a.shape} and B {b.shape}, and [r, {inputs}] and [{sum(outputs)}, r] fit"
+    return None
 
 
 def _without_prefix(module: str) -> str:
@@ -207,48 +224,48 @@ def _without_prefix(module: str) -> str:
 
 
 def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int]]:
-    """The inputs of a matrix of transformers, and the outputs of each part of ours that it has."""
+    """The inputs of a matrix in transformers, and the outputs of each of our parts of it."""
     sizes = [sizes_of(config, place.matrix, place.part) for place in places]
     return sizes[0][0], [outputs for _, outputs in sizes]
 
 
 def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
-    """The matrices that may have adapters, by their names in transformers, and the parts of ours that each one is.
+    """The matrices that may have adapters: the name in transformers -> our parts that make it up.
 
     Raises:
-        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a gated MLP.
+        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a
+            gated MLP.
     """
-    found = {}
+    modules = {}
     family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
     for entry in family.param_table(config):
         matrix = ".".join(entry.path[2:-1])
         if entry.path[-1] != "weight" or matrix not in config.parts:
             continue
-        layer, count = int(entry.path[1]), len(config.parts[matrix])
-        parts = [Part(layer, matrix, i) for i in range(count)]
-        each = [parts] if len(entry.sources) == 1 else [[part] for part in parts]
-        if len(each) != len(entry.sources):
-            what = (
-                f"{matrix} of this model has {count} part, and a Llama's has {len(entry.sources)}"
-            )
+        parts = [Part(int(entry.path[1]), matrix, i) for i in range(len(config.parts[matrix]))]
+        if len(entry.sources) not in (1, len(parts)):
             raise ValueError(
-                f"adapters are for Llama's matrices with a gated MLP, and {what}; leave adapters out"
+                f"adapters are for Llama's matrices with a gated MLP, and {matrix} of this model "
+                f"has {len(parts)} part, and a Llama's has {len(entry.sources)}; leave adapters out"
             )
-        for source, own in zip(entry.sources, each, strict=True):
-            found[source.removesuffix(".weight")] = own
-    return found
+        if len(entry.sources) == 1:
+            modules[entry.sources[0].removesuffix(".weight")] = parts
+            continue
+        for source, part in zip(entry.sources, parts, strict=True):
+            modules[source.removesuffix(".weight")] = [part]
+    return modules
 
 
 def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
-    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv 2312.03732).
+    """The factor of B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (arXiv 2312.03732).
 
     Args:
-        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT does.
+        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT
+            does.
     """
     alpha = options.get("lora_alpha", 8)
-    for pattern, value in (
-        options.get("alpha_pattern") or {}
-    ).items():  # as PEFT reads them: the first one that fits
+    for pattern, value in (options.get("alpha_pattern") or {}).items():
+        # as PEFT reads them: the first one that fits
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
@@ -257,42 +274,42 @@ def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
 
 def content_hash(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
     """A hash of all factors and where they belong: 128 bits, as those of blocks."""
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for place, factors in sorted(parts.items()):
         for x in factors:
-            found.update(f"{place.layer} {place.matrix} {place.part} {x.shape};".encode())
-            found.update(np.ascontiguousarray(x, "<f4").tobytes())
-    return found.hexdigest()
+            digest.update(f"{place.layer} {place.matrix} {place.part} {x.shape};".encode())
+            digest.update(np.ascontiguousarray(x, "<f4").tobytes())
+    return digest.hexdigest()
 
 
-def _check_options(file: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what an adapter of plain LoRA is not. `file`: what has the options."""
+def _check_options(source: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that plain LoRA does not have. `source`: where they are from."""
     for name in UNSUPPORTED:
         if options.get(name):
-            what = f"{file}: {name} is {options[name]!r:.80}, which is not supported"
             raise ValueError(
-                f"{what}; train the adapter without it, or merge it into the model's weights"
+                f"{source}: {name} is {options[name]!r:.80}, which is not supported; train the "
+                "adapter without it, or merge it into the model's weights"
             )
     if options.get("bias", "none") != "none":
-        what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
         raise ValueError(
-            f"{what}; train with bias='none', or merge the adapter into the model's weights"
+            f"{source}: bias is {options['bias']!r}, and adapters here have factors alone; train "
+            "with bias='none', or merge the adapter into the model's weights"
         )
     if not isinstance(options.get("use_rslora", False), bool):
         raise ValueError(
-            f"{file}: use_rslora is {options['use_rslora']!r:.80}; it must be true or false"
+            f"{source}: use_rslora is {options['use_rslora']!r:.80}; it must be true or false"
         )
     patterns = options.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise ValueError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object")
+        raise ValueError(f"{source}: alpha_pattern is {patterns!r:.80}; it must be an object")
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            what = (
-                f"{file}: alpha_pattern has {pattern!r}, which is no regular expression ({error})"
-            )
-            raise ValueError(f"{what}; write a module's name, such as q_proj") from None
+            raise ValueError(
+                f"{source}: alpha_pattern has {pattern!r}, which is no regular expression "
+                f"({error}); write a module's name, such as q_proj"
+            ) from None
     alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
         if (
@@ -300,7 +317,7 @@ def _check_options(file: str, options: Mapping[str, Any]) -> None:
             or not isinstance(alpha, (int, float))
             or not math.isfinite(alpha)
         ):
-            raise ValueError(f"{file}: {name} is {alpha!r}; it must be a number")
+            raise ValueError(f"{source}: {name} is {alpha!r}; it must be a number")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -310,30 +327,36 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         from pagedjax.weights import orbax_checkpoint
 
         return orbax_checkpoint.tensors(path / PARAMS)
-    others = ", ".join(sorted(file.name for file in path.glob("adapter_model.*")))
-    what = f"{path} has no {TENSORS} and no {PARAMS}/{f' (it has {others})' if others else ''}"
-    raise FileNotFoundError(f"{what}; save the adapter with safe_serialization=True")
+    other_files = ", ".join(sorted(file.name for file in path.glob("adapter_model.*")))
+    raise FileNotFoundError(
+        f"{path} has no {TENSORS} and no "
+        f"{PARAMS}/{f' (it has {other_files})' if other_files else ''}; save the adapter with "
+        "safe_serialization=True"
+    )
 
 
 def _factors(
     path: Path, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The pairs of factors by module. Raises ValueError for other tensors, and factors without their other half."""
-    found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    """The pairs of factors by module. Raises ValueError for other tensors, and factors without
+    their other half.
+    """
+    factors: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, values in tensors.items():
         match = FACTOR.fullmatch(name.removeprefix(PREFIX))
         if match is None:
-            what = f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix"
             raise ValueError(
-                f"{what}; train without it, or merge the adapter into the model's weights"
+                f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix; train "
+                "without it, or merge the adapter into the model's weights"
             )
-        found[match["module"]][match["side"]] = values
-    for module, sides in found.items():
+        factors[match["module"]][match["side"]] = values
+    for module, sides in factors.items():
         if len(sides) < 2:
             raise ValueError(
-                f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again"
+                f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save "
+                "it again"
             )
-    return {module: (sides["A"], sides["B"]) for module, sides in found.items()}
+    return {module: (sides["A"], sides["B"]) for module, sides in factors.items()}
 
 
 def write_adapter(
@@ -345,7 +368,8 @@ def write_adapter(
     """Write an adapter as PEFT does, or with Orbax; PEFT reads the first form.
 
     Args:
-        factors: float32, by module as in `adapter_parts`, with the prefix of transformers ("transformer." of GPT-2).
+        factors: float32, by module as in `adapter_parts`, with the prefix of transformers
+            ("transformer." of GPT-2).
         options: beside what the factors say: lora_alpha, use_rslora, base_model_name_or_path.
     """
     one_of("to", to, ("safetensors", "orbax"))

@@ -1,4 +1,5 @@
-"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it in GGUF.
+"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it
+in GGUF.
 
 To add an architecture, write one `Architecture` and add it to ARCHITECTURES.
 """
@@ -26,7 +27,8 @@ class GGUF(NamedTuple):
     name: its name in GGUF, the prefix of its metadata keys.
     top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
     config: (path, metadata, tensors) -> config before normalising.
-    change: (Hugging Face name, config) -> function that undoes the converter's change to the values, or None.
+    change: (Hugging Face name, config) -> function that undoes the converter's change to the
+        values, or None.
     """
 
     name: str
@@ -49,13 +51,11 @@ class Architecture(NamedTuple):
     defaults: Mapping[str, Any]
     nullable: tuple[str, ...] = ()
     required: tuple[str, ...] = (
-        *(
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "vocab_size",
-            "max_position_embeddings",
-        ),
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
         "intermediate_size",
     )
     renamed: Mapping[str, str] = {}
@@ -68,7 +68,8 @@ class Architecture(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How models of one `model_type` are read. One of your own is named by `model_family` (docs/design/models.md).
+    """How models of one `model_type` are read. One of your own is named by `model_family`
+    (docs/design/models.md).
 
     model_type: of config.json.
     from_hf: config.json's keys, with the architecture's defaults -> the shape of the decoder.
@@ -84,13 +85,15 @@ class Family(NamedTuple):
     ignored: Sequence[str] = ()
 
 
-# --- llama ------------------------------------------------------------------------------------------------------------
+# --- llama ----------------------------------------------------------------------------------------
 
 
 def unpermute(num_heads: int, values: np.ndarray) -> np.ndarray:
-    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back to (0, 1, ...).
+    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back
+    to (0, 1, ...).
 
-    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in] or [num_heads * H].
+    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in]
+    or [num_heads * H].
     """
     paired = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
@@ -125,14 +128,15 @@ def llama_gguf_config(
 
     if metadata.get("llama.expert_count", 0):
         raise ValueError(
-            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models work"
+            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models "
+            "work"
         )
     heads = key("attention.head_count")
     head_dim = key("attention.key_length", key("embedding_length") // heads)
-    for other in ("attention.value_length", "rope.dimension_count"):
-        if key(other, head_dim) != head_dim:
+    for size in ("attention.value_length", "rope.dimension_count"):
+        if key(size, head_dim) != head_dim:
             raise ValueError(
-                f"{path}: llama.{other} is {key(other)}; it must equal the head size, {head_dim}"
+                f"{path}: llama.{size} is {key(size)}; it must equal the head size, {head_dim}"
             )
     biased = {
         part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in tensors
@@ -166,11 +170,15 @@ def llama_gguf_config(
 def gguf_rope_scaling(
     path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3" scaling)."""
+    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3"
+    scaling).
+    """
     base = f"{prefix}.rope.scaling."
-    kind, factor = metadata.get(f"{base}type", "none"), metadata.get(f"{base}factor")
-    if factor is None and (linear := metadata.get(f"{prefix}.rope.scale_linear")) is not None:
-        kind, factor = "linear", linear  # the key's name in older files
+    kind = metadata.get(f"{base}type", "none")
+    factor = metadata.get(f"{base}factor")
+    if factor is None:  # the key's name in older files
+        factor = metadata.get(f"{prefix}.rope.scale_linear")
+        kind = kind if factor is None else "linear"
     if "rope_freqs.weight" in tensors:
         if kind != "none":
             raise ValueError(
@@ -191,7 +199,9 @@ def gguf_rope_scaling(
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     }
-    scaling |= {hf: metadata[base + own] for own, hf in renamed.items() if base + own in metadata}
+    for gguf_name, hf_name in renamed.items():
+        if base + gguf_name in metadata:
+            scaling[hf_name] = metadata[base + gguf_name]
     return scaling
 
 
@@ -217,7 +227,7 @@ GGUF_LLAMA = GGUF(
     change=llama_change,
 )
 
-# --- defaults of transformers' config classes -------------------------------------------------------------------------
+# --- defaults of transformers' config classes -----------------------------------------------------
 
 LLAMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -311,88 +321,93 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
 }
 
 
-# --- any architecture -------------------------------------------------------------------------------------------------
+# --- any architecture -----------------------------------------------------------------------------
 
 
 def normalised(
-    config: Mapping[str, Any], where: Any, family: Family | None = None
+    config: Mapping[str, Any], source: Any, family: Family | None = None
 ) -> dict[str, Any]:
-    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into theta and scaling.
+    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into
+    theta and scaling.
 
     Args:
         family: one of the user's own, which the config must be of; None is one of ARCHITECTURES.
 
     Raises:
-        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins with `where`.
+        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
+            with `source`.
     """
     try:
-        return _normalised(config, where, _architecture(config, where, family))
+        return _normalised(config, source, _architecture(config, source, family))
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{where}: a value has the wrong type ({error}); fetch the model again"
+            f"{source}: a value has the wrong type ({error}); fetch the model again"
         ) from error
 
 
-def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) -> Architecture:
+def _architecture(config: Mapping[str, Any], source: Any, family: Family | None) -> Architecture:
     model_type = config.get("model_type")
     if family is not None:
         if model_type != family.model_type:
-            what = f"model_type is {model_type!r}, and the given model_family reads {family.model_type!r}"
             raise ValueError(
-                f"{where}: {what}; give the family of this model, or leave model_family out"
+                f"{source}: model_type is {model_type!r}, and the given model_family reads "
+                f"{family.model_type!r}; give the family of this model, or leave model_family out"
             )
         return family.architecture
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = f"supported: {', '.join(ARCHITECTURES)}"
-        own = "a family of your own is given as model_family (docs/design/models.md)"
-        raise ValueError(f"{where}: model_type is {model_type!r}; {known}; {own}")
+        supported = f"supported: {', '.join(ARCHITECTURES)}"
+        remedy = "a family of your own is given as model_family (docs/design/models.md)"
+        raise ValueError(f"{source}: model_type is {model_type!r}; {supported}; {remedy}")
     return ARCHITECTURES[model_type]
 
 
 def _normalised(
-    config: Mapping[str, Any], where: Any, architecture: Architecture
+    config: Mapping[str, Any], source: Any, architecture: Architecture
 ) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(
-            f"{where}: {method!r} quantisation is not supported; use the unquantised model or a GGUF file"
+            f"{source}: {method!r} quantisation is not supported; use the unquantised model or a "
+            "GGUF file"
         )
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}
     if "full_attention" in rope:  # one entry for each type of layer
-        near, rope = rope.get("sliding_attention", {}), {**rope["full_attention"]}
-        if near.get("rope_type", "default") != "default":
+        sliding = rope.get("sliding_attention", {})
+        rope = {**rope["full_attention"]}
+        if sliding.get("rope_type", "default") != "default":
             raise ValueError(
-                f"{where}: sliding_attention has rope scaling ({near}); only full_attention may have it"
+                f"{source}: sliding_attention has rope scaling ({sliding}); only full_attention "
+                "may have it"
             )
-        result["rope_local_base_freq"] = near.get("rope_theta", result.get("rope_local_base_freq"))
+        local_theta = sliding.get("rope_theta", result.get("rope_local_base_freq"))
+        result["rope_local_base_freq"] = local_theta
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
-    if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (
-        None,
-        1,
-        1.0,
-    ):
+    part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
+    if part not in (None, 1):
         raise ValueError(
-            f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is supported"
+            f"{source}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is "
+            "supported"
         )
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
         scaling.pop("type", None)
     result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
-    given = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
-    result = {**architecture.defaults, **given}
+    present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
+    result = {**architecture.defaults, **present}
 
     for name in architecture.required:
         value = result.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where}: {name} is {value!r}; it must be an integer of at least 1")
+            raise ValueError(f"{source}: {name} is {value!r}; it must be an integer of at least 1")
     heads = result["num_attention_heads"]
     result.setdefault("num_key_value_heads", heads)
     result.setdefault("head_dim", result["hidden_size"] // heads)
     if heads % result["num_key_value_heads"]:
         raise ValueError(
-            f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} KV heads"
+            f"{source}: {heads} query heads are not a multiple of {result['num_key_value_heads']} "
+            "KV heads"
         )
     return result

@@ -1,4 +1,6 @@
-"""`Checkpoint` and `Tensor`: a model on disk in any supported format, with Hugging Face names. Imports no jax."""
+"""`Checkpoint` and `Tensor`: a model on disk in any supported format, with Hugging Face names.
+Imports no jax.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor. `dtype` is that of `read` (float32 if quantised); `encoding` is the format on disk."""
+    """One stored tensor. `dtype` is that of `read` (float32 if quantised); `encoding` is the format
+    on disk.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -25,10 +29,12 @@ class Tensor:
     load: Callable[[], np.ndarray] = field(repr=False)
 
     def read(self) -> np.ndarray:
-        """Read the values from the file: a new array of `shape` and `dtype`, without other references to it.
+        """Read the values from the file: a new array of `shape` and `dtype`, without other
+        references to it.
 
         Raises:
-            ValueError: the file is truncated, or the encoding cannot be decoded; names tensor, file and remedy.
+            ValueError: the file is truncated, or the encoding cannot be decoded; names tensor, file
+                and remedy.
         """
         return self.load()
 
@@ -37,9 +43,11 @@ class Tensor:
 class Checkpoint:
     """A model on disk.
 
-    config: like Hugging Face's config.json, but with `rope_theta` and `rope_scaling` instead of `rope_parameters`.
-    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; matrices [out, in], vectors [n]. For
-        format "orbax" by the path of the model's parameter, e.g. "blocks.0.attn.qkv.weight".
+    config: like Hugging Face's config.json, but with `rope_theta` and `rope_scaling` instead of
+        `rope_parameters`.
+    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; matrices [out,
+        in], vectors [n]. For format "orbax" by the path of the model's parameter, e.g.
+        "blocks.0.attn.qkv.weight".
     metadata: the key-value pairs of a GGUF file; empty for a directory.
     family: one of the user's own, by which it was opened; None is a built-in one.
     """
@@ -55,8 +63,8 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation, from the config and the generation config, sorted."""
-        found: set[int] = set()
+        ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
-            found.update(() if value is None else (value,) if isinstance(value, int) else value)
-        return tuple(sorted(found))
+            ids.update(() if value is None else (value,) if isinstance(value, int) else value)
+        return tuple(sorted(ids))

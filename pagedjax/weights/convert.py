@@ -1,9 +1,11 @@
 """`pagedjax convert`: write the model of any checkpoint to a new folder.
 
-    convert("org/name", "folder", "orbax")            our parameters; restored directly to devices of any layout
-    convert("folder", "other", "safetensors")         Hugging Face names, for other programs
+    convert("org/name", "folder", "orbax")        our parameters; restored directly to devices of
+                                                  any layout
+    convert("folder", "other", "safetensors")     Hugging Face names, for other programs
 
-The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's files.
+The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's
+files.
 """
 
 from __future__ import annotations
@@ -34,8 +36,14 @@ from pagedjax.weights.tree import nested
 Format = Literal["orbax", "safetensors"]
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 Read = Callable[[ParamSource], np.ndarray]  # returns the finished parameter on the host
 
@@ -50,21 +58,23 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
-    """Write a model to the new folder `target`, and return it. The folder appears only when it is complete.
+    """Write a model to the new folder `target`, and return it. The folder appears only when it is
+    complete.
 
-    Host memory: for "orbax" the model and one parameter; for "safetensors" one parameter, but the whole model if it is
-    restored from Orbax.
+    Host memory: for "orbax" the model and one parameter; for "safetensors" one parameter, but the
+    whole model if it is restored from Orbax.
 
     Args:
         model: as in `open_checkpoint`.
-        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if tensors have
-            different dtypes or one that models here cannot have (a quantised GGUF file).
+        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if
+            tensors have different dtypes or one that models here cannot have (a quantised GGUF
+            file).
         model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
 
     Raises:
-        ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists all differences),
-            or transformers cannot represent the model as safetensors.
+        ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists
+            all differences), or transformers cannot represent the model as safetensors.
         FileNotFoundError: as in `open_checkpoint`.
     """
     one_of("to", to, get_args(Format))
@@ -79,10 +89,10 @@ def convert(
     table = family.param_table(config)
     if to == "safetensors":
         check_shared(checkpoint)
-    own = checkpoint.format == "orbax"
-    check_table(
-        checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.ignored
-    )
+    if checkpoint.format == "orbax":
+        check_table(checkpoint, own_table(table), OWN_BUFFERS)
+    else:
+        check_table(checkpoint, table, family.ignored)
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
     with (
@@ -92,7 +102,7 @@ def convert(
         write_side_files(checkpoint, folder, dtype)
         read = reader(checkpoint, table, dtype)
 
-        def counted(entry: ParamSource) -> np.ndarray:
+        def read_and_count(entry: ParamSource) -> np.ndarray:
             bar.update()
             return read(entry)
 
@@ -100,11 +110,12 @@ def convert(
             from pagedjax.weights import orbax_checkpoint
 
             values = {
-                ".".join(entry.path): jax.device_put(counted(entry), host()) for entry in table
+                ".".join(entry.path): jax.device_put(read_and_count(entry), host())
+                for entry in table
             }
             orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
         else:
-            groups = [group(entry, rows_of(entry, config), counted) for entry in table]
+            groups = [group(entry, rows_of(entry, config), read_and_count) for entry in table]
             write_shards(folder, groups, dtype, shard_bytes)
     return target
 
@@ -114,13 +125,16 @@ def check_free(target: Path) -> None:
         return
     if target.exists():
         raise ValueError(
-            f"{target} exists and is not an empty folder; choose a new folder, or remove this one first"
+            f"{target} exists and is not an empty folder; choose a new folder, or remove this one "
+            "first"
         )
 
 
 @contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder next to `target`. It is renamed to `target` at the end, and removed after an error."""
+    """A temporary folder next to `target`. It is renamed to `target` at the end, and removed after
+    an error.
+    """
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
@@ -137,13 +151,15 @@ def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
 
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
-    """The dtype of all parameters; float32 if they have several, or one that models here cannot have."""
-    found = {
+    """The dtype of all parameters; float32 if they have several, or one that models here cannot
+    have.
+    """
+    dtypes = {
         checkpoint.tensors[name].dtype.name
         for entry in table
         for name in stored_names(checkpoint, entry)
     }
-    return next((dtype for dtype in get_args(DType) if found == {dtype}), "float32")
+    return next((dtype for dtype in get_args(DType) if dtypes == {dtype}), "float32")
 
 
 def host() -> Any:
@@ -155,7 +171,9 @@ def host() -> Any:
 
 
 def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> Read:
-    """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at once."""
+    """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at
+    once.
+    """
     if checkpoint.format != "orbax":
         return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
     params = restore_params(
@@ -171,23 +189,26 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
     return read
 
 
-# --- Hugging Face names -----------------------------------------------------------------------------------------------
+# --- Hugging Face names ---------------------------------------------------------------------------
 
 
 def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
-    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal parts."""
-    total, count = (entry.shape[::-1] if entry.transpose else entry.shape)[0], len(entry.sources)
+    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal
+    parts.
+    """
     if entry.rows:
         return entry.rows
+    count = len(entry.sources)
     if count == 3 and all(
         f".{part}_proj." in name for part, name in zip("qkv", entry.sources, strict=True)
     ):
-        return tuple(
-            heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)
-        )
+        kv_rows = config.kv_heads * config.head_dim
+        return (config.heads * config.head_dim, kv_rows, kv_rows)
+    total = entry.shape[-1 if entry.transpose else 0]
     if total % count:
         raise ValueError(
-            f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give their rows"
+            f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give "
+            "their rows"
         )
     return (total // count,) * count
 
@@ -204,15 +225,13 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
     return Group(shapes, parts)
 
 
-# --- other files ------------------------------------------------------------------------------------------------------
+# --- other files ----------------------------------------------------------------------------------
 
 
 def check_shared(checkpoint: Checkpoint) -> None:
     """Raise a ValueError if transformers has no config.json for this model."""
-    config, remedy = (
-        checkpoint.config,
-        "transformers does not support such models; convert to orbax",
-    )
+    config = checkpoint.config
+    remedy = "transformers does not support such models; convert to orbax"
     scaling = (config.get("rope_scaling") or {}).get("rope_type")
     if scaling == "freqs":
         raise ValueError(
@@ -220,15 +239,17 @@ def check_shared(checkpoint: Checkpoint) -> None:
         )
     if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
         raise ValueError(
-            f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; {remedy}"
+            f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; "
+            f"{remedy}"
         )
 
 
 def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """config.json, generation_config.json and the tokenizer's files."""
-    theirs = {usual: own for own, usual in family_of(checkpoint).architecture.renamed.items()}
+    """Write config.json, generation_config.json and the tokenizer's files."""
+    renamed = family_of(checkpoint).architecture.renamed
+    original = {usual_key: key for key, usual_key in renamed.items()}
     config = {
-        theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"
+        original.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"
     }
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     if checkpoint.generation_config:

@@ -1,6 +1,8 @@
-"""Drafters that are models: a smaller model from a checkpoint, or a head (models/eagle.py) from its own folder.
+"""Drafters that are models: a smaller model from a checkpoint, or a head (models/eagle.py) from its
+own folder.
 
-FOLDER/config.json    the model that the head was trained for, its layers and window, and the token ids that it drafts
+FOLDER/config.json    the model that the head was trained for, its layers and window, and the
+                      token ids that it drafts
 FOLDER/params/        by Orbax
 """
 
@@ -17,7 +19,13 @@ import numpy as np
 from pagedjax.config import ON_DEVICE, Speculative
 from pagedjax.device.draft_model import DraftModel, of_decoder, of_eagle
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.models.eagle import WINDOW, assemble_eagle, blank_eagle, eagle_config
+from pagedjax.device.models.eagle import (
+    WINDOW,
+    EagleConfig,
+    assemble_eagle,
+    blank_eagle,
+    eagle_config,
+)
 from pagedjax.text.tokenizer import NoTokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder
@@ -27,28 +35,28 @@ from pagedjax.weights.pretrained import LoadedModel, load_model
 from pagedjax.weights.tree import differences, named
 
 KIND = "eagle"
-OF_THE_MODEL = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim")
+MODEL_SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim")
 
 
 def load_draft_model(
     options: Speculative | None, target: LoadedModel, *, progress: bool = False
 ) -> DraftModel | None:
-    """What `options` want to draft with for a model, in its dtype; None if that is no model.
+    """The drafter of `target` that `options` name, in its dtype; None if they draft without a
+    model.
 
     Raises:
-        ValueError: no model is named, its tokenizer is another one, or a head was trained for another model.
+        ValueError: no model is named, its tokenizer is another one, or a head was trained for
+            another model.
         FileNotFoundError: there is no such folder, as in `load_model`.
     """
     if options is None or options.method not in ON_DEVICE:
         return None
     if options.model is None:
-        what = (
-            "a smaller model with the same tokenizer"
-            if options.method == "draft"
-            else "the folder of a trained head"
-        )
+        remedy = "the folder of a trained head"
+        if options.method == "draft":
+            remedy = "a smaller model with the same tokenizer"
         raise ValueError(
-            f"speculative.method is {options.method!r} and speculative.model is None; name {what}"
+            f"speculative.method is {options.method!r} and speculative.model is None; name {remedy}"
         )
     if options.method == KIND:
         return read_eagle(options.model, target.model.config, target.model.dtype)
@@ -57,34 +65,41 @@ def load_draft_model(
     except ValueError as error:
         if target.family is None:
             raise
-        what = f"speculative.model is {options.model!r}, and a draft model is of a built-in family"
-        raise ValueError(f"{what}, also beside a model_family of your own: {error}") from error
+        raise ValueError(
+            f"speculative.model is {options.model!r}, and a draft model is of a built-in family, "
+            f"also beside a model_family of your own: {error}"
+        ) from error
     _check_tokenizers(options.model, draft, target)
     return of_decoder(draft.model)
 
 
 def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> None:
-    """One id must mean one text. Models without tokenizers are compared by the sizes of their vocabularies only.
+    """Check that an id means the same text for both models.
 
-    With one tokenizer the sizes may differ: a model's vocabulary is padded to a size of its own.
+    Models without tokenizers are compared by the sizes of their vocabularies only. With one
+    tokenizer the sizes may differ: a model's vocabulary is padded to a size of its own.
     """
     if isinstance(draft.tokenizer, NoTokenizer) or isinstance(target.tokenizer, NoTokenizer):
-        ours, wanted = draft.model.config.vocab_size, target.model.config.vocab_size
-        if ours != wanted:
-            what = f"speculative.model {name!r} has a vocabulary of {ours} tokens and the model one of {wanted}"
+        draft_size = draft.model.config.vocab_size
+        target_size = target.model.config.vocab_size
+        if draft_size != target_size:
             raise ValueError(
-                f"{what}, and without tokenizers these must be equal; load both with their tokenizers"
+                f"speculative.model {name!r} has a vocabulary of {draft_size} tokens and the model "
+                f"one of {target_size}, and without tokenizers these must be equal; load both with "
+                "their tokenizers"
             )
         return
-    mine, theirs = draft.tokenizer.backend, target.tokenizer.backend
-    if mine is theirs:
+    if draft.tokenizer.backend is target.tokenizer.backend:
         return
-    ours, wanted = mine.get_vocab(with_added_tokens=True), theirs.get_vocab(with_added_tokens=True)
-    if ours != wanted:
-        different = next(text for text in (*wanted, *ours) if wanted.get(text) != ours.get(text))
+    draft_ids = draft.tokenizer.backend.get_vocab(with_added_tokens=True)
+    target_ids = target.tokenizer.backend.get_vocab(with_added_tokens=True)
+    if draft_ids != target_ids:
+        texts = (*target_ids, *draft_ids)
+        different = next(text for text in texts if target_ids.get(text) != draft_ids.get(text))
         raise ValueError(
-            f"speculative.model {name!r} has another tokenizer than the model: {different!r} is token "
-            f"{ours.get(different)} there and {wanted.get(different)} here; use a draft model of the same tokenizer"
+            f"speculative.model {name!r} has another tokenizer than the model: {different!r} is "
+            f"token {draft_ids.get(different)} there and {target_ids.get(different)} here; use a "
+            "draft model of the same tokenizer"
         )
 
 
@@ -105,12 +120,11 @@ def write_eagle(
 
     folder = Path(folder).expanduser().absolute()
     check_free(folder)
-    shape = eagle_config(target, len(ids))
     config = {
         "model_type": KIND,
-        "model": _facts(target),
+        "model": _sizes_of(target),
         "window": WINDOW,
-        "taps": list(shape.taps),
+        "taps": list(eagle_config(target, len(ids)).taps),
         "ids": [int(i) for i in ids],
     }
     with complete_folder(folder) as part:
@@ -121,34 +135,62 @@ def write_eagle(
 
 
 def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) -> DraftModel:
-    """The head in a folder, for a model.
+    """The drafter of the head in a folder, for a model.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: no head is in it, or one for a model of other sizes, or parameters are missing or damaged.
+        ValueError: no head is in it, or one for a model of other sizes, or parameters are missing
+            or damaged.
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.json").is_file():
         train = "python -m experiments.training.train_draft"
         raise FileNotFoundError(f"there is no draft head in {folder}; train one: {train}")
     stored = read_json(folder / "config.json")
+    ids = np.asarray(stored.get("ids") or ())
+    config = _head_config(folder, stored, ids, target)
+    shapes = named(blank_eagle(config, dtype)[1])
+    arrays = tensors(folder / PARAMS)
+    if problems := differences(shapes, arrays, cast=True):
+        lines = "\n  ".join(problems)
+        raise ValueError(
+            f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  "
+            f"{lines}"
+        )
+    sizes = {name: tuple(x.shape) for name, x in shapes.items()}
+    params = restore(Checkpoint(folder, "orbax", stored, arrays), sizes, dtype)
+    return of_eagle(config, *assemble_eagle(config, ids, params, dtype), dtype)
+
+
+def _head_config(
+    folder: Path, stored: dict[str, Any], ids: np.ndarray, target: DecoderConfig
+) -> EagleConfig:
+    """The shape of a head for `target`. `stored` is its config.json, `ids` the tokens it drafts.
+
+    Raises:
+        ValueError: a value of `stored` is wrong, or does not fit `target`.
+    """
     if stored.get("model_type") != KIND:
         raise ValueError(
-            f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has {KIND!r}"
+            f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has "
+            f"{KIND!r}"
         )
-    theirs, ours = stored.get("model") or {}, _facts(target)
-    if wrong := [
-        f"{name} {theirs.get(name)}, not {ours[name]}"
-        for name in ours
-        if theirs.get(name) != ours[name]
-    ]:
+    stored_sizes = stored.get("model") or {}
+    wrong_sizes = [
+        f"{name} {stored_sizes.get(name)}, not {size}"
+        for name, size in _sizes_of(target).items()
+        if stored_sizes.get(name) != size
+    ]
+    if wrong_sizes:
         raise ValueError(
-            f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train one"
+            f"the draft head in {folder} was trained for another model ({'; '.join(wrong_sizes)}); "
+            "train one"
         )
-    ids, window = np.asarray(stored.get("ids") or ()), stored.get("window")
+    window = stored.get("window")
     if not isinstance(window, int) or window < 1:
         raise ValueError(
-            f"window in {folder / 'config.json'} is {window!r}; it must be an integer of at least 1; train one"
+            f"window in {folder / 'config.json'} is {window!r}; it must be an integer of at least "
+            "1; train one"
         )
     of_integers = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind == "i"
     if not of_integers or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
@@ -158,20 +200,12 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     config = eagle_config(target, len(ids), window)
     if stored.get("taps") != list(config.taps):
         raise ValueError(
-            f"the draft head in {folder} learned from the layers {stored.get('taps')}, and this version gives it "
-            f"{list(config.taps)}; train one"
+            f"the draft head in {folder} learned from the layers {stored.get('taps')}, and this "
+            f"version gives it {list(config.taps)}; train one"
         )
-    shapes = named(blank_eagle(config, dtype)[1])
-    found = tensors(folder / PARAMS)
-    if problems := differences(shapes, found, cast=True):
-        lines = "\n  ".join(problems)
-        raise ValueError(
-            f"{folder / PARAMS} is not a head of this version; differences: {len(problems)}\n  {lines}"
-        )
-    sizes = {name: tuple(x.shape) for name, x in shapes.items()}
-    params = restore(Checkpoint(folder, "orbax", stored, found), sizes, dtype)
-    return of_eagle(config, *assemble_eagle(config, ids, params, dtype), dtype)
+    return config
 
 
-def _facts(config: DecoderConfig) -> dict[str, int]:
-    return {name: getattr(config, name) for name in OF_THE_MODEL}
+def _sizes_of(config: DecoderConfig) -> dict[str, int]:
+    """The sizes of a model that a head depends on."""
+    return {name: getattr(config, name) for name in MODEL_SIZES}

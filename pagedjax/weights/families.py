@@ -1,4 +1,6 @@
-"""Which family reads a model: a built-in one, by its config.json's model_type, or one of the user's own."""
+"""Which family reads a model: a built-in one, by its config.json's model_type, or one of the user's
+own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def own_family(name: str | None) -> Family | None:
-    """The family that "module:NAME" or "folder/file.py:NAME" names; None is none.
+    """The family that "module:NAME" or "folder/file.py:NAME" names; None for None.
 
     Raises:
         ValueError: there is no such module, file or value.
@@ -25,9 +27,9 @@ def own_family(name: str | None) -> Family | None:
     if name is None:
         return None
     if not isinstance(name, str):
-        what = f"model_family is {name!r:.80}"
         raise ValueError(
-            f"{what}; it must be a text, module:NAME or folder/file.py:NAME of a Family, or None"
+            f"model_family is {name!r:.80}; it must be a text, module:NAME or folder/file.py:NAME "
+            "of a Family, or None"
         )
     file = name.rpartition(":")[0]
     return _own(
@@ -35,7 +37,8 @@ def own_family(name: str | None) -> Family | None:
     )
 
 
-@cache  # one record for all callers, so that its classes are the same ones; a new one if the file changes
+# one record for all callers, so that its classes are the same ones; a new one if the file changes
+@cache
 def _own(name: str, file: str, changed: int) -> Family:
     return own_value("model_family", name, Family, ())
 
@@ -60,8 +63,9 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return checkpoint.family or built_in(checkpoint.config["model_type"])
 
 
-def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The decoder's shape, by the family's `from_hf`. `where`: what the config is of, for errors.
+def config_of(family: Family, config: Mapping[str, Any], source: str) -> DecoderConfig:
+    """The decoder's shape, by the family's `from_hf`. `source`: where the config is from, for
+    errors.
 
     Raises:
         ValueError: `from_hf` misses a key, or returns something else.
@@ -69,18 +73,19 @@ def config_of(family: Family, config: Mapping[str, Any], where: str) -> DecoderC
     from pagedjax.device.models.decoder import DecoderConfig
 
     try:
-        found = family.from_hf(dict(config))
+        shape = family.from_hf(dict(config))
     except KeyError as error:
-        what = f"{where}: from_hf of the family {family.model_type!r} reads {error}, which the config does not have"
         raise ValueError(
-            f"{what}; add it to the config, or its default to Architecture(defaults=...)"
+            f"{source}: from_hf of the family {family.model_type!r} reads {error}, which the "
+            "config does not have; add it to the config, or its default to "
+            "Architecture(defaults=...)"
         ) from error
-    if not isinstance(found, DecoderConfig):
-        what = (
-            f"{where}: from_hf of the family {family.model_type!r} returns {type(found).__name__}"
+    if not isinstance(shape, DecoderConfig):
+        raise ValueError(
+            f"{source}: from_hf of the family {family.model_type!r} returns "
+            f"{type(shape).__name__}; it must return a DecoderConfig"
         )
-        raise ValueError(f"{what}; it must return a DecoderConfig")
-    return found
+    return shape
 
 
 def check_parameters(family: Family, config: DecoderConfig, table: Sequence[ParamSource]) -> None:
@@ -94,20 +99,22 @@ def check_parameters(family: Family, config: DecoderConfig, table: Sequence[Para
     from pagedjax.device.models.decoder import Decoder
     from pagedjax.weights.tree import named
 
-    wanted = {
+    shapes = {
         name: tuple(x.shape)
         for name, x in named(nnx.eval_shape(lambda: Decoder(config, "float32"))).items()
     }
-    found = {".".join(map(str, entry.path)): entry for entry in table}
-    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
-    for name, entry in found.items():
-        if name not in wanted:
+    entries = {".".join(map(str, entry.path)): entry for entry in table}
+    problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in entries]
+    for name, entry in entries.items():
+        if name not in shapes:
             problems += [] if entry.optional else [f"not in the decoder: {name} {entry.shape}"]
-        elif tuple(entry.shape) != wanted[name]:
+        elif tuple(entry.shape) != shapes[name]:
             problems.append(
-                f"shape of {name}: {tuple(entry.shape)} in the table, {wanted[name]} in the decoder"
+                f"shape of {name}: {tuple(entry.shape)} in the table, {shapes[name]} in the decoder"
             )
     if problems:
         lines = "\n  ".join(problems)
-        what = f"param_table of the family {family.model_type!r} does not fit the decoder of its from_hf"
-        raise ValueError(f"{what}; differences: {len(problems)}\n  {lines}")
+        raise ValueError(
+            f"param_table of the family {family.model_type!r} does not fit the decoder of its "
+            f"from_hf; differences: {len(problems)}\n  {lines}"
+        )

@@ -1,4 +1,6 @@
-"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the converter are undone."""
+"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the
+converter are undone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from pagedjax.weights.architectures import ARCHITECTURES, GGUF, normalised
 from pagedjax.weights.checkpoint import Checkpoint
-from pagedjax.weights.gguf_file import GGUFFile, mapped, read_parts
+from pagedjax.weights.gguf_file import GGUFFile, read_parts, with_name
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
@@ -16,7 +18,8 @@ TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padd
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings` is true.
+    """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings`
+    is true.
 
     Raises:
         FileNotFoundError, ValueError: as `read_parts`; also for an unsupported architecture.
@@ -31,14 +34,15 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path} is damaged: its metadata has a value of the wrong type ({error})"
         ) from error
     config |= {
-        name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()
+        key: file.metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
+        for key, gguf_key in TOKEN_IDS.items()
     }
     config = normalised(config, path)
     tensors = {}
-    for own, tensor in file.tensors.items():
-        if own not in IN_CONFIG:
-            name = huggingface_name(architecture, own)
-            tensors[name] = mapped(tensor, name, architecture.change(name, config))
+    for stored_name, tensor in file.tensors.items():
+        if stored_name not in IN_CONFIG:
+            name = huggingface_name(architecture, stored_name)
+            tensors[name] = with_name(tensor, name, architecture.change(name, config))
     return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": ends}, file.metadata)
 
 
@@ -52,12 +56,16 @@ def huggingface_name(architecture: GGUF, name: str) -> str:
 
 
 def _architecture(file: GGUFFile) -> GGUF:
-    found = file.metadata.get("general.architecture")
-    known = {one.gguf.name: one.gguf for one in ARCHITECTURES.values() if one.gguf}
-    if found in known:
-        return known[found]
-    supported = ", ".join(known)
-    raise ValueError(f"{file.path}: general.architecture is {found!r}; supported: {supported}")
+    name = file.metadata.get("general.architecture")
+    architectures = {
+        architecture.gguf.name: architecture.gguf
+        for architecture in ARCHITECTURES.values()
+        if architecture.gguf
+    }
+    if name in architectures:
+        return architectures[name]
+    supported = ", ".join(architectures)
+    raise ValueError(f"{file.path}: general.architecture is {name!r}; supported: {supported}")
 
 
 def _ends(metadata: dict[str, Any]) -> list[int]:

@@ -1,7 +1,9 @@
-"""Read a GGUF file: its header, with every length checked, and its tensors one at a time. Independent of the model.
+"""Read a GGUF file: its header, with every length checked, and its tensors one at a time.
+Independent of the model.
 
-Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of every string of the
-vocabulary, which takes seconds, and for a damaged file it raises unrelated numpy errors.
+Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of
+every string of the vocabulary, which takes seconds, and for a damaged file it raises unrelated
+numpy errors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 from pagedjax.weights.checkpoint import Tensor
 
 VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SCALARS = {
     0: "B",
     1: "b",
@@ -37,13 +40,14 @@ SCALARS = {
 MAX_DEPTH = (
     4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
 )
-ROW = (
-    2**11
-)  # most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
+# most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
+ROW = 2**11
 
 
 class GGUFFile(NamedTuple):
-    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file order."""
+    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file
+    order.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -55,7 +59,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the position and the sizes.
+        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the position
+            and the sizes.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -66,7 +71,8 @@ def read_gguf(path: Path) -> GGUFFile:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = Cursor(path, data)
         _check_magic(cursor)
-        num_tensors, num_pairs = cursor.scalar("Q", "tensor count"), cursor.scalar("Q", "key count")
+        num_tensors = cursor.scalar("Q", "tensor count")
+        num_pairs = cursor.scalar("Q", "key count")
         metadata = {}
         for index in range(num_pairs):
             key = cursor.string(f"key {index} of {num_pairs}")
@@ -88,9 +94,8 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-PART = re.compile(
-    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf"
-)  # llama.cpp's names of parts
+# llama.cpp's names of parts
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 MOST_PARTS = 99_999  # that such names can number
@@ -115,29 +120,35 @@ def read_parts(path: Path) -> GGUFFile:
         or not isinstance(number, int)
         or not 0 <= number < count <= MOST_PARTS
     ):
-        what = f"split.no is {number!r:.80} and split.count {count!r:.80}"
-        raise ValueError(f"{path} is damaged: {what}; fetch it again")
-    where = f"{path} is part {number + 1} of {count}"
+        raise ValueError(
+            f"{path} is damaged: split.no is {number!r:.80} and split.count {count!r:.80}; fetch "
+            "it again"
+        )
+    label = f"{path} is part {number + 1} of {count}"
     name = PART.fullmatch(path.name)
     if name is None or int(name["count"]) != count:
         expected = f"NAME-{number + 1:05}-of-{count:05}.gguf"
-        raise ValueError(f"{where}, and the others are found by their names; call it {expected}")
+        raise ValueError(f"{label}, and the others are found by their names; call it {expected}")
     paths = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     for part in paths:
         if not part.is_file():
             raise FileNotFoundError(
-                f"{where}, and {part.name} is not beside it; put all parts into one folder"
+                f"{label}, and {part.name} is not beside it; put all parts into one folder"
             )
     parts = [file if part == path else read_gguf(part) for part in paths]
     tensors: dict[str, Tensor] = {}
     for i, part in enumerate(parts):
-        told = part.metadata.get("split.no"), part.metadata.get("split.count")
-        if told != (i, count):
-            what = f"{part.path} says that it is part {told[0]!r} (from 0) of {told[1]!r}"
-            raise ValueError(f"{what}, and its name says {i + 1} of {count}; fetch the parts again")
+        part_number = part.metadata.get("split.no")
+        part_count = part.metadata.get("split.count")
+        if (part_number, part_count) != (i, count):
+            raise ValueError(
+                f"{part.path} says that it is part {part_number!r} (from 0) of {part_count!r}, and "
+                f"its name says {i + 1} of {count}; fetch the parts again"
+            )
         if twice := tensors.keys() & part.tensors.keys():
             raise ValueError(
-                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts again"
+                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts "
+                "again"
             )
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
@@ -152,51 +163,53 @@ class Cursor:
     """Reads forward through the header. A read past the end of the file is an error."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+        self.path = path
+        self.data = data
+        self.at = 0
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, label: str) -> bytes:
         if count > len(self.data) - self.at:
             raise ValueError(
-                f"{self.path} is truncated or damaged: {what} needs {count} bytes at offset {self.at}, "
-                f"the file has {len(self.data)} in all; fetch it again"
+                f"{self.path} is truncated or damaged: {label} needs {count} bytes at offset "
+                f"{self.at}, the file has {len(self.data)} in all; fetch it again"
             )
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def scalar(self, code: str, what: str) -> Any:
-        value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+    def scalar(self, code: str, label: str) -> Any:
+        value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), label))[0]
         return _short(value) if code == "f" else value
 
-    def string(self, what: str) -> str:
-        raw = self.take(self.scalar("Q", f"the length of {what}"), what)
+    def string(self, label: str) -> str:
+        raw = self.take(self.scalar("Q", f"the length of {label}"), label)
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.path} is damaged: {what} is not valid UTF-8 ({error}); fetch it again"
+                f"{self.path} is damaged: {label} is not valid UTF-8 ({error}); fetch it again"
             ) from error
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+    def value(self, kind: int, label: str, depth: int = 0) -> Any:
         if kind in SCALARS:
-            return self.scalar(SCALARS[kind], what)
+            return self.scalar(SCALARS[kind], label)
         if kind == STRING:
-            return self.string(what)
+            return self.string(label)
         if kind != ARRAY or depth == MAX_DEPTH:
             raise ValueError(
-                f"{self.path} is damaged: {what} has value type {kind}, which GGUF does not define"
+                f"{self.path} is damaged: {label} has value type {kind}, which GGUF does not define"
             )
-        item, count = (
-            self.scalar("I", f"the type of {what}"),
-            self.scalar("Q", f"the length of {what}"),
-        )
-        if item in SCALARS:
-            code = SCALARS[item]
-            raw = self.take(count * struct.calcsize(f"<{code}"), what)
+        item_kind = self.scalar("I", f"the type of {label}")
+        count = self.scalar("Q", f"the length of {label}")
+        if item_kind in SCALARS:
+            code = SCALARS[item_kind]
+            raw = self.take(count * struct.calcsize(f"<{code}"), label)
             values = struct.unpack(f"<{count}{code}", raw)
             return [_short(value) for value in values] if code == "f" else list(values)
-        if item == STRING:  # a vocabulary has about 100,000
-            return [self.string(what) for _ in range(count)]
-        return [self.value(item, f"item {index} of {what}", depth + 1) for index in range(count)]
+        if item_kind == STRING:  # a vocabulary has about 100,000
+            return [self.string(label) for _ in range(count)]
+        return [
+            self.value(item_kind, f"item {index} of {label}", depth + 1) for index in range(count)
+        ]
 
 
 def _short(value: float) -> float:
@@ -226,12 +239,13 @@ class Entry(NamedTuple):
     offset: int
 
 
-def _entry(cursor: Cursor, what: str) -> Entry:
-    name = cursor.string(f"the name of {what}")
+def _entry(cursor: Cursor, label: str) -> Entry:
+    name = cursor.string(f"the name of {label}")
     num_dims = cursor.scalar("I", f"the rank of {name}")
     if num_dims > 4:
         raise ValueError(
-            f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it again"
+            f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it "
+            "again"
         )
     dims = struct.unpack(f"<{num_dims}Q", cursor.take(8 * num_dims, f"the shape of {name}"))
     return Entry(
@@ -250,20 +264,22 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
         encoding = GGMLQuantizationType(entry.kind)
     except ValueError as error:
         raise ValueError(
-            f"{path}: tensor {entry.name} has type number {entry.kind}, which the installed gguf package does not "
-            "know; update it with: pip install -U gguf"
+            f"{path}: tensor {entry.name} has type number {entry.kind}, which the installed gguf "
+            "package does not know; update it with: pip install -U gguf"
         ) from error
     per_block, block_bytes = GGML_QUANT_SIZES[encoding]
     row = entry.shape[-1] if entry.shape else 1
     if row % per_block:
         raise ValueError(
-            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} ({encoding.name})"
+            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} "
+            f"({encoding.name})"
         )
-    begin, size = start + entry.offset, prod(entry.shape) // per_block * block_bytes
+    begin = start + entry.offset
+    size = prod(entry.shape) // per_block * block_bytes
     if begin + size > file_size:
         raise ValueError(
-            f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes {begin} to "
-            f"{begin + size}, the file has {file_size}; fetch it again"
+            f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes "
+            f"{begin} to {begin + size}, the file has {file_size}; fetch it again"
         )
     load = partial(_read, path, entry.name, entry.shape, encoding, begin, size)
     return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load)
@@ -283,20 +299,25 @@ def _read(
         )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole blocks.
+    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole
+    # blocks.
     block = GGML_QUANT_SIZES[encoding][1]
     rows = raw.reshape(-1, gcd(size // block, ROW) * block) if size else raw
     try:
         return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
     except NotImplementedError as error:
         raise ValueError(
-            f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised here; "
-            "convert the model to F16, BF16, Q8_0 or another common type"
+            f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised "
+            "here; convert the model to F16, BF16, Q8_0 or another common type"
         ) from error
 
 
-def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
-    """The tensor under another name. `change` is applied to the values when they are read, and keeps the shape."""
+def with_name(
+    tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None
+) -> Tensor:
+    """The tensor under another name. `change` is applied to the values when they are read, and
+    keeps the shape.
+    """
 
     def load() -> np.ndarray:
         values = tensor.load()
@@ -304,7 +325,8 @@ def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray]
             return values if change is None else change(values)
         except ValueError as error:
             raise ValueError(
-                f"{tensor.file}: tensor {tensor.name} {tensor.shape} does not fit the metadata: {error}"
+                f"{tensor.file}: tensor {tensor.name} {tensor.shape} does not fit the metadata: "
+                f"{error}"
             ) from error
 
     return Tensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.encoding, load)

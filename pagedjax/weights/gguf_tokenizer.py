@@ -1,7 +1,9 @@
-"""Build the tokenizer of a GGUF file, so that it splits text exactly as the model's original tokenizer.
+"""Build the tokenizer of a GGUF file, so that it splits text exactly as the model's original
+tokenizer.
 
-The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong one still gives tokens, but
-worse ones, so an unknown name is an error. (transformers' conversion ignores "smollm" and does not split digits.)
+The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong one still
+gives tokens, but worse ones, so an unknown name is an error. (transformers' conversion ignores
+"smollm" and does not split digits.)
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+# values of tokenizer.ggml.token_type
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 
 WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits stay together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -21,7 +27,8 @@ WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits sta
 
 
 class Split(NamedTuple):
-    """A byte-level pre-tokenizer. digits: first split off every digit; words: a pattern instead of GPT-2's.
+    """A byte-level pre-tokenizer. digits: first split off every digit; words: a pattern instead of
+    GPT-2's.
 
     ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
     add_bos: default if the file has no tokenizer.ggml.add_bos_token.
@@ -37,7 +44,8 @@ GPT2 = Split()
 DIGITS = Split(digits=True)
 LLAMA3 = Split(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
 QWEN2 = Split(words=WORDS_GPT4 % "")
-# "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not know.
+# "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not
+# know.
 SPLITS = {
     "gpt-2": GPT2,
     "smollm": DIGITS,
@@ -55,29 +63,30 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
     """The `tokenizers.Tokenizer` of a GGUF file's metadata.
 
     Raises:
-        ValueError: no vocabulary, an unknown kind or pre-tokenizer (lists the known ones), or damaged lists.
+        ValueError: no vocabulary, an unknown kind or pre-tokenizer (lists the known ones), or
+            damaged lists.
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in builders:
         raise ValueError(
-            f"{path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' "
-            "(SentencePiece BPE); for others use the model's Hugging Face directory"
+            f"{path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and "
+            "'llama' (SentencePiece BPE); for others use the model's Hugging Face directory"
         )
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise ValueError(
-            f"{path}: the vocabulary has {len(tokens)} tokens, {len(set(tokens))} of them distinct, and {len(types)} "
-            "token types; the file is damaged, fetch or convert it again"
+            f"{path}: the vocabulary has {len(tokens)} tokens, {len(set(tokens))} of them "
+            f"distinct, and {len(types)} token types; the file is damaged, fetch or convert it "
+            "again"
         )
     try:
         tokenizer, add_bos = builders[kind](path, metadata, tokens, types)
     except ValueError:
         raise
-    except (
-        Exception
-    ) as error:  # tokenizers raises plain Exceptions, e.g. for a merge of unknown tokens
+    except Exception as error:
+        # tokenizers raises plain Exceptions, e.g. for a merge of unknown tokens
         raise ValueError(
             f"{path}: the vocabulary and its merges do not fit together ({error})"
         ) from error
@@ -94,8 +103,8 @@ def _byte_level(
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
         raise ValueError(
-            f"{path}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {', '.join(SPLITS)}; "
-            "use the model's Hugging Face directory instead"
+            f"{path}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: "
+            f"{', '.join(SPLITS)}; use the model's Hugging Face directory instead"
         )
     split = SPLITS[pre]
     merges = [_pair(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
@@ -111,39 +120,46 @@ def _byte_level(
 
 
 def _pair(path: Any, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
+    first, space, second = merge.partition(" ")
+    if not (first and space and second):
         raise ValueError(
-            f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file again"
+            f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file "
+            "again"
         )
-    return left, right
+    return first, second
 
 
 def _sentencepiece(
     path: Any, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 ) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE as Hugging Face stores it: merges ranked by score, spaces as U+2581, bytes as fallback."""
+    """SentencePiece BPE as Hugging Face stores it: merges ranked by score, spaces as U+2581, bytes
+    as fallback.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
         raise ValueError(
-            f"{path}: the tokenizer removes extra spaces; use the model's Hugging Face directory instead"
+            f"{path}: the tokenizer removes extra spaces; use the model's Hugging Face directory "
+            "instead"
         )
     scores = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise ValueError(
-            f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it again"
+            f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it "
+            "again"
         )
     listed = metadata.get("tokenizer.ggml.merges")
     merges = (
         [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
     )
     vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = next(
+    unknown_token = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None
     )
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True
+        )
     )
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
@@ -158,7 +174,9 @@ def _sentencepiece(
 def score_merges(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece, best score first."""
+    """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece, best
+    score first.
+    """
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     pairs = [
         (-value, -cut, piece[:cut], piece[cut:])
@@ -166,11 +184,13 @@ def score_merges(
         for cut in range(1, len(piece))
         if piece[:cut] in score and piece[cut:] in score
     ]
-    return [(left, right) for _, _, left, right in sorted(pairs)]
+    return [(first, second) for _, _, first, second in sorted(pairs)]
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Add control and user-defined tokens: they are matched whole in the text, before it is split."""
+    """Add control and user-defined tokens: they are matched whole in the text, before it is
+    split.
+    """
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, types, strict=True):
@@ -183,17 +203,21 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
 def _add_bos_eos(
     path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool
 ) -> None:
-    """Add BOS before and EOS after a text if the file says so. `bos`: add BOS if the file does not say."""
+    """Add BOS before and EOS after a text if the file says so. `bos`: add BOS if the file does not
+    say.
+    """
     from tokenizers import processors
 
-    template, special = "$A", []
+    template = "$A"
+    special = []
     for name, default in (("bos", bos), ("eos", False)):
         if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             continue
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if index is None or index >= len(tokens):
             raise ValueError(
-                f"{path}: the tokenizer adds {name.upper()}, but tokenizer.ggml.{name}_token_id is {index}"
+                f"{path}: the tokenizer adds {name.upper()}, but tokenizer.ggml.{name}_token_id is "
+                f"{index}"
             )
         template = (
             f"{tokens[index]}:0 {template}" if name == "bos" else f"{template} {tokens[index]}:0"

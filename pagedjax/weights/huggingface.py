@@ -1,4 +1,6 @@
-"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or in shards."""
+"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or in
+shards.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,8 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
     generation_config = read_json(generation) if generation.is_file() else {}
     name = (family.architecture if family else ARCHITECTURES[config["model_type"]]).tensor_name
     tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
-    if (
-        family is None and "embed_tokens.weight" in tensors
-    ):  # saved without its head, e.g. a model for embeddings
+    if family is None and "embed_tokens.weight" in tensors:
+        # saved without its head, e.g. a model for embeddings
         tensors = {
             key if key.startswith("lm_head.") else f"model.{key}": tensor
             for key, tensor in tensors.items()
@@ -72,12 +73,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if not (path / INDEX).is_file():
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            other = [
-                f.name
-                for pattern in ("*.bin", "*.pth", "*.gguf")
-                for f in sorted(path.glob(pattern))
-            ]
-            hint = f"; it has {', '.join(other)}" if other else ""
+            names = []
+            for pattern in ("*.bin", "*.pth", "*.gguf"):
+                names += [file.name for file in sorted(path.glob(pattern))]
+            hint = f"; it has {', '.join(names)}" if names else ""
             raise FileNotFoundError(
                 f"{path} has no *.safetensors{hint}; save the model with safe_serialization=True"
             )
@@ -101,8 +100,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     stored = {shard: read_safetensors(path / shard) for shard in shards}
     if absent := [name for name, shard in weight_map.items() if name not in stored[shard]]:
         raise ValueError(
-            f"{path}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, but that file does not contain it "
-            f"({len(absent)} such tensors); the index and the shards do not match; fetch all of them again"
+            f"{path}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, but that file does not "
+            f"contain it ({len(absent)} such tensors); the index and the shards do not match; "
+            "fetch all of them again"
         )
     return {name: stored[shard][name] for name, shard in weight_map.items()}
 
@@ -118,8 +118,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise ValueError(
-                f"{path} is truncated or not a safetensors file: its header needs {length} bytes after the first 8, "
-                f"the file has {size} in all; fetch it again"
+                f"{path} is truncated or not a safetensors file: its header needs {length} bytes "
+                f"after the first 8, the file has {size} in all; fetch it again"
             )
         raw = file.read(length)
     try:
@@ -130,7 +130,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(header, dict):
         raise ValueError(
-            f"{path} has a damaged header: a JSON {type(header).__name__}, not an object; fetch it again"
+            f"{path} has a damaged header: a JSON {type(header).__name__}, not an object; fetch it "
+            "again"
         )
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in entries.items()}
@@ -141,7 +142,9 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
         case {"dtype": str(code), "shape": [*dims], "data_offsets": [int(begin), int(end)]} if all(
             isinstance(n, int) and n >= 0 for n in dims
         ):
-            shape, begin, end = tuple(dims), start + begin, start + end
+            shape = tuple(dims)
+            begin += start
+            end += start
         case _:
             raise ValueError(
                 f"{path} has a damaged header: the entry of {name} is {entry!r}; fetch it again"
@@ -153,7 +156,8 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
     dtype = np_dtype(DTYPES[code])
     if end - begin != prod(shape) * dtype.itemsize or begin < start:
         raise ValueError(
-            f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again"
+            f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it "
+            "again"
         )
     if end > file_size:
         raise ValueError(
@@ -167,7 +171,8 @@ def _read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, begin:
     values = np.fromfile(path, dtype, prod(shape), offset=begin)
     if values.size != prod(shape):
         raise ValueError(
-            f"{path} is truncated: {name} has {values.size} of its {prod(shape)} values; fetch it again"
+            f"{path} is truncated: {name} has {values.size} of its {prod(shape)} values; fetch it "
+            "again"
         )
     return values.reshape(shape)
 

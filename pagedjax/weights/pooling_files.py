@@ -1,4 +1,6 @@
-"""How a model for embeddings says that it pools: the files of Sentence Transformers beside its weights."""
+"""How a model for embeddings says that it pools: the files of Sentence Transformers beside its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,14 @@ from typing import Any
 
 PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
-FREE = (
-    "Transformer",
-    "Normalize",
-)  # modules that need nothing of us: vectors are normalised by default
+# modules that need nothing of us: vectors are normalised by default
+FREE = ("Transformer", "Normalize")
 
 
 def pooling_of(folder: Path) -> str | None:
-    """How the model in a folder pools: "LAST", "MEAN", "CLS", or the name of a step that is not supported; None if the
-    folder does not say so.
+    """How the model in a folder pools: "LAST", "MEAN" or "CLS"; None if the folder does not say.
+
+    The name of the step if the folder has one that is not supported.
 
     Raises:
         ValueError: a file is damaged.
@@ -24,7 +25,7 @@ def pooling_of(folder: Path) -> str | None:
     modules = folder / "modules.json"
     if not modules.is_file():
         return None
-    found = None
+    mode = None
     for module in _read(modules, list):
         if not isinstance(module, dict):
             raise ValueError(
@@ -33,14 +34,15 @@ def pooling_of(folder: Path) -> str | None:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             config = _read(folder / str(module.get("path", "")) / "config.json", dict)
-            chosen = [
-                key for key, value in config.items() if key.startswith(PREFIX) and value is True
-            ]
-            names = [key.removeprefix(PREFIX) for key in chosen]
-            found = MODES.get("+".join(names), "+".join(names) or "no mode")
+            name = "+".join(
+                key.removeprefix(PREFIX)
+                for key, value in config.items()
+                if key.startswith(PREFIX) and value is True
+            )
+            mode = MODES.get(name, name or "no mode")
         elif kind not in FREE:
             return kind
-    return found
+    return mode
 
 
 def _read(path: Path, kind: type) -> Any:
@@ -50,6 +52,7 @@ def _read(path: Path, kind: type) -> Any:
         raise ValueError(f"{path} cannot be read ({error}); fetch the model again") from error
     if not isinstance(value, kind):
         raise ValueError(
-            f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}; fetch the model again"
+            f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}; fetch "
+            "the model again"
         )
     return value

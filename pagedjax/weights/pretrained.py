@@ -1,4 +1,6 @@
-"""A model with its tokenizer: from a checkpoint (`load_model`), or from parameters in memory (`from_params`)."""
+"""A model with its tokenizer: from a checkpoint (`load_model`), or from parameters in memory
+(`from_params`).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ DEFAULT_MODEL = "smollm2-135m"
 class LoadedModel:
     """Weights and tokenizer. Several engines can share them: LLM(model=loaded, block_size=...).
 
-    pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a step that is not
-        supported); None: it was not made for embeddings.
+    pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a
+        step that is not supported); None: it was not made for embeddings.
     family: the `model_family` that it was loaded with.
     """
 
@@ -66,13 +68,15 @@ def load_model(
 
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
-        linear_impl: what computes products, in whose layout the matrices are stored, as in `EngineConfig`. "xla" leaves
-            them as they are in a checkpoint.
+        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype
+            leaves them in dtype.
+        linear_impl: what computes products, in whose layout the matrices are stored, as in
+            `EngineConfig`. "xla" leaves them as they are in a checkpoint.
         model_family: how it is read, if it is of no built-in architecture, as in `EngineConfig`.
         mesh, devices: where the parameters go, as in `EngineConfig`.
         tokenizer: another one than the model's own, as in `from_params`.
-        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
+        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
+            cache_dir.
 
     Raises:
         ValueError, FileNotFoundError: names the file, the error and the remedy.
@@ -84,19 +88,24 @@ def load_model(
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
-    options = {
-        "mesh": sizes,
-        "devices": checked_devices(devices, sizes),
-        "linear_impl": linear_impl,
-    }
-    loaded = read_model(
-        checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress
+    weights = read_model(
+        checkpoint,
+        dtype,
+        int8=weight_dtype == "int8",
+        mesh=sizes,
+        devices=checked_devices(devices, sizes),
+        linear_impl=linear_impl,
+        progress=progress,
     )
-    own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
-    eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
-    pooling = pooling_of(checkpoint.path)
+    own_tokenizer = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
     return LoadedModel(
-        str(model), loaded, own, eos, time.perf_counter() - started, pooling, model_family
+        name=str(model),
+        model=weights,
+        tokenizer=own_tokenizer,
+        eos_token_ids=tuple(sorted({*checkpoint.eos_token_ids, *own_tokenizer.eos_token_ids})),
+        pooling=pooling_of(checkpoint.path),
+        family=model_family,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -110,7 +119,8 @@ def read_model(
     devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Model:
-    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in `load_model`.
+    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in
+    `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).
@@ -124,14 +134,19 @@ def read_model(
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
     )
-    placement = (
-        make_placement(config, mesh or MeshConfig(), devices, jax.devices())
-        if mesh or devices
-        else None
+    placement = None
+    if mesh or devices:
+        placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices())
+    params = load_params(
+        checkpoint,
+        table,
+        dtype,
+        int8=int8,
+        progress=progress,
+        ignore=family.ignored,
+        placement=placement,
+        pack=partial(models.packed, config),
     )
-    options = {"int8": int8, "progress": progress, "ignore": family.ignored, "placement": placement}
-    options |= {"pack": partial(models.packed, config)}
-    params = load_params(checkpoint, table, dtype, **options)
     return models.assemble(config, params, dtype, placement)
 
 
@@ -145,43 +160,51 @@ def from_params(
     linear_impl: str | None = None,
     model_family: str | None = None,
 ) -> LoadedModel:
-    """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated afterwards.
+    """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated
+    afterwards.
 
     Args:
-        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays with the same names.
-        config: the content of the model's config.json, or the module's configuration. Only config.json has the tokens
-            that end a text.
-        tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded tokenizer. Without
-            one, inputs and outputs are token ids.
+        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays
+            with the same names.
+        config: the content of the model's config.json, or the module's configuration. Only
+            config.json has the tokens that end a text.
+        tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded
+            tokenizer. Without one, inputs and outputs are token ids.
         dtype: None keeps that of the parameters.
         weight_dtype, linear_impl, model_family: as in `load_model`.
 
     Raises:
-        ValueError: parameters do not fit the configuration (lists all of them), or, as in `load_model`, the config or
-            tokenizer is wrong.
+        ValueError: parameters do not fit the configuration (lists all of them), or, as in
+            `load_model`, the config or tokenizer is wrong.
     """
     started = time.perf_counter()
     family = own_family(model_family)
     if family is not None and isinstance(config, DecoderConfig):
-        what = (
-            f"model_family is {model_family!r} and config is a DecoderConfig, which no family reads"
+        raise ValueError(
+            f"model_family is {model_family!r} and config is a DecoderConfig, which no family "
+            "reads; leave model_family out, or give the content of config.json"
         )
-        raise ValueError(f"{what}; leave model_family out, or give the content of config.json")
-    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
-    own = config
-    if not isinstance(own, DecoderConfig):
-        own = families.config_of(family or built_in(hf["model_type"]), hf, "config")
-    model = model_of(params, own, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
+    hf: dict[str, Any] = {}
+    if not isinstance(config, DecoderConfig):
+        hf = normalised(config, "config", family)
+        config = families.config_of(family or built_in(hf["model_type"]), hf, "config")
+    model = model_of(params, config, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
-    found = _tokenizer(tokenizer)
-    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
-    seconds = time.perf_counter() - started
-    return LoadedModel("params", model, found, tuple(sorted(eos)), seconds, family=model_family)
+    own_tokenizer = _tokenizer(tokenizer)
+    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *own_tokenizer.eos_token_ids}
+    return LoadedModel(
+        name="params",
+        model=model,
+        tokenizer=own_tokenizer,
+        eos_token_ids=tuple(sorted(eos)),
+        family=model_family,
+        seconds=time.perf_counter() - started,
+    )
 
 
-def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
-    if given is None:
+def _tokenizer(tokenizer: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
         return NoTokenizer()
-    if isinstance(given, Tokenizer):
-        return given
-    return open_tokenizer(given)
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return open_tokenizer(tokenizer)

@@ -1,8 +1,10 @@
-"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the data.
+"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the
+data.
 
-Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at once. `safe_open` for
-numpy cannot read float8, its errors name neither file nor sizes, and it maps the file: if the file is truncated after
-opening, a read ends the process with SIGBUS. So huggingface.py has its own reader.
+Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at
+once. `safe_open` for numpy cannot read float8, its errors name neither file nor sizes, and it maps
+the file: if the file is truncated after opening, a read ends the process with SIGBUS. So
+huggingface.py has its own reader.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 
 class Group(NamedTuple):
-    """Tensors that are read together: their names and shapes, and a function that reads them in this order."""
+    """Tensors that are read together: their names and shapes, and a function that reads them in
+    this order.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[], Iterable[np.ndarray]]
@@ -32,19 +36,20 @@ class Group(NamedTuple):
 
 
 def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) -> list[Path]:
-    """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index; returns the files.
+    """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index;
+    returns the files.
 
     A group stays together; a group of more than `limit` bytes has its own file.
     """
-    shards = divided(groups, dtype, limit)
+    shards = shards_of(groups, dtype, limit)
     if len(shards) == 1:
         return [write_file(folder / "model.safetensors", shards[0], dtype)]
-    files, weight_map = [], {}
+    files = []
+    weight_map = {}
     for i, shard in enumerate(shards, start=1):
-        files.append(
-            write_file(folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard, dtype)
-        )
-        weight_map |= {name: files[-1].name for group in shard for name in group.shapes}
+        file = folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        files.append(write_file(file, shard, dtype))
+        weight_map |= {name: file.name for group in shard for name in group.shapes}
     index = {
         "metadata": {"total_size": sum(group.size(dtype) for group in groups)},
         "weight_map": weight_map,
@@ -53,31 +58,35 @@ def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) 
     return files
 
 
-def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
+def shards_of(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
     """The groups of each file, in order; each file is as full as `limit` allows."""
-    shards, size = [[]], 0
+    shards = [[]]
+    shard_size = 0
     for group in groups:
-        more = group.size(dtype)
-        if shards[-1] and size + more > limit:
+        group_size = group.size(dtype)
+        if shards[-1] and shard_size + group_size > limit:
             shards.append([])
-            size = 0
+            shard_size = 0
         shards[-1].append(group)
-        size += more
+        shard_size += group_size
     return shards
 
 
 def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
-    """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch expect."""
+    """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch
+    expect.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, width = 0, np_dtype(dtype).itemsize
+    start = 0
     for group in groups:
         for name, shape in group.shapes.items():
-            start, end = end, end + prod(shape) * width
+            end = start + prod(shape) * np_dtype(dtype).itemsize
             header[name] = {
                 "dtype": CODES[dtype],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
+            start = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # so that the data is aligned
     with path.open("wb") as file:

@@ -1,4 +1,6 @@
-"""The tokenizer of a checkpoint, from its tokenizer.json or its GGUF metadata (`load_tokenizer`)."""
+"""The tokenizer of a checkpoint, from its tokenizer.json or its GGUF metadata
+(`load_tokenizer`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ GGUF_NAMES = {
 
 
 class TokenizerParts(NamedTuple):
-    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None if the model has none."""
+    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None if the model
+    has none.
+    """
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
@@ -56,7 +60,8 @@ def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
 def from_directory(path: Path) -> TokenizerParts:
     """From tokenizer.json, and from tokenizer_config.json and chat_template.jinja if they exist.
 
-    tokenizer.json is used unchanged: transformers' classes for single models may rebuild it with other splitting rules.
+    tokenizer.json is used unchanged: transformers' classes for single models may rebuild it with
+    other splitting rules.
 
     Raises:
         FileNotFoundError: no tokenizer.json.
@@ -90,7 +95,9 @@ def from_directory(path: Path) -> TokenizerParts:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, or the template of the tokenizer config (of several, the one named "default")."""
+    """chat_template.jinja, or the template of the tokenizer config (of several, the one named
+    "default").
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -101,7 +108,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, by name, path or hub id. Of a directory only the tokenizer's files are read.
+    """The tokenizer of a model, by name, path or hub id. Of a directory only the tokenizer's files
+    are read.
 
     Raises:
         FileNotFoundError, ValueError: as `open_checkpoint` and `load_tokenizer`.
@@ -113,7 +121,8 @@ def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's tokenizer, from its tokenizer.json or its GGUF metadata; needs no network and no torch.
+    """The checkpoint's tokenizer, from its tokenizer.json or its GGUF metadata; needs no network
+    and no torch.
 
     Its `eos_token_ids` are those of the checkpoint and of the tokenizer's files.
 

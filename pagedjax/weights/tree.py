@@ -1,4 +1,6 @@
-"""A tree of parameters as a mapping of names ("blocks.0.attn.qkv.weight") to arrays; differences of two trees."""
+"""A tree of parameters as a mapping of names ("blocks.0.attn.qkv.weight") to arrays; differences of
+two trees.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as they are stored.
+    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as
+    they are stored.
 
-    Variables of the type `Buffer` are left out: they are computed from the configuration. In plain mappings they look
-    like parameters and are not left out.
+    Variables of the type `Buffer` are left out: they are computed from the configuration. In plain
+    mappings they look like parameters and are not left out.
     """
     import jax
     from flax import nnx
@@ -44,12 +47,17 @@ def named(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, nnx.State):
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {name_of(keys): leaf for keys, leaf in leaves}
-    found = [(path, leaf) for path, leaf in nnx.to_flat_state(tree) if not isinstance(leaf, Buffer)]
-    return {".".join(map(str, path)): _stored(leaf) for path, leaf in found}
+    return {
+        ".".join(map(str, path)): _stored_form(leaf)
+        for path, leaf in nnx.to_flat_state(tree)
+        if not isinstance(leaf, Buffer)
+    }
 
 
-def _stored(variable: Any) -> Any:
-    """The array of an nnx variable, or what stands for it. A matrix that an implementation has packed is unpacked."""
+def _stored_form(variable: Any) -> Any:
+    """The array of an nnx variable, or what stands for it. A matrix that an implementation has
+    packed is unpacked.
+    """
     from pagedjax.device.layers import Weight
 
     x = variable.get_value() if hasattr(variable, "get_value") else variable
@@ -74,37 +82,41 @@ def buffers(state: Any) -> frozenset[str]:
     )
 
 
-def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bool) -> list[str]:
-    """A line for each parameter that is missing or unexpected, has another shape or dtype, or has no values.
+def differences(expected: Mapping[str, Any], arrays: Mapping[str, Any], *, cast: bool) -> list[str]:
+    """A line for each parameter that is missing or unexpected, has another shape or dtype, or has
+    no values.
 
     Args:
-        wanted: arrays, or objects with their shape and dtype.
+        expected: arrays, or objects with their shape and dtype.
         cast: allow any floating point type.
     """
     problems = [
-        f"missing: {name} {tuple(x.shape)}" for name, x in wanted.items() if name not in found
+        f"missing: {name} {tuple(x.shape)}" for name, x in expected.items() if name not in arrays
     ]
-    for name, x in wanted.items():
-        if name in found:
-            problems += _problems(name, x, found[name], cast)
+    for name, x in expected.items():
+        if name in arrays:
+            problems += _problems(name, x, arrays[name], cast)
     return problems + [
-        f"unexpected: {name} {np.shape(x)}" for name, x in found.items() if name not in wanted
+        f"unexpected: {name} {np.shape(x)}" for name, x in arrays.items() if name not in expected
     ]
 
 
-def _problems(name: str, wanted: Any, found: Any, cast: bool) -> list[str]:
+def _problems(name: str, expected: Any, array: Any, cast: bool) -> list[str]:
     import jax
 
-    problems, dtype = [], np.dtype(getattr(found, "dtype", None) or np.asarray(found).dtype)
-    if np.shape(found) != tuple(wanted.shape):
-        problems.append(f"shape of {name}: expected {tuple(wanted.shape)}, found {np.shape(found)}")
+    problems = []
+    dtype = np.dtype(getattr(array, "dtype", None) or np.asarray(array).dtype)
+    if np.shape(array) != tuple(expected.shape):
+        problems.append(
+            f"shape of {name}: expected {tuple(expected.shape)}, found {np.shape(array)}"
+        )
     if cast and not is_float(dtype):
         problems.append(f"dtype of {name}: expected a floating point type, found {dtype.name}")
-    if not cast and dtype != wanted.dtype:
-        problems.append(f"dtype of {name}: expected {wanted.dtype}, found {dtype.name}")
-    if isinstance(found, jax.ShapeDtypeStruct):
+    if not cast and dtype != expected.dtype:
+        problems.append(f"dtype of {name}: expected {expected.dtype}, found {dtype.name}")
+    if isinstance(array, jax.ShapeDtypeStruct):
         problems.append(f"values of {name}: none, only a shape")
-    if isinstance(found, jax.Array) and found.is_deleted():
+    if isinstance(array, jax.Array) and array.is_deleted():
         problems.append(f"values of {name}: deleted (donated to a function?)")
     return problems
 

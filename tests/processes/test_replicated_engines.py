@@ -429,12 +429,14 @@ def test_steps_of_another_engine_are_named(pair):
 def test_what_engines_are_built_from_is_compared_before_they_are_built(tiny, change, named):
     """Other programs would wait for each other on the devices."""
     options = {"eos_token_ids": tiny.eos_token_ids}
-    expected = engines.given(tiny.model, EngineConfig(**CONFIG), options)
+    expected = engines.given_facts(tiny.model, EngineConfig(**CONFIG), options)
     model = tiny.model
     if "params" in change:
         model = model._replace(params=jax.tree.map(lambda x: x * change["params"], model.params))
-    own = engines.given(model, EngineConfig(**CONFIG | change.pop("config", {})), options | change)
-    reason = engines.unequal(own, expected)
+    own = engines.given_facts(
+        model, EngineConfig(**CONFIG | change.pop("config", {})), options | change
+    )
+    reason = engines.first_difference(own, expected)
     assert (reason is None) == (named is None)
     assert reason is None or reason.startswith(str(named))
 

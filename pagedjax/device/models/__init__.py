@@ -1,4 +1,6 @@
-"""Model families: each one is a configuration of the same decoder (decoder.py). `FAMILIES` lists them."""
+"""Model families: each one is a configuration of the same decoder (decoder.py). `FAMILIES` lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,17 @@ class Model(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The parameters for a step. To flatten nnx's containers in each call is slower than the scheduler."""
+        """The parameters for a step. To flatten nnx's containers in each call is slower than the
+        scheduler.
+        """
         return tuple(jax.tree.leaves(self.params))
 
 
 def assemble(
     config: DecoderConfig, params: dict[str, Any], dtype: str, placement: Placement | None = None
 ) -> Model:
-    """A model from parameters nested by `ParamSource.path`. Arrays that the configuration determines are added.
+    """A model from parameters nested by `ParamSource.path`. Arrays that the configuration
+    determines are added.
 
     Args:
         placement: where the parameters are, if it is a mesh.
@@ -82,13 +87,17 @@ def matrices(config: DecoderConfig) -> dict[str, Matrix]:
 
 
 def packed(config: DecoderConfig, name: str, stored: np.ndarray) -> np.ndarray:
-    """A parameter in the layout in which `config.linear` has it; `stored` is how checkpoints and trainers have it."""
+    """A parameter in the layout in which `config.linear` has it; `stored` is how checkpoints and
+    trainers have it.
+    """
     matrix = matrices(config).get(name)
     return stored if matrix is None else find(config.linear).pack(stored, matrix)
 
 
 def _numbered(tree: Any) -> Any:
-    """The tree with integer keys for numbers: nnx.List has integer keys, the paths of a table are strings."""
+    """The tree with integer keys for numbers: nnx.List has integer keys, the paths of a table are
+    strings.
+    """
     if not isinstance(tree, dict):
         return tree
     return {int(key) if key.isdigit() else key: _numbered(value) for key, value in tree.items()}

@@ -1,12 +1,13 @@
-"""The decoder; every architecture here is a configuration of it. Layers have attention and an MLP, each after a norm.
+"""The decoder; every architecture here is a configuration of it. Layers have attention and an MLP,
+each after a norm.
 
     x = embed * scale (+ learned positions)
     x = x + post(attention(norm(x)))        `LayerKind` has the layer's window, rotation and experts
     x = x + post(mlp(norm(x)))              `post` is a norm in Gemma and the identity elsewhere
     logits = cap(head(norm(x)))
 
-A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says which tensors make
-which parameter.
+A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says
+which tensors make which parameter.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ from pagedjax.device.selection import attend_selected, write
 from pagedjax.device.token_adapters import TokenAdapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-Finish = Callable[
-    ..., Any
-]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
+# (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
+Finish = Callable[..., Any]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -55,7 +55,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021). scaling: the entries of a Hugging Face `rope_scaling`, sorted."""
+    """Rotary positions (Su et al. 2021). scaling: the entries of a Hugging Face `rope_scaling`,
+    sorted.
+    """
 
     theta: float
     scaling: tuple[tuple[str, Any], ...] | None = None
@@ -81,7 +83,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size F.
+    """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size
+    F.
 
     normalised: the weights of the chosen experts add up to 1; else the weights of all experts do.
     devices: each device has `count / devices` experts, in the order of the mesh's axis `expert`.
@@ -99,12 +102,14 @@ class DecoderConfig:
     """Shape of a model. hidden = H, intermediate = F; other letters as in pagedjax/host/types.py.
 
     kinds: one for each layer. ropes: () for learned positions.
-    norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
+    norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias
+        (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
     int8: matrices are stored in 8 bits, see weights/int8.py.
-    linear: the implementation of products, a name of `device.linear`. Matrices are stored in its layout.
-    axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added over them. () for a
-        whole model.
+    linear: the implementation of products, a name of `device.linear`. Matrices are stored in its
+        layout.
+    axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added
+        over them. () for a whole model.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
@@ -151,8 +156,10 @@ class DecoderConfig:
         one_of("activation", self.activation, tuple(ACTIVATIONS))
         for i, kind in enumerate(self.kinds):
             if self.ropes and not 0 <= kind.rope < len(self.ropes):
-                what = f"kinds[{i}] has rope {kind.rope}, and ropes has {len(self.ropes)}"
-                raise ValueError(f"{what}; give a number from 0 to {len(self.ropes) - 1}")
+                raise ValueError(
+                    f"kinds[{i}] has rope {kind.rope}, and ropes has {len(self.ropes)}; give a "
+                    f"number from 0 to {len(self.ropes) - 1}"
+                )
             if kind.sparse and self.experts is None:
                 raise ValueError(
                     f"kinds[{i}] is sparse, and experts is None; give the layer's experts"
@@ -168,7 +175,9 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Of a layer's matrices, the matrices that were joined to it: the last output + 1 of each (for `LowRank`)."""
+        """Of a layer's matrices, the matrices that were joined to it: the last output + 1 of each
+        (for `LowRank`).
+        """
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
         hidden = (self.hidden,)
@@ -221,13 +230,17 @@ class Attention(nnx.Module):
     def weights(
         self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm
     ) -> jax.Array:
-        """What `read` weighs the values with, for rows of one token each: [R, heads, M S] float32 by position."""
+        """What `read` weighs the values with, for rows of one token each: [R, heads, M S] float32
+        by position.
+        """
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
         return probabilities(attend, q, k_pages, batch, heads, **options)
 
     def _heads(self, x, angles, norm, wanted: tuple[int, int], batch: Batch) -> list[jax.Array]:
-        """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
+        """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first,
+        last.
+        """
         c, (first, last) = self.config, wanted
         rows = (
             None
@@ -308,11 +321,12 @@ class Router(nnx.Module):
         self.experts = experts
 
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not padding; None: all."""
+        """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not
+        padding; None: all.
+        """
         impl, matrix = self.weight.implementation, self.weight.matrix
-        if (
-            impl.name == "xla"
-        ):  # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
+        if impl.name == "xla":
+            # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
             exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
             y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(
                 x.dtype
@@ -325,9 +339,11 @@ class Router(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used once.
+    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used
+    once.
 
-    Where devices have different experts, each computes the pairs of token and expert that are its own.
+    Where devices have different experts, each computes the pairs of token and expert that are its
+    own.
     """
 
     def __init__(self, c: DecoderConfig, dtype: str):
@@ -344,7 +360,9 @@ class SparseMLP(nnx.Module):
     def __call__(
         self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
     ) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None:
+        all.
+        """
         return self.routed(x, norm=norm, residual=residual, used=used)[0]
 
     def routed(
@@ -356,9 +374,8 @@ class SparseMLP(nnx.Module):
         e = c.experts
         weights, chosen = self.router(x, used)
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
-        if (
-            e.devices > 1
-        ):  # this device's experts are counted from 0, so their pairs are sorted first
+        if e.devices > 1:
+            # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
         if used is not None:  # padding has no expert
             expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
@@ -383,9 +400,8 @@ class SparseMLP(nnx.Module):
             dtype=jnp.float32,
             **options,
         )
-        if (
-            e.devices > 1 or used is not None
-        ):  # pairs of other devices, or of padding, have any numbers
+        if e.devices > 1 or used is not None:
+            # pairs of other devices, or of padding, have any numbers
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed(weighted_sums(pairs, weights), c.axes)
@@ -393,8 +409,8 @@ class SparseMLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`), with another `post` or
-    `rest`."""
+    """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`),
+    with another `post` or `rest`."""
 
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.attn_norm = _norm(c, dtype)
@@ -405,7 +421,9 @@ class Block(nnx.Module):
         self.mlp_post = self.post(c, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
-        """What changes a result [T, H] before it is added, `attn_post` and `mlp_post`; None: nothing does."""
+        """What changes a result [T, H] before it is added, `attn_post` and `mlp_post`; None:
+        nothing does.
+        """
         return _norm(c, dtype) if c.post_norms else None
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
@@ -459,8 +477,9 @@ class Block(nnx.Module):
 class Run(NamedTuple):
     """What `Decoder.layers` has computed.
 
-    finish: gives hidden states after the final norm. It takes what `samples_of` returns, for [R, H], or None, for those
-        of all tokens, [T, H]. With routed=True they come with the `Routes` of the last layer, None if it is dense.
+    finish: gives hidden states after the final norm. It takes what `samples_of` returns, for [R,
+        H], or None, for those of all tokens, [T, H]. With routed=True they come with the `Routes`
+        of the last layer, None if it is dense.
     outputs: [T, H] after each of the layers `taps`.
     routes: of the layers `experts`, by layer; those of the last one come from `finish`.
     """
@@ -473,8 +492,8 @@ class Run(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
 def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, part: str, *args):
-    """A method of a block as a function of arrays. JAX traces and lowers only one block of each kind; XLA inlines all
-    of them."""
+    """A method of a block as a function of arrays. JAX traces and lowers only one block of each
+    kind; XLA inlines all of them."""
     return getattr(nnx.merge(graphdef, state), part)(*args, attend)
 
 
@@ -490,9 +509,8 @@ class Decoder(nnx.Module):
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
         self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
-        self.angles = Buffer(
-            jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2))
-        )  # `angle_tables`
+        # `angle_tables`
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))
         self.head = (
             None
             if c.tied
@@ -526,7 +544,9 @@ class Decoder(nnx.Module):
     def hidden(
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
-        """(cache, [T, H] after the final norm, outputs of the taps): `layers`, for all tokens of the batch."""
+        """(cache, [T, H] after the final norm, outputs of the taps): `layers`, for all tokens of
+        the batch.
+        """
         run = self.layers(cache, batch, attend, taps)
         return run.cache, run.finish(None), run.outputs
 
@@ -538,7 +558,8 @@ class Decoder(nnx.Module):
         taps: Sequence[int] = (),
         experts: Sequence[int] = (),
     ) -> Run:
-        """Run the T tokens of the batch through all layers, but of the last one only keys and values.
+        """Run the T tokens of the batch through all layers, but of the last one only keys and
+        values.
 
         Args:
             taps: layers whose outputs are wanted too.
@@ -592,7 +613,8 @@ class Decoder(nnx.Module):
         attend: Attend,
         heads: Sequence[int],
     ) -> jax.Array:
-        """What the tokens that samples follow weigh the values of a layer with: [R, heads, M S] float32 by position.
+        """What the tokens that samples follow weigh the values of a layer with: [R, heads, M S]
+        float32 by position.
 
         Args:
             x: [T, H] what the layer gets.
@@ -603,7 +625,9 @@ class Decoder(nnx.Module):
         return block.attn.weights(x[only.last], k_pages, *where, norm=block.attn_norm)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
-        """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many rows are used."""
+        """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many
+        rows are used.
+        """
         options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
             options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
@@ -611,13 +635,15 @@ class Decoder(nnx.Module):
         else:
             y = self.head(hidden, **options)
         cap = self.config.logit_cap
-        # Clipping changes nothing. It keeps the compiler from computing this product and a later sum in one rounding,
-        # as it would in some programs and not in others (docs/design/batch-invariance.md).
+        # Clipping changes nothing. It keeps the compiler from computing this product and a later
+        # sum in one rounding, as it would in some programs and not in others
+        # (docs/design/batch-invariance.md).
         return y if cap is None else jnp.clip(cap * jnp.tanh(y / cap), -cap, cap)
 
 
 def samples_of(batch: Batch) -> Batch:
-    """The tokens that samples follow as rows of one token each, for the last layer; `last` says which tokens they are.
+    """The tokens that samples follow as rows of one token each, for the last layer; `last` says
+    which tokens they are.
 
     Unused samples have no tokens (`Batch.used_samples`).
     """

@@ -1,12 +1,14 @@
-"""A draft head: one decoder layer on the model's own features (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+"""A draft head: one decoder layer on the model's own features (EAGLE-3, Li et al. 2025, arXiv
+2503.01840).
 
     g_i = fuse(outputs of a low, a middle and a high layer at token i)        the feature of a token
     x_i = join(norm(embedding of token i), norm(g_(i-1)))                     what the layer gets
     u_i = layer(the last x up to x_i),  logits of token i + 1 = head(norm(u_i))
 
-A draft token has no feature yet, so u stands for g there. The model's embedding is used. The head knows the most
-frequent tokens only, `ids`: other tokens are never drafted, so the model has to sample them itself (FR-Spec, Zhao et
-al. 2025, arXiv 2502.14856). `experiments/training/train_draft.py` trains a head.
+A draft token has no feature yet, so u stands for g there. The model's embedding is used. The head
+knows the most frequent tokens only, `ids`: other tokens are never drafted, so the model has to
+sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+`experiments/training/train_draft.py` trains a head.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.layers import Buffer, Linear, RMSNorm
 from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind, angle_tables, angles_at
 
-WINDOW = 128  # tokens that a head sees: it is trained on short texts, and has not learned what is farther away
+# tokens that a head sees: it is trained on short texts, and has not learned what is farther away
+WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,8 @@ class Eagle(nnx.Module):
         self.norm = RMSNorm(hidden, **norm)
         self.head = Linear(hidden, c.vocabulary, dtype=dtype)
         self.ids = Buffer(jnp.zeros(c.vocabulary, jnp.int32))  # the tokens that can be drafted
-        self.angles = Buffer(
-            jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2))
-        )  # `angle_tables`
+        # `angle_tables`
+        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2)))
         self.config = c
 
     def features(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
@@ -64,7 +66,9 @@ class Eagle(nnx.Module):
     def layer(
         self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
     ) -> tuple[jax.Array, Any, Any]:
-        """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the tokens before."""
+        """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the
+        tokens before.
+        """
         x = self.join(
             jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1)
         )
@@ -84,14 +88,16 @@ class Eagle(nnx.Module):
 
 
 def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -> EagleConfig:
-    """The shape of a head for a model: its layer is like the model's layers, with a window and without experts.
+    """The shape of a head for a model: its layer is like the model's layers, with a window and
+    without experts.
 
     Raises:
         ValueError: a vocabulary that is larger than the model's.
     """
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(
-            f"a draft head has a vocabulary of {vocabulary} tokens; the model has {target.vocab_size}; choose 1 to that"
+            f"a draft head has a vocabulary of {vocabulary} tokens; the model has "
+            f"{target.vocab_size}; choose 1 to that"
         )
     layer = replace(
         target,
@@ -113,7 +119,9 @@ def blank_eagle(c: EagleConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
 def assemble_eagle(
     c: EagleConfig, ids: np.ndarray, params: dict[str, Any], dtype: str
 ) -> tuple[nnx.GraphDef, Any]:
-    """A head from its parameters, nested by path, and the token ids [V'] that it drafts, ascending."""
+    """A head from its parameters, nested by path, and the token ids [V'] that it drafts,
+    ascending.
+    """
     graphdef, state = blank_eagle(c, dtype)
     computed = {"ids": jnp.asarray(ids, jnp.int32), "angles": jnp.asarray(angle_tables(c.layer))}
     nnx.replace_by_pure_dict(state, {**params, **computed})

@@ -1,7 +1,8 @@
-"""Gemma 2 and 3: norms before and after each part, with 1 + weight; scaled embeddings, GELU, windows in most layers.
+"""Gemma 2 and 3: norms before and after each part, with 1 + weight; scaled embeddings, GELU,
+windows in most layers.
 
-Gemma 2 caps scores and logits. Gemma 3 instead has norms of q and k, and other rotary positions in layers with windows.
-Only text is supported, not images.
+Gemma 2 caps scores and logits. Gemma 3 instead has norms of q and k, and other rotary positions in
+layers with windows. Only text is supported, not images.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _types(layers: int, every: int) -> list[str]:
 
 
 def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """The rotation of layers that see all tokens, then that of layers with windows if it is different."""
+    """The rotation of layers that see all tokens, then that of layers with windows if it is
+    different.
+    """
     far = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
     near = config.get("rope_local_base_freq")
     return (far,) if near is None else (far, Rope(near))

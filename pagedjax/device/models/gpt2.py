@@ -1,4 +1,6 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere, matrices stored [in, out]."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere, matrices
+stored [in, out].
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,20 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        hidden = config["hidden_size"]
+        heads = config["num_attention_heads"]
         act = config.get("activation_function", "gelu_new")
         if act not in ACTIVATIONS:
             raise ValueError(
-                f"activation_function is {act!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}"
+                f"activation_function is {act!r}; it must be one of "
+                f"{', '.join(map(repr, ACTIVATIONS))}"
             )
-        for name, wanted in (
+        for name, required in (
             ("scale_attn_weights", True),
             ("scale_attn_by_inverse_layer_idx", False),
         ):
-            if config.get(name, wanted) != wanted:
-                raise ValueError(f"{name} is {config[name]!r}; GPT-2 here has {wanted!r}")
+            if config.get(name, required) != required:
+                raise ValueError(f"{name} is {config[name]!r}; GPT-2 here has {required!r}")
         return DecoderConfig(
             vocab_size=config["vocab_size"],
             hidden=hidden,
@@ -61,7 +65,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """The sources of each parameter: tensor names, without the prefix "transformer."."""
-    h, f = c.hidden, c.intermediate
+    h = c.hidden
+    f = c.intermediate
     table = [ParamSource(("embed",), ("wte.weight",), (c.vocab_size, h))]
     table.append(ParamSource(("positions",), ("wpe.weight",), (c.max_len, h)))
     matrices = {
@@ -71,19 +76,19 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
         "mlp.down": ("mlp.c_proj", h, f),
     }
     for i in range(c.layers):
-        for ours, theirs in (("attn_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            table += _both(("blocks", str(i), ours), f"h.{i}.{theirs}", h)
-        for ours, (theirs, out, size_in) in matrices.items():
-            path = ("blocks", str(i), *ours.split("."))
+        for name, hf_name in (("attn_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            table += _weight_and_bias(("blocks", str(i), name), f"h.{i}.{hf_name}", h)
+        for name, (hf_name, out, size_in) in matrices.items():
+            path = ("blocks", str(i), *name.split("."))
             weight = ParamSource(
-                (*path, "weight"), (f"h.{i}.{theirs}.weight",), (out, size_in), transpose=True
+                (*path, "weight"), (f"h.{i}.{hf_name}.weight",), (out, size_in), transpose=True
             )
-            table += [weight, ParamSource((*path, "bias"), (f"h.{i}.{theirs}.bias",), (out,))]
-    table += _both(("norm",), "ln_f", h)
+            table += [weight, ParamSource((*path, "bias"), (f"h.{i}.{hf_name}.bias",), (out,))]
+    table += _weight_and_bias(("norm",), "ln_f", h)
     if not c.tied:
         table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, h)))
     return tuple(table)
 
 
-def _both(path: tuple[str, ...], name: str, size: int) -> list[ParamSource]:
+def _weight_and_bias(path: tuple[str, ...], name: str, size: int) -> list[ParamSource]:
     return [ParamSource((*path, kind), (f"{name}.{kind}",), (size,)) for kind in ("weight", "bias")]

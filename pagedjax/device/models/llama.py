@@ -1,7 +1,7 @@
 """The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
-Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and v); Qwen3 (norms of
-q and k); Mixtral and Qwen3-MoE (experts instead of the MLP).
+Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and
+v); Qwen3 (norms of q and k); Mixtral and Qwen3-MoE (experts instead of the MLP).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 
 def stretched(positions: int, scaling: dict[str, Any] | None) -> int:
-    """The longest context. Scaling of kind "linear" stretches positions beyond `max_position_embeddings`.
+    """The longest context. Scaling of kind "linear" stretches positions beyond
+    `max_position_embeddings`.
 
     Configs with "llama3" scaling name the longer context, and so do those of Gemma. One that says
     what its scaling began with may name either.

@@ -1,4 +1,6 @@
-"""`ParamSource`: the tensors of a checkpoint that make one parameter. A family's `param_table` lists them."""
+"""`ParamSource`: the tensors of a checkpoint that make one parameter. A family's `param_table`
+lists them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ from typing import NamedTuple
 
 
 class ParamSource(NamedTuple):
-    """One parameter: the tensors `sources`, each [out, in] or [n], joined on axis 0, then transposed if `transpose`.
+    """One parameter: the tensors `sources`, each [out, in] or [n], joined on axis 0, then
+    transposed if `transpose`.
 
     path: its place in the tree of parameters, e.g. ("layers", "0", "qkv").
     shape: of the finished parameter.
-    rows: rows of each source, so that an error can name the wrong one; () if there is one source, or to check only
-        their sum.
+    rows: rows of each source, so that an error can name the wrong one; () if there is one source,
+        or to check only their sum.
     optional: omit the parameter if none of its sources exists.
     """
 

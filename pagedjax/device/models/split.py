@@ -1,12 +1,14 @@
-"""A decoder split over the devices of a mesh: what one device has of each parameter (tensor parallelism).
+"""A decoder split over the devices of a mesh: what one device has of each parameter (tensor
+parallelism).
 
     axis      what is split over it
     tensor    heads, the width of every MLP, the vocabulary (Shoeybi et al. 2019, arXiv 1909.08053)
     expert    whole experts; everything else is split over both axes, as if they were one
 
-`device_config` is the shape of one device's part: it runs the same `Decoder` as a single device does. `split` says
-which rows and columns of a stored parameter each device has, in the order of the devices. What does not divide is
-padded with zeros, which change no result: a zero head adds nothing, and a zero row of the vocabulary is cut off.
+`device_config` is the shape of one device's part: it runs the same `Decoder` as a single device
+does. `split` says which rows and columns of a stored parameter each device has, in the order of the
+devices. What does not divide is padded with zeros, which change no result: a zero head adds
+nothing, and a zero row of the vocabulary is cut off.
 
 Nothing here needs a device. placement.py puts arrays on them.
 """
@@ -22,7 +24,8 @@ import numpy as np
 from pagedjax.config import MeshConfig
 from pagedjax.device.models.decoder import DecoderConfig
 
-EXPERT, TENSOR = "expert", "tensor"
+EXPERT = "expert"
+TENSOR = "tensor"
 AXES = EXPERT, TENSOR  # in the order of the mesh
 PADDING = -1  # in an order of rows or columns: zeros
 
@@ -31,7 +34,8 @@ class Split(NamedTuple):
     """How one dimension of a parameter is split.
 
     axes: of the mesh; () for a whole copy on each device.
-    order: of each place, device after device, the index in the stored parameter, or PADDING; None: as it is stored.
+    order: of each place, device after device, the index in the stored parameter, or PADDING; None:
+        as it is stored.
     """
 
     axes: tuple[str, ...] = ()
@@ -44,8 +48,8 @@ WHOLE = Split()
 class Heads(NamedTuple):
     """The stored index of each head, device after device; PADDING for a head of zeros.
 
-    Query heads share a key head in groups. Where there are fewer key heads than devices, several devices have the same
-    key head and a part of its group.
+    Query heads share a key head in groups. Where there are fewer key heads than devices, several
+    devices have the same key head and a part of its group.
     """
 
     queries: np.ndarray
@@ -56,35 +60,40 @@ def check(c: DecoderConfig, mesh: MeshConfig) -> None:
     """Raises ValueError if the model cannot be split over a mesh of these sizes."""
     if mesh.expert > 1 and c.experts is None:
         raise ValueError(
-            f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all devices"
+            f"mesh.expert is {mesh.expert}, and the model has no experts; use mesh.tensor for all "
+            "devices"
         )
     if c.experts is not None and c.experts.count % mesh.expert:
         fit = [n for n in range(1, c.experts.count + 1) if c.experts.count % n == 0]
         raise ValueError(
-            f"mesh.expert is {mesh.expert}, and the model's {c.experts.count} experts do not divide by it; use one of "
-            f"{fit}, and mesh.tensor for the rest"
+            f"mesh.expert is {mesh.expert}, and the model's {c.experts.count} experts do not "
+            f"divide by it; use one of {fit}, and mesh.tensor for the rest"
         )
     if mesh.size > c.heads:
         raise ValueError(
-            f"the mesh has {mesh.size} devices, and the model {c.heads} heads; use at most {c.heads} devices for an "
-            "engine, and several engines for more"
+            f"the mesh has {mesh.size} devices, and the model {c.heads} heads; use at most "
+            f"{c.heads} devices for an engine, and several engines for more"
         )
 
 
 def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
-    """The shape of the part that one device has. Its `axes` are those over which partial sums are added."""
-    n, found, sparse = mesh.size, heads(c, mesh.size), c.experts
-    if sparse:
-        sparse = replace(
-            sparse, intermediate=-(-sparse.intermediate // mesh.tensor), devices=mesh.expert
+    """The shape of the part that one device has. Its `axes` are those over which partial sums are
+    added.
+    """
+    n = mesh.size
+    part_heads = heads(c, n)
+    experts = c.experts
+    if experts:
+        experts = replace(
+            experts, intermediate=-(-experts.intermediate // mesh.tensor), devices=mesh.expert
         )
     return replace(
         c,
         vocab_size=-(-c.vocab_size // n),
         intermediate=-(-c.intermediate // n),
-        heads=len(found.queries) // n,
-        kv_heads=len(found.keys) // n,
-        experts=sparse,
+        heads=len(part_heads.queries) // n,
+        kv_heads=len(part_heads.keys) // n,
+        experts=experts,
         axes=AXES,
     )
 
@@ -93,12 +102,13 @@ def heads(c: DecoderConfig, n: int) -> Heads:
     """The heads of n devices."""
     group = c.heads // c.kv_heads
     if c.kv_heads >= n:
-        keys, copies = -(-c.kv_heads // n) * n, 1
+        keys = -(-c.kv_heads // n) * n
+        copies = 1
     else:
         keys = next(k for k in range(c.kv_heads, n + 1) if n % k == 0)
         copies = n // keys
-    each = -(-group // copies) * copies  # query heads of a key head, with padding
-    key, member = np.divmod(np.arange(keys * each), each)
+    queries_per_key = -(-group // copies) * copies  # query heads of a key head, with padding
+    key, member = np.divmod(np.arange(keys * queries_per_key), queries_per_key)
     queries = np.where((key < c.kv_heads) & (member < group), key * group + member, PADDING)
     stored = np.where(np.arange(keys) < c.kv_heads, np.arange(keys), PADDING)
     return Heads(queries, stored.repeat(copies))
@@ -112,31 +122,36 @@ def shared_keys(c: DecoderConfig, mesh: MeshConfig) -> bool:
 
 def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
     """What is padded with zeros, or kept several times: a phrase each."""
-    n, one, found = mesh.size, device_config(c, mesh), heads(c, mesh.size)
-    keys = np.unique(found.keys[found.keys != PADDING], return_counts=True)[1]
-    said = [f"{keys[0]} devices have the same key head"] if keys[0] > 1 else []
+    n = mesh.size
+    part = device_config(c, mesh)
+    padded_heads = heads(c, n)
+    stored_keys = padded_heads.keys[padded_heads.keys != PADDING]
+    copies = np.unique(stored_keys, return_counts=True)[1][0]  # of a key head
+    phrases = [f"{copies} devices have the same key head"] if copies > 1 else []
     sizes = [
-        ("heads", c.heads, len(found.queries)),
-        ("key heads", c.kv_heads, len(found.keys) // keys[0]),
-        ("MLP width", c.intermediate, one.intermediate * n),
-        ("vocabulary", c.vocab_size, one.vocab_size * n),
+        ("heads", c.heads, len(padded_heads.queries)),
+        ("key heads", c.kv_heads, len(padded_heads.keys) // copies),
+        ("MLP width", c.intermediate, part.intermediate * n),
+        ("vocabulary", c.vocab_size, part.vocab_size * n),
     ]
-    if c.experts and one.experts:
+    if c.experts and part.experts:
         sizes.append(
-            ("expert width", c.experts.intermediate, one.experts.intermediate * mesh.tensor)
+            ("expert width", c.experts.intermediate, part.experts.intermediate * mesh.tensor)
         )
-    return said + [
+    return phrases + [
         f"{name} padded from {size} to {padded}" for name, size, padded in sizes if padded > size
     ]
 
 
 def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Split, ...]:
-    """How each dimension of a stored parameter is split; dimensions behind the given ones are whole.
+    """How each dimension of a stored parameter is split; dimensions behind the given ones are
+    whole.
 
     Args:
         path: of the parameter, as in `ParamSource`; the scales of int8 matrices too.
     """
-    n, owner = mesh.size, path[-2] if len(path) > 1 else ""
+    n = mesh.size
+    owner = path[-2] if len(path) > 1 else ""
     if path[-1] in ("embed", "embed_scales") or owner == "head":
         return (Split(AXES, _padded(c.vocab_size, n)),)
     if "attn" in path and owner in ("qkv", "out"):
@@ -149,40 +164,43 @@ def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spli
 
 
 def _attention(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
-    found, first = heads(c, n), np.array([0, c.heads, c.heads + c.kv_heads])
+    padded_heads = heads(c, n)
     if layer == "out":
-        return (
-            (WHOLE,) if name != "weight" else (WHOLE, Split(AXES, _wide(found.queries, c.head_dim)))
-        )
-    kinds = found.queries, found.keys, found.keys
+        if name != "weight":
+            return (WHOLE,)
+        return (WHOLE, Split(AXES, _row_order(padded_heads.queries, c.head_dim)))
+    kinds = padded_heads.queries, padded_heads.keys, padded_heads.keys
+    first = np.array([0, c.heads, c.heads + c.kv_heads])
     shares = [
-        np.where(kind == PADDING, PADDING, kind + at).reshape(n, -1)
-        for kind, at in zip(kinds, first, strict=True)
+        np.where(kind == PADDING, PADDING, kind + start).reshape(n, -1)
+        for kind, start in zip(kinds, first, strict=True)
     ]
-    return (Split(AXES, _wide(np.concatenate(shares, axis=1).reshape(-1), c.head_dim)),)
+    return (Split(AXES, _row_order(np.concatenate(shares, axis=1).reshape(-1), c.head_dim)),)
 
 
 def _mlp(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
     width = _padded(c.intermediate, n)
     if layer == "down":
-        return (WHOLE,) if name != "weight" else (WHOLE, Split(AXES, width))
+        return (WHOLE, Split(AXES, width)) if name == "weight" else (WHOLE,)
     return (Split(AXES, _gated(width, c.intermediate, n) if c.gated else width),)
 
 
 def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]:
-    """Rows of all experts, expert after expert; a device has the same share of the width of each of its experts."""
+    """Rows of all experts, expert after expert; a device has the same share of the width of each of
+    its experts.
+    """
     assert c.experts is not None
-    count, size = c.experts.count, c.experts.intermediate
+    count = c.experts.count
+    size = c.experts.intermediate
     width = _padded(size, mesh.tensor)
     if name.startswith("down"):
-        return (
-            (Split((EXPERT,)), Split((TENSOR,), width)) if name == "down" else (Split((EXPERT,)),)
-        )
-    one = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)  # rows of one expert
+        by_expert = Split((EXPERT,))
+        return (by_expert, Split((TENSOR,), width)) if name == "down" else (by_expert,)
+    # rows of one expert
+    expert_rows = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size
-    rows = np.where(
-        one == PADDING, PADDING, first + one
-    )  # of mesh.expert, mesh.tensor, own experts, rows
+    # of mesh.expert, mesh.tensor, own experts, rows
+    rows = np.where(expert_rows == PADDING, PADDING, first + expert_rows)
     return (Split(AXES, rows.reshape(-1)),)
 
 
@@ -198,7 +216,7 @@ def _padded(size: int, n: int) -> np.ndarray:
     return np.where(places < size, places, PADDING)
 
 
-def _wide(order: np.ndarray, each: int) -> np.ndarray:
+def _row_order(order: np.ndarray, size: int) -> np.ndarray:
     """The order of heads as that of their rows."""
-    rows = order[:, None] * each + np.arange(each)
+    rows = order[:, None] * size + np.arange(size)
     return np.where(order[:, None] == PADDING, PADDING, rows).reshape(-1)

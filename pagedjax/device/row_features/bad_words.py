@@ -1,7 +1,8 @@
-"""`bad_words`: sequences of tokens that an output never has in it. The last token of one is forbidden after the others.
+"""`bad_words`: sequences of tokens that an output never has in it. The last token of one is
+forbidden after the others.
 
-A row compares the end of its history with all of its sequences at once. Only tokens of the output count as history, as
-in vLLM: a word that begins in the prompt may be completed.
+A row compares the end of its history with all of its sequences at once. Only tokens of the output
+count as history, as in vLLM: a word that begins in the prompt may be completed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ OUTSIDE = -1  # no token
 def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
     if params.bad_words:
         raise ValueError(
-            f"bad_words is {params.bad_words!r:.80}, and an engine knows no text; use LLM or a Session, or give "
-            "bad_words_token_ids"
+            f"bad_words is {params.bad_words!r:.80}, and an engine knows no text; use LLM or a "
+            "Session, or give bad_words_token_ids"
         )
     sequences = tuple(dict.fromkeys(params.bad_words_token_ids))
     if not sequences:
         return None
-    longest, total = max(sequences, key=len), sum(map(len, sequences))
+    longest = max(sequences, key=len)
+    total = sum(map(len, sequences))
     if len(longest) > MAX_LENGTH:
         raise ValueError(
             f"a bad word has {len(longest)} tokens; the limit is {MAX_LENGTH}; forbid a part of it"
@@ -41,32 +43,41 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
         raise ValueError(
             f"the bad words have {total} tokens in all; the limit is {MAX_TOKENS}; list fewer"
         )
-    allowed, alone = params.allowed_token_ids, {one[0] for one in sequences if len(one) == 1}
-    if allowed is not None and set(allowed) <= alone:
+    allowed = params.allowed_token_ids
+    single_tokens = {sequence[0] for sequence in sequences if len(sequence) == 1}
+    if allowed is not None and set(allowed) <= single_tokens:
         raise ValueError("allowed_token_ids has only bad words of one token")
-    ids, after, word = np.full(MAX_TOKENS, OUTSIDE, np.int32), *np.zeros((2, MAX_TOKENS), np.int32)
-    ids[:total] = [token for one in sequences for token in one]
-    after[:total] = [left for one in sequences for left in reversed(range(len(one)))]
-    word[:total] = [i for i, one in enumerate(sequences) for _ in one]
+    ids = np.full(MAX_TOKENS, OUTSIDE, np.int32)
+    after = np.zeros(MAX_TOKENS, np.int32)
+    word = np.zeros(MAX_TOKENS, np.int32)
+    ids[:total] = [token for sequence in sequences for token in sequence]
+    after[:total] = [n for sequence in sequences for n in reversed(range(len(sequence)))]
+    word[:total] = [i for i, sequence in enumerate(sequences) for _ in sequence]
     return {"ids": ids, "after": after, "word": word}
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    (b, v), row = logits.shape, jnp.arange(len(logits))[:, None]
-    ids, after, word = rows["ids"], rows["after"], rows["word"]
+    b, v = logits.shape
+    row = jnp.arange(len(logits))[:, None]
+    ids = rows["ids"]
+    after = rows["after"]
+    word = rows["word"]
     ends = after == 0
-    # a token with `after` others of its word behind it must have been sampled so many tokens before the next one
+    # a token with `after` others of its word behind it must have been sampled so many tokens before
+    # the next one
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)
     forbidden = (ids >= 0) & ends & ~broken[row, word]
-    return logits.at[row, jnp.where(forbidden, ids, v)].set(
-        -jnp.inf, mode="drop"
-    )  # v is past the end: dropped
+    # v is past the end: dropped
+    return logits.at[row, jnp.where(forbidden, ids, v)].set(-jnp.inf, mode="drop")
 
 
 def _sampled_before(distance: jax.Array, context: RowContext) -> jax.Array:
-    """[B, n] the output tokens at some distances before the next one, or OUTSIDE. Distances are below MAX_LENGTH."""
-    size, row = context.tokens.shape[1], jnp.arange(len(distance))[:, None]
+    """[B, n] the output tokens at some distances before the next one, or OUTSIDE. Distances are
+    below MAX_LENGTH.
+    """
+    size = context.tokens.shape[1]
+    row = jnp.arange(len(distance))[:, None]
     back = jnp.arange(MAX_LENGTH)  # these few are read from the cache, and the rest is a lookup
     at = context.seq_lens[:, None] - back
     near = jnp.maximum(at, 0)
@@ -81,9 +92,8 @@ BAD_WORDS = RowFeature(
     stage="logits",
     off={
         "ids": np.full(MAX_TOKENS, OUTSIDE, np.int32),  # the tokens of all sequences
-        "after": np.zeros(
-            MAX_TOKENS, np.int32
-        ),  # of each: how many tokens of its sequence come after it
+        # of each: how many tokens of its sequence come after it
+        "after": np.zeros(MAX_TOKENS, np.int32),
         "word": np.zeros(MAX_TOKENS, np.int32),  # of each: the number of its sequence
     },
     read=_read,

@@ -1,4 +1,6 @@
-"""`RowChain`: the sampling options of an engine in their order, and how their values travel to the device."""
+"""`RowChain`: the sampling options of an engine in their order, and how their values travel to the
+device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
 if TYPE_CHECKING:
     from pagedjax.params import SamplingParams
 
-SMALL = 64  # bytes: fields of at most so many travel with every row, larger ones with the rows that use them
+# bytes: fields of at most so many travel with every row, larger ones with the rows that use them
+SMALL = 64
 
 
 class FeatureRows(NamedTuple):
@@ -44,7 +47,8 @@ class RowChain:
 
     Attributes:
         features: all of them.
-        record: the numpy dtype of a row's options: which features it uses, and the fields of the small ones.
+        record: the numpy dtype of a row's options: which features it uses, and the fields of the
+            small ones.
     """
 
     def __init__(self, features: Sequence[RowFeature]) -> None:
@@ -83,13 +87,14 @@ class RowChain:
     def nothing(self) -> RowOptions:
         return RowOptions(frozenset(), self._blank.tobytes(), {})
 
-    # a request -----------------------------------------------------------------------------------------------------
+    # a request ------------------------------------------------------------------------------------
 
     def read(self, params: SamplingParams, stop_ids: tuple[int, ...] = ()) -> RowOptions:
         """What a request asks of the features.
 
         Raises:
-            ValueError: extra_args has a name that no feature reads, or a value that a feature refuses.
+            ValueError: extra_args has a name that no feature reads, or a value that a feature
+                refuses.
         """
         extra, default = params.extra_args or {}, type(params)
         known = [name for f in self.features for name in f.params if not hasattr(default, name)]
@@ -113,7 +118,10 @@ class RowChain:
                 raise
             except Exception as error:  # of one's own, at values that it did not expect
                 given = {name: getattr(params, name, extra.get(name)) for name in f.params}
-                what = f"row feature {f.name!r} cannot read {given!r:.200} ({type(error).__name__}: {error})"
+                what = (
+                    f"row feature {f.name!r} cannot read {given!r:.200} ({type(error).__name__}: "
+                    f"{error})"
+                )
                 raise ValueError(f"{what}; give what its `read` expects") from error
             if values is None:
                 continue
@@ -129,7 +137,7 @@ class RowChain:
         """Whether a feature that a request uses reads the tokens of its sequence."""
         return any(f.reads_tokens and f.name in options.names for f in self.features)
 
-    # a step --------------------------------------------------------------------------------------------------------
+    # a step ---------------------------------------------------------------------------------------
 
     def blank(self, b: int) -> dict[str, FeatureRows]:
         """By name: arrays of `b` rows that use no feature."""
@@ -142,7 +150,8 @@ class RowChain:
         b: int,
         without: str | None = None,
     ) -> dict[str, FeatureRows]:
-        """By name: the arrays of the features that some row uses, for `b` rows of which the first ones are given.
+        """By name: the arrays of the features that some row uses, for `b` rows of which the first
+        ones are given.
 
         Args:
             records: [rows] of `record`.
@@ -177,7 +186,7 @@ class RowChain:
                 fields[field][rows] = values[field]
         return FeatureRows(on, fields)
 
-    # on the device -------------------------------------------------------------------------------------------------
+    # on the device --------------------------------------------------------------------------------
 
     def uses(self, stage: Stage, rows: Mapping[str, FeatureRows]) -> jax.Array:
         """[] bool: some row uses a feature of this stage."""
@@ -186,7 +195,9 @@ class RowChain:
     def apply(
         self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
     ) -> jax.Array:
-        """The features of a stage, each only if some row uses it; first those whose values differ by the step."""
+        """The features of a stage, each only if some row uses it; first those whose values differ
+        by the step.
+        """
 
         def apply_all(
             features: Sequence[RowFeature],
@@ -201,7 +212,8 @@ class RowChain:
                 x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
             return x
 
-        # Each in one more branch: a conditional copies what it passes on, and most steps use none, or masks alone.
+        # Each in one more branch: a conditional copies what it passes on, and most steps use none,
+        # or masks alone.
         several = self.stage(stage)
         for group in ([f for f in several if f.per_step], [f for f in several if not f.per_step]):
             if group:

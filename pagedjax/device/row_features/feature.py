@@ -38,18 +38,22 @@ class RowFeature(NamedTuple):
 
     Attributes:
         name: unique in a chain.
-        stage: "logits" changes [B, V] logits, also of greedy rows; "probs" changes [B, V] unnormalised
-            probabilities, after the temperature.
-        off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and shape.
-        read: (params, stop_ids) -> the value of each field for one request, or None if it does not use the feature.
-            It is called once a request. It may raise ValueError with the part of the message after "request 'a': ".
-        apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not use the feature
-            have the `off` values and must not change.
-        params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A request is read if
-            one of the fields has another value than its default, or extra_args has one of the names.
-        per_step: whether the values that count are those that `pack` has of a sample, in place of the request's.
-        reads_tokens: whether `apply` reads the context's tokens. The blocks of a request that uses it are never given
-            back, because the tokens are in them.
+        stage: "logits" changes [B, V] logits, also of greedy rows; "probs" changes [B, V]
+            unnormalised probabilities, after the temperature.
+        off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and
+            shape.
+        read: (params, stop_ids) -> the value of each field for one request, or None if it does not
+            use the feature. It is called once a request. It may raise ValueError with the part of
+            the message after "request 'a': ".
+        apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not
+            use the feature have the `off` values and must not change.
+        params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A
+            request is read if one of the fields has another value than its default, or extra_args
+            has one of the names.
+        per_step: whether the values that count are those that `pack` has of a sample, in place of
+            the request's.
+        reads_tokens: whether `apply` reads the context's tokens. The blocks of a request that uses
+            it are never given back, because the tokens are in them.
     """
 
     name: str

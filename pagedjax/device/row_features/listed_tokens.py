@@ -14,7 +14,8 @@ from pagedjax.device.row_features.feature import RowContext, RowFeature
 if TYPE_CHECKING:
     from pagedjax.params import SamplingParams
 
-MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and stop tokens under min_tokens that a request can have
+# entries of logit_bias, allowed_token_ids and stop tokens under min_tokens that a request can have
+MAX_LISTED = 1024
 
 
 def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
@@ -26,8 +27,8 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     count = len(bias if allowed is None else allowed) + len(stops)
     if count > MAX_LISTED:
         raise ValueError(
-            f"{count} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the stop tokens; the "
-            f"limit is {MAX_LISTED}; list fewer"
+            f"{count} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the "
+            f"stop tokens; the limit is {MAX_LISTED}; list fewer"
         )
     if allowed is not None and stops and set(allowed) <= set(stops):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""`repetition_penalty`, `presence_penalty` and `frequency_penalty`: options that depend on the tokens so far."""
+"""`repetition_penalty`, `presence_penalty` and `frequency_penalty`: options that depend on the
+tokens so far.
+"""
 
 from __future__ import annotations
 
@@ -25,39 +27,45 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, float]
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over
+    the output.
+    """
     presence, frequency, repetition = (
         rows[name][:, None] for name in ("presence", "frequency", "repetition")
     )
     used = (presence != 0) | (frequency != 0) | (repetition != 1)
-    seen, counts = _counted(logits.shape[1], jnp.where(used[:, 0], context.seq_lens, 0), context)
+    present, counts = _token_counts(
+        logits.shape[1], jnp.where(used[:, 0], context.seq_lens, 0), context
+    )
     logits = jnp.where(
-        seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
+        present, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
     )
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
-    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs have it.
+def _token_counts(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
+    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs
+    have it.
 
-    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len] exists.
+    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len]
+    exists.
     """
-    (b, width), size = context.block_tables.shape, context.tokens.shape[1]
+    b, width = context.block_tables.shape
+    size = context.tokens.shape[1]
     span = min(max(SPAN // size, 1), width)  # blocks
     tables = jnp.pad(context.block_tables, ((0, 0), (0, -width % span)))
     row = jnp.arange(b)[:, None]
 
-    def body(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seen, counts = found
+    def body(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        present, counts = state
         blocks = jax.lax.dynamic_slice_in_dim(tables, i * span, span, 1)
         ids = context.tokens.at[blocks].get(mode="promise_in_bounds").reshape(b, span * size)
         position = i * span * size + jnp.arange(span * size)
-        known = position < lens[:, None]
-        output = known & (position >= context.prompt_len[:, None])
-        seen = seen.at[row, jnp.where(known, ids, v)].set(
-            True, mode="drop"
-        )  # v is past the end: dropped
-        return seen, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
+        valid = position < lens[:, None]
+        output = valid & (position >= context.prompt_len[:, None])
+        # v is past the end: dropped
+        present = present.at[row, jnp.where(valid, ids, v)].set(True, mode="drop")
+        return present, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 
     trips = -(-lens.max() // (span * size))
     return jax.lax.fori_loop(0, trips, body, (jnp.zeros((b, v), bool), jnp.zeros((b, v))))

@@ -1,4 +1,6 @@
-"""`structured_outputs`: the tokens that may come next, as bits that the host computes for each sample."""
+"""`structured_outputs`: the tokens that may come next, as bits that the host computes for each
+sample.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def token_mask(vocab_size: int) -> RowFeature:
-    """The option for a model of so many tokens. It is the first of the chain: no later one can allow a token again."""
+    """The option for a model of so many tokens. It is the first of the chain: no later one can
+    allow a token again.
+    """
     every = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     return RowFeature(
         name=TOKEN_MASK,

@@ -1,7 +1,8 @@
 """`min_p`, `top_k` and `top_p`: options that forbid unlikely tokens.
 
-No vocabulary is sorted. top_k and top_p keep the tokens above a threshold, which is found by bisection over the bits of
-a float: 31 comparisons of the whole row, exact. Tokens that tie at the threshold are all kept.
+No vocabulary is sorted. top_k and top_p keep the tokens above a threshold, which is found by
+bisection over the bits of a float: 31 comparisons of the whole row, exact. Tokens that tie at the
+threshold are all kept.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from pagedjax.device.row_reductions import row_sums
 
 
 def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    return jnp.where(
-        weights >= rows["min_p"][:, None], weights, 0.0
-    )  # the best token's weight is 1
+    # the best token's weight is 1
+    return jnp.where(weights >= rows["min_p"][:, None], weights, 0.0)
 
 
 def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
@@ -32,20 +32,23 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Zero the weights outside the smallest set that holds top_p of what is left."""
     top_p, bits = rows["top_p"], _bits(weights)
-    share = jnp.where(
-        top_p < 1.0, top_p * row_sums(weights), 0.0
-    )  # off: no token is cut by a rounding error
+    # off: no token is cut by a rounding error
+    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)
     threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
     return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 
 
 def _bits(weights: jax.Array) -> jax.Array:
-    """Weights are at least 0, where floats and their bits, read as integers, have the same order."""
+    """Weights are at least 0, where floats and their bits, read as integers, have the same
+    order.
+    """
     return jax.lax.bitcast_convert_type(weights, jnp.int32)
 
 
 def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Per row, the largest threshold t with holds(bits >= t). It holds at 0, and at no t above one where it fails."""
+    """Per row, the largest threshold t with holds(bits >= t). It holds at 0, and at no t above one
+    where it fails.
+    """
 
     def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds  # holds(low), not holds(high)
