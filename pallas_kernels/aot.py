@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 from pallas_kernels import aot_tpu
 from pallas_kernels.tiles import TPUS, Tiles
 
-# XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors; the memory differs.
+# XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors;
+# the memory differs.
 HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -80,10 +81,11 @@ class Case:
             f"G {self.group}",
             self.dtype,
         ]
-        words += [f"Q {self.queries}"] if self.queries > 1 else []
-        return ", ".join(
-            [*words, *(["split"] if self.parts else []), *(name for name, _ in self.options)]
-        )
+        if self.queries > 1:
+            words.append(f"Q {self.queries}")
+        if self.parts:
+            words.append("split")
+        return ", ".join([*words, *(name for name, _ in self.options)])
 
 
 class Compiled(NamedTuple):
@@ -95,12 +97,15 @@ class Compiled(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
+    """Yields every supported shape.
+
+    Each option that changes the program comes alone and in the combinations that matter.
+    """
     from pallas_kernels.paged_attention.pallas_gpu.implementation import (
         BLOCK_SIZES,
         DTYPES,
         HEAD_SIZES,
-        MOST_COLUMNS,
+        MAX_COLUMNS,
     )
     from pallas_kernels.paged_attention.rows import SHORT
 
@@ -117,18 +122,17 @@ def cases() -> Iterator[Case]:
                 yield Case(kernel, d, 16, 4, parts=True)
     for d in HEAD_SIZES:
         for queries in SHORT:
-            several = partial(Case, "decode", d, queries=queries)
-            yield from (several(s, 4) for s in BLOCK_SIZES)
-            yield from (
-                several(16, group) for group in (1, 3, 8, 16) if group * queries <= MOST_COLUMNS
-            )
-            yield several(16, 4, DTYPES[1])
-            yield from (
-                several(16, group, options=(("window", 4096),))
-                for group in (4, MOST_COLUMNS // queries)
-            )
-            yield several(16, 4, options=(("soft_cap", 50.0),))
-            yield several(16, 4, parts=True)
+            short = partial(Case, "decode", d, queries=queries)
+            for s in BLOCK_SIZES:
+                yield short(s, 4)
+            for group in (1, 3, 8, 16):
+                if group * queries <= MAX_COLUMNS:
+                    yield short(16, group)
+            yield short(16, 4, DTYPES[1])
+            for group in (4, MAX_COLUMNS // queries):
+                yield short(16, group, options=(("window", 4096),))
+            yield short(16, 4, options=(("soft_cap", 50.0),))
+            yield short(16, 4, parts=True)
 
 
 def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
@@ -137,20 +141,22 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
 
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
 
-    rows, heads, pages, blocks = (1 if case.parts else 64), 8, 1024, 32768 // case.block_size
+    rows = 1 if case.parts else 64
+    heads = 8
+    pages = 1024
+    blocks = 32768 // case.block_size
     t = rows if case.kernel == "decode" else 2048
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    several = case.queries > 1
-    q = jax.ShapeDtypeStruct(
-        (t, *[case.queries] * several, heads * case.group, case.head_size), case.dtype
-    )
+    is_short = case.queries > 1
+    tokens = (t, case.queries) if is_short else (t,)
+    q = jax.ShapeDtypeStruct((*tokens, heads * case.group, case.head_size), case.dtype)
     cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
     options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
-    decodes = decode.decode_several if several else decode.decode
+    decodes = decode.decode_short if is_short else decode.decode
     call = {"decode": decodes, "chunks": chunks.chunks}[case.kernel]
-    rest = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
+    row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
     bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
-    return bound, [q, cache, cache, ints(rows, blocks), *rest]
+    return bound, [q, cache, cache, ints(rows, blocks), *row_arrays]
 
 
 def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
@@ -176,12 +182,11 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     seconds = time.perf_counter() - started
     d = case.head_size
     if case.kernel == "decode":
-        shared, stages = (
-            decode.shared_bytes(d, case.group, 2, tiles, case.queries),
-            tiles.decode_stages,
-        )
+        shared = decode.shared_bytes(d, case.group, 2, tiles, case.queries)
+        stages = tiles.decode_stages
     else:
-        shared, stages = chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
+        shared = chunks.shared_bytes(d, 2, tiles)
+        stages = tiles.chunk_stages
     return Compiled(*read_ptxas(printed()), shared, stages, seconds)
 
 
@@ -191,25 +196,28 @@ def read_ptxas(text: str) -> tuple[int, int]:
     Raises:
         ValueError: the report has no such kernel.
     """
-    found = re.search(
-        r"Compiling entry function '\w*mosaic_gpu_kernel'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-        r"Used (\d+) registers",
+    numbers = re.search(
+        r"Compiling entry function '\w*mosaic_gpu_kernel'.*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
         text,
         re.DOTALL,
     )
-    if not found:
+    if not numbers:
         raise ValueError(
             "ptxas reported no kernel; is this JAX's Mosaic GPU? what was printed: " + text[-500:]
         )
-    stores, loads, registers = map(int, found.groups())
+    stores, loads, registers = map(int, numbers.groups())
     return registers, stores + loads
 
 
 @contextmanager
 def everything_printed() -> Iterator[Callable[[], str]]:
-    """Captures stdout and stderr of this process, including ptxas's report, which does not use Python's files."""
+    """Captures stdout and stderr of this process.
+
+    ptxas's report is among it, which does not use Python's files.
+    """
     with tempfile.TemporaryFile("w+b") as file:
-        kept = [os.dup(fd) for fd in (1, 2)]
+        originals = [os.dup(fd) for fd in (1, 2)]
         text = b""
         try:
             sys.stdout.flush()
@@ -220,9 +228,9 @@ def everything_printed() -> Iterator[Callable[[], str]]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for fd, old in zip((1, 2), kept, strict=True):
-                os.dup2(old, fd)
-                os.close(old)
+            for fd, original in zip((1, 2), originals, strict=True):
+                os.dup2(original, fd)
+                os.close(original)
             file.seek(0)
             text = file.read()
 
@@ -246,14 +254,17 @@ def what_is_missing() -> str:
     from pallas_kernels.paged_attention.pallas_gpu.implementation import JAX_NEEDED
 
     if jax.__version_info__ < JAX_NEEDED:
-        return f"JAX {jax.__version__} cannot compile these kernels; it takes 0.11 or newer, on Python 3.12"
+        return (
+            f"JAX {jax.__version__} cannot compile these kernels; "
+            "it takes 0.11 or newer, on Python 3.12"
+        )
     if not (
         importlib.util.find_spec("jax_plugins")
         and importlib.util.find_spec("jax_plugins.xla_cuda13")
     ):
         return (
-            f"JAX's CUDA plugin is missing; pip install --no-deps jax-cuda13-plugin=={jax.__version__} "
-            f"jax-cuda13-pjrt=={jax.__version__}"
+            "JAX's CUDA plugin is missing; pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
         )
     if not find_ptxas():
         return "ptxas is missing; pip install nvidia-cuda-nvcc, or put CUDA's on the PATH"
@@ -294,20 +305,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {missing}", file=sys.stderr)
         return 2
     aot_tpu.keep_to_the_cpu()
-    target, tiles = TARGETS[args.target], Tiles.read(args.target)
+    target = TARGETS[args.target]
+    tiles = Tiles.read(args.target)
     if args.stages:
         tiles = tiles._replace(decode_stages=args.stages, chunk_stages=args.stages)
-    chosen = [case for case in cases() if args.only in (None, case.kernel)]
+    programs = [case for case in cases() if args.only in (None, case.kernel)]
     if args.quick:
-        chosen = list(
-            {
-                (case.kernel, case.head_size, case.queries): case for case in reversed(chosen)
-            }.values()
-        )[::-1]
-    failures = sum(not report(case, target, tiles, args.json) for case in chosen)
+        programs = quick(programs)
+    failures = sum(not report(case, target, tiles, args.json) for case in programs)
     if not args.json:
-        print(f"{len(chosen)} programs for {target.name}, {failures} failed")
+        print(f"{len(programs)} programs for {target.name}, {failures} failed")
     return 1 if failures else 0
+
+
+def quick(programs: list[Case]) -> list[Case]:
+    """Returns the first case of each kernel, head size and number of queries."""
+    firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(programs)}
+    return list(firsts.values())[::-1]
 
 
 def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
@@ -327,9 +341,10 @@ def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
     if as_json:
         print(json.dumps(line), flush=True)
     elif "registers" in line:
-        facts = f"{line['registers']:3} registers, {line['spilled']} bytes spilled, {line['shared'] / 1024:.0f} KiB shared"
         print(
-            f"{case!s:44} {facts}, {line['stages']} stages, compiled in {line['seconds']:.1f} s",
+            f"{case!s:44} {line['registers']:3} registers, {line['spilled']} bytes spilled, "
+            f"{line['shared'] / 1024:.0f} KiB shared, {line['stages']} stages, "
+            f"compiled in {line['seconds']:.1f} s",
             flush=True,
         )
     if "error" in line and not as_json:

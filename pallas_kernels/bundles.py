@@ -1,8 +1,10 @@
-"""The bundles (instruction words) that a row of a TPU kernel executes, counted in libtpu's final schedule.
+"""Counts the bundles (instruction words) that a row of a TPU kernel executes.
 
-A schedule's length says little about a row: most of its time is in loops. The text marks loops ("LB:" begins one, as
-many ">" as it is deep) and predicated regions (a branch to "$regionN", which ends at "empty region N"). Each bundle is
-counted as often as the loops around it turn. It is a count and not a time: a wait for memory is one bundle.
+They are counted in libtpu's final schedule.
+A schedule's length says little about a row: most of its time is in loops. The text marks loops
+("LB:" begins one, as many ">" as it is deep) and predicated regions (a branch to "$regionN", which
+ends at "empty region N"). Each bundle is counted as often as the loops around it turn. It is a
+count and not a time: a wait for memory is one bundle.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 LINE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s*(LB|PF|PB|LH|LE)?\s*:\s*(>*)\s*(.*)")
-PRODUCT, COPY, WAIT = (
-    re.compile(r"mxu|vmatmul|vmatpush"),
-    re.compile(r"dma\.hbm_to_vmem"),
-    re.compile(r"vsyncadd"),
-)
-ITEM, STEP = 2, 3  # how deep these loops are: the grid is 1
+PRODUCT = re.compile(r"mxu|vmatmul|vmatpush")
+COPY = re.compile(r"dma\.hbm_to_vmem")
+WAIT = re.compile(r"vsyncadd")
+# How deep these loops are: the grid is 1
+ITEM = 2
+STEP = 3
 DELAY = 4  # bundles after a branch that are still executed, at most
 
 
@@ -38,9 +40,8 @@ class Trips(NamedTuple):
 def of_a_row(schedule: str, trips: Trips) -> int:
     """Returns the bundles that a row executes, from a `final_bundles.txt` of the attention kernel.
 
-    It is 0, not known, if the loop over steps is not found.
-
-    The row's context fills its steps, so nothing is cleared. Every step also starts the copies of a later one.
+    It is 0, which means not known, if the loop over steps is not found. The row's context fills its
+    steps, so nothing is cleared. Every step also starts the copies of a later one.
 
     Raises:
         ValueError: the text has no loop with products in it, so it is no such schedule.
@@ -54,7 +55,8 @@ def of_a_row(schedule: str, trips: Trips) -> int:
     )
     if item is None:
         raise ValueError("libtpu's schedule has no loop with products; has its text another form?")
-    counts, loops = [1] * len(bundles), list(_loops(bundles, STEP, *item))
+    counts = [1] * len(bundles)
+    loops = list(_loops(bundles, STEP, *item))
     if not any(_has(bundles, span, COPY) and _has(bundles, span, PRODUCT) for span in loops):
         return 0
     for span in loops:
@@ -62,10 +64,8 @@ def of_a_row(schedule: str, trips: Trips) -> int:
         for i in range(*span):
             counts[i] *= trips.steps if stepping else trips.heads
         for inner in _loops(bundles, STEP + 1, *span) if stepping else ():
-            product, moving = (
-                _has(bundles, inner, PRODUCT),
-                _has(bundles, inner, COPY) or _has(bundles, inner, WAIT),
-            )
+            product = _has(bundles, inner, PRODUCT)
+            moving = _has(bundles, inner, COPY) or _has(bundles, inner, WAIT)
             for i in range(*inner):
                 counts[i] *= trips.heads if product else trips.pages if moving else 1
         for skipped in _regions(bundles, *span) if stepping else ():
@@ -79,7 +79,10 @@ def _has(bundles: list[Bundle], span: tuple[int, int], pattern: re.Pattern[str])
 
 
 def _loops(bundles: list[Bundle], depth: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last + 1) of the loops of a depth: from its mark to the branch back, and what runs after it."""
+    """Yields [first, last + 1) of the loops of a depth.
+
+    A loop goes from its mark to the branch back, and the bundles that still run after it.
+    """
     for i in range(begin, end):
         if bundles[i].mark == "LB" and bundles[i].depth == depth:
             names = "|".join(re.findall(r"Start region (\d+)", bundles[i].text))

@@ -1,9 +1,10 @@
 """Runs a TPU kernel on a CPU, with its copies and semaphores, under JAX's race detector.
 
-A copy has one of two times (`MODES`): when it is awaited, or as soon as it is started. A mistake may show in one of
-them alone, so a kernel is run in both. The detector follows semaphores: two accesses to the same memory need an order.
-A buffer that the next copy overwrites too early may give no race, if both copies signal one semaphore. So compare
-results too. A semaphore that nothing signals hangs: run in a process that can be stopped.
+A copy has one of two times (`MODES`): when it is awaited, or as soon as it is started. A mistake
+may show in one of them alone, so a kernel is run in both. The detector follows semaphores: two
+accesses to the same memory need an order. A buffer that the next copy overwrites too early may give
+no race, if both copies signal one semaphore. So compare results too. A semaphore that nothing
+signals hangs: run in a process that can be stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -
         races = interpret_pallas_call.races
         if races is None:
             raise RuntimeError(
-                "the call ran no Pallas kernel, or not with this argument; pass it on as `interpret`"
+                "the call ran no Pallas kernel, or not with this argument; "
+                "pass it on as `interpret`"
             )
         if races.races_found:
             first = printed.getvalue().partition("RACE DETECTED\n")[2].partition("\n\n")[0]

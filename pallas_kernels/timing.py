@@ -1,4 +1,4 @@
-"""Inputs and timers for measurements of attention kernels: a cache of random pages, and time on the device."""
+"""Inputs and timers to measure attention kernels: random pages, and time on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Shape(NamedTuple):
     s: int
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.queries} of {self.context}, {self.heads} heads x {self.d}, G {self.group}, S {self.s}"
+        return (
+            f"{self.rows} x {self.queries} of {self.context}, "
+            f"{self.heads} heads x {self.d}, G {self.group}, S {self.s}"
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -44,17 +47,15 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        seen = (
-            self.context * self.queries - self.queries * (self.queries - 1) / 2
-        )  # pairs of query and key, causal
-        return 4.0 * self.rows * seen * self.heads * self.group * self.d
+        # of query and key, causal
+        pairs = self.context * self.queries - self.queries * (self.queries - 1) / 2
+        return 4.0 * self.rows * pairs * self.heads * self.group * self.d
 
 
 def inputs(shape: Shape, seed: int = 0) -> Inputs:
     """Returns bfloat16 arguments. Every row has its own pages in random order; page 0 is unused."""
-    return jax.jit(_inputs, static_argnums=0)(
-        shape, seed
-    )  # each operation would be a program of its own
+    # without jit each operation would be a program of its own
+    return jax.jit(_inputs, static_argnums=0)(shape, seed)
 
 
 def arguments(shape: Shape) -> Inputs:
@@ -70,21 +71,21 @@ def _inputs(shape: Shape, seed: int) -> Inputs:
     q = jax.random.normal(
         keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16
     )
-    tables = (
-        jax.random.permutation(keys[3], shape.rows * width)
-        .reshape(shape.rows, width)
-        .astype(jnp.int32)
-        + 1
-    )
-    first = (
-        None if shape.queries == 1 else jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
-    )
+    pages = jax.random.permutation(keys[3], shape.rows * width).reshape(shape.rows, width)
+    tables = pages.astype(jnp.int32) + 1
+    first = None
+    if shape.queries > 1:
+        first = jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
     return Inputs(q, k, v, tables, jnp.full(shape.rows, shape.context, jnp.int32), first)
 
 
 class Times(NamedTuple):
-    """Seconds of one call, medians. busy: the sum of its kernels' times on the device; None if no profiler saw them.
-    wall: from call to call when the host does not hold the device up, with the gaps between kernels."""
+    """Seconds of one call, medians.
+
+    busy: the sum of its kernels' times on the device; None if no profiler saw them.
+    wall: from call to call, with the gaps between kernels, when the device never waits for the
+        host.
+    """
 
     busy: float | None
     wall: float
@@ -98,35 +99,37 @@ class Times(NamedTuple):
 def compiled(call: Callable[..., Any], arguments: Any, sets: int) -> Any:
     """Returns the program that calls `call` once on each of `sets` sets of arguments.
 
-    It is one program, so that no time of the host is between the calls. Compiling takes one core and no arrays, so
-    programs can be compiled side by side in threads.
+    It is one program, so that no time of the host is between the calls. Compiling takes one core
+    and no arrays, so programs can be compiled side by side in threads.
 
     Args:
         arguments: of one call, as arrays or as their shapes.
     """
-    each = jax.jit(call)  # traced once for all sets
+    jitted = jax.jit(call)  # traced once for all sets
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
-    return jax.jit(lambda many: [each(*one) for one in many]).lower([shapes] * sets).compile()
+    calls = jax.jit(lambda argument_sets: [jitted(*set_) for set_ in argument_sets])
+    return calls.lower([shapes] * sets).compile()
 
 
 def device_times(program: Any, sets: Sequence[Any], rounds: int = 9) -> Times:
-    """Returns the times of one call of a program of `compiled` on the GPU, over rounds through all sets of arguments.
+    """Returns the times of one call of a program of `compiled` on the GPU.
 
-    The busy time is None if CUPTI sees no kernels, as on a CPU.
+    They are measured over rounds through all sets of arguments. The busy time is None if CUPTI sees
+    no kernels, as on a CPU.
     """
     sets = list(sets)
     jax.block_until_ready(program(sets))
     walls = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        started = time.perf_counter()
         jax.block_until_ready([program(sets) for _ in range(QUEUED)])
-        walls.append((time.perf_counter() - began) / QUEUED / len(sets))
+        walls.append((time.perf_counter() - started) / QUEUED / len(sets))
     busy = _busy(program, sets, rounds) if jax.default_backend() == "gpu" else None
     return Times(busy and busy / len(sets), statistics.median(walls))
 
 
 def _busy(program: Any, sets: Sequence[Any], rounds: int) -> float | None:
-    """The median sum of the kernels' times of one round."""
+    """Returns the median sum of the kernels' times of one round."""
     from jax.experimental.mosaic.gpu import profiler
 
     try:

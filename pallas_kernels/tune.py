@@ -61,7 +61,7 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
-    """Returns the compiled calls of a candidate, on two caches; the error if it does not compile."""
+    """Returns a candidate's compiled calls, on two caches; the error if it does not compile."""
     if rehearse:
         call = partial(paged_attention, scale=shape.d**-0.5, impl="xla")
     else:
@@ -73,13 +73,16 @@ def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
 
 
 def best(name: str, candidates: Iterable[Tiles], *shapes: Shape, rehearse: bool = False) -> Tiles:
-    """Returns the candidate with the smallest product of its times. Prints them all, also those that do not compile.
+    """Returns the candidate with the smallest product of its times.
+
+    Prints all times, and the errors of candidates that do not compile.
 
     Args:
-        rehearse: time plain XLA, which has no tiles, for few tokens: to run this program without a GPU.
+        rehearse: time plain XLA, which has no tiles, for few tokens: to run this program without a
+            GPU.
     """
-    chosen = list(candidates)
-    products = [1.0] * len(chosen)
+    candidates = list(candidates)
+    products = [1.0] * len(candidates)
     for shape in shapes:
         if rehearse:
             shape = shape._replace(
@@ -87,46 +90,45 @@ def best(name: str, candidates: Iterable[Tiles], *shapes: Shape, rehearse: bool 
             )
         sets = [inputs(shape, seed) for seed in range(2)]
         with ThreadPoolExecutor() as pool:
-            programs = list(pool.map(partial(program, shape, rehearse), chosen))
-        for i, (tiles, made) in enumerate(zip(chosen, programs, strict=True)):
-            products[i] *= timed(name, tiles, made, sets, 1 if rehearse else ROUNDS)
-    if not chosen or min(products) == math.inf:
+            programs = list(pool.map(partial(program, shape, rehearse), candidates))
+        for i, (tiles, calls) in enumerate(zip(candidates, programs, strict=True)):
+            products[i] *= time_candidate(name, tiles, calls, sets, 1 if rehearse else ROUNDS)
+    if not candidates or min(products) == math.inf:
         raise SystemExit(
             f"error: no candidate of {name} runs; the kernels are broken on this device"
         )
-    return chosen[products.index(min(products))]
+    return candidates[products.index(min(products))]
 
 
-def timed(name: str, tiles: Tiles, made: Any, sets: Sequence[Any], rounds: int) -> float:
+def time_candidate(
+    name: str, tiles: Tiles, program: Any, sets: Sequence[Any], rounds: int
+) -> float:
     """Returns the seconds of a candidate's program; infinity for one that does not run."""
     try:
-        if isinstance(made, Exception):
-            raise made
-        seconds = device_times(made, sets, rounds).seconds
+        if isinstance(program, Exception):
+            raise program
+        seconds = device_times(program, sets, rounds).seconds
     except Exception as error:
-        print(
-            f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}",
-            flush=True,
-        )
+        message = (str(error).splitlines() or [""])[0][:120]
+        print(f"{name}: {type(error).__name__}  {tiles}: {message}", flush=True)
         return math.inf
     print(f"{name}: {1e6 * seconds:9.1f} us  {tiles}", flush=True)
     return seconds
 
 
-def tuned(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
+def tune(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
     """Yields the tiles after each number that was chosen; the last ones are the result."""
     tiles = start
     choose = partial(best, rehearse=rehearse)
     for d in pallas_gpu.HEAD_SIZES:
-        yield (
-            tiles := choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
-        )
+        tiles = choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
+        yield tiles
     # a short context gains most by parts, and a long one loses least by few
     single = [TYPICAL._replace(rows=1, context=context) for context in (2048, 32768)]
-    yield (tiles := choose("splits", split_candidates(tiles), *single))
-    yield choose(
-        "chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048)
-    )
+    tiles = choose("splits", split_candidates(tiles), *single)
+    yield tiles
+    prompts = TYPICAL._replace(rows=4, queries=2048, context=2048)
+    yield choose("chunks", chunk_candidates(tiles), prompts)
 
 
 def as_json(tiles: Tiles, note: str) -> str:
@@ -142,7 +144,10 @@ def wrong_name(name: str, device_kind: str) -> str:
     """
     if name and name in device_kind.lower():
         return ""
-    return f"--name is {name!r}, and the GPU is {device_kind!r}; give a part of its name in lower case, such as h200"
+    return (
+        f"--name is {name!r}, and the GPU is {device_kind!r}; "
+        "give a part of its name in lower case, such as h200"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,20 +165,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the tiles to this file too")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
-        print(
-            f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr
-        )
-        return 2
-    if not args.rehearse and (wrong := wrong_name(args.name, device.device_kind)):
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
+    if not args.rehearse:
+        reason = pallas_gpu.wrong_device(device)
+        if reason:
+            error = f"pallas_gpu {reason}; tiles must be tuned on their own device"
+        else:
+            error = wrong_name(args.name, device.device_kind)
+        if error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."
     note = f"A rehearsal. {note}" if args.rehearse else note
-    kept = Path(__file__).parent / "tiles" / f"{args.name}.json"
-    files = [args.json] * bool(args.json) + [kept] * (not args.dry_run and not args.rehearse)
+    files = [args.json] if args.json else []
+    if not args.dry_run and not args.rehearse:
+        files.append(Path(__file__).parent / "tiles" / f"{args.name}.json")
     text = ""
-    for tiles in tuned(Tiles.of(device.device_kind), args.rehearse):
+    for tiles in tune(Tiles.of(device.device_kind), args.rehearse):
         text = as_json(tiles, note)
         for file in files:
             file.write_text(text, encoding="utf-8")

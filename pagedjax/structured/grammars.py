@@ -1,4 +1,7 @@
-"""From `StructuredOutputsParams` to a `Grammar`. Imports llguidance when the first one is compiled."""
+"""From `StructuredOutputsParams` to a `Grammar`.
+
+It imports llguidance when the first one is compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from pagedjax.params import StructuredOutputsParams
@@ -17,14 +21,15 @@ from pagedjax.text.surrogates import check_whole
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 KEPT = 64  # compiled grammars, those that were used last
-# Characters of a form at most, so that compiling takes less than a second. A grammar may be translated in Python.
+# Characters of a form at most, so that compiling takes less than a second. A grammar may be
+# translated in Python.
 MAX_TEXT = {"json": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**14}
-WHITE_SPACE = (
-    r"[\x20\x0A\x0D\x09]{1,16}"  # between JSON's tokens: a model could write white space for ever
-)
+# Between JSON's tokens: without a limit a model could write white space for ever
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 JSON_SPACE = r"[\x20\x0A\x0D\x09]*"
 LOCATED = 500  # schemas in a schema up to which the place of an error is looked for
-# Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it was complete.
+# Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it
+# was complete.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "max_grammar_size": 200_000}
 EXTRA = "structured outputs need llguidance; install the extra: pip install 'pagedjax[structured]'"
 
@@ -33,11 +38,9 @@ class Grammars:
     """Compiles and keeps grammars for one tokenizer and one model. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_token_ids = (
-            tokenizer,
-            vocab_size,
-            tuple(eos_token_ids),
-        )
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._vocabulary: Any = None
         self._lock = threading.Lock()
@@ -46,13 +49,14 @@ class Grammars:
         """The grammar of a form.
 
         Raises:
-            ValueError: llguidance is missing, the model has no tokenizer or no EOS token, or the form cannot be
-                compiled.
+            ValueError: llguidance is missing, the model has no tokenizer or no EOS token, or the
+                form cannot be compiled.
         """
         with self._lock:
-            if found := self._kept.get(form):
+            grammar = self._kept.get(form)
+            if grammar is not None:
                 self._kept.move_to_end(form)
-                return found
+                return grammar
         text, ignored = grammar_text(form, vocabulary.marks(self.tokenizer))
         grammar = self._checked(text, form, ignored)
         with self._lock:
@@ -64,16 +68,17 @@ class Grammars:
     def _checked(
         self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]
     ) -> Grammar:
-        library, known = _library(), self._known_vocabulary()
+        library = _library()
+        known_vocabulary = self._known_vocabulary()
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
-        start = library.LLMatcher(known, text, log_level=0, limits=limits)
+        start = library.LLMatcher(known_vocabulary, text, log_level=0, limits=limits)
         if not start.is_error():
             first = start.compute_bitmask()
             if not start.is_error() and not any(first):
                 raise ValueError(f"structured_outputs.{_form(form)} allows no answer at all")
         if start.is_error():
             message = first_line(start.get_error())
-            place = _place(form, message, known) if _form(form) == "json" else ""
+            place = _place(form, message, known_vocabulary) if _form(form) == "json" else ""
             raise ValueError(f"structured_outputs.{_form(form)} cannot be used{place}: {message}")
         return Grammar(start, -(-self.vocab_size // 32), ignored, self.eos_token_ids)
 
@@ -83,7 +88,8 @@ class Grammars:
             raise ValueError("structured_outputs constrain text, and this model has no tokenizer")
         if not self.eos_token_ids:
             raise ValueError(
-                "structured_outputs end by an EOS token, and this model has none; name it in its config"
+                "structured_outputs end by an EOS token, and this model has none; "
+                "name it in its config"
             )
         with self._lock:
             if self._vocabulary is None:
@@ -119,20 +125,20 @@ def grammar_text(
         marks: the tokens that a Lark grammar may name, by their names.
 
     Raises:
-        ValueError: too long, no JSON, a keyword that is not supported, or a grammar that cannot be read.
+        ValueError: too long, no JSON, a keyword that is not supported, or a grammar that cannot be
+            read.
     """
-    library, name = _library(), _form(form)
+    library = _library()
+    name = _form(form)
     value = getattr(form, name)
-    length = (
-        sum(map(len, value))
-        if isinstance(value, tuple)
-        else len(value)
-        if isinstance(value, str)
-        else 0
-    )
-    if length > (limit := MAX_TEXT.get(name, 0)):
+    length = 0
+    if isinstance(value, (str, tuple)):
+        length = sum(map(len, value))
+    limit = MAX_TEXT.get(name, 0)
+    if length > limit:
         raise ValueError(
-            f"structured_outputs.{name} has {length} characters; the limit is {limit}; make it shorter"
+            f"structured_outputs.{name} has {length} characters; the limit is {limit}; "
+            "make it shorter"
         )
     if name == "regex":
         return library.LLMatcher.grammar_from_regex(value), ()
@@ -159,15 +165,15 @@ def grammar_text(
 
 def _check_white_space(pattern: str) -> None:
     """Raises ValueError for a pattern of more than JSON's white space: answers would be no JSON."""
-    what = f"structured_outputs.whitespace_pattern is {pattern!r:.80}"
+    problem = f"structured_outputs.whitespace_pattern is {pattern!r:.80}"
     try:
-        other = beyond(pattern, JSON_SPACE)
+        start = beyond(pattern, JSON_SPACE)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
-    if other is not None:
-        example = f"texts that begin with {other!r}"
+        raise ValueError(f"{problem}: {error}") from None
+    if start is not None:
+        example = f"texts that begin with {start!r}"
         raise ValueError(
-            f"{what}, which allows {example} and are no white space of JSON; use [ \\t\\n\\r] alone"
+            f"{problem}, which allows {example} and are no white space of JSON; use [ \\t\\n\\r] alone"
         )
 
 
@@ -195,19 +201,17 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     return schema, places
 
 
-def _place(form: StructuredOutputsParams, message: str, known: Any) -> str:
-    """Where the smallest schema is that gives the same error by itself; nothing if there is none."""
-    library, found = _library(), ""
-    schemas = [
-        one
-        for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)
-    ]
+def _place(form: StructuredOutputsParams, message: str, known_vocabulary: Any) -> str:
+    """Returns where the smallest schema is that gives the same error by itself; "" without one."""
+    library = _library()
+    place_of_smallest = ""
+    schemas = list(islice(keywords.subschemas(schema_of(form)[0]), LOCATED + 1))
     if len(schemas) > LOCATED:
-        return found
+        return place_of_smallest
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
     for place, schema in schemas:
         text = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        wrong = library.LLMatcher.validate_grammar(text, known, limits=limits)
-        if wrong and first_line(wrong) == message and len(place) >= len(found):
-            found = place
-    return f" at {found:.200}" if found else ""
+        error = library.LLMatcher.validate_grammar(text, known_vocabulary, limits=limits)
+        if error and first_line(error) == message and len(place) >= len(place_of_smallest):
+            place_of_smallest = place
+    return f" at {place_of_smallest:.200}" if place_of_smallest else ""

@@ -1,7 +1,8 @@
 """Which keywords of JSON Schema (draft 2020-12) are supported, and where a schema has others.
 
-A name that no draft of the standard has describes and constrains nothing (JSON Schema Core, section 4.3.1), so such a
-name is allowed. It is refused if it is nearly a keyword: then it is a mistake that would change what is asked for.
+A name that no draft of the standard has describes and constrains nothing (JSON Schema Core, section
+4.3.1), so such a name is allowed. It is refused if it is nearly a keyword: then it is a mistake
+that would change what is asked for.
 """
 
 from __future__ import annotations
@@ -44,30 +45,19 @@ UNSUPPORTED = _names(
     """
 )
 KEYWORDS = sorted(SUPPORTED | DESCRIBING | UNSUPPORTED)
-OF_SCHEMAS = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-)  # their values are mappings to schemas
-LISTS = (
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "prefixItems",
-    "items",
-)  # their values are, or may be, lists of schemas
-SINGLE = (
-    "items",
-    "additionalProperties",
-    "additionalItems",
-)  # their values are, or may be, schemas
+# Keywords whose values are mappings to schemas
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+# Keywords whose values are, or may be, lists of schemas
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+# Keywords whose values are, or may be, schemas
+SINGLE = ("items", "additionalProperties", "additionalItems")
 MAX_DEPTH = 100  # of a schema in a schema; deeper ones would also exhaust Python's stack elsewhere
 MAX_SCHEMAS = 20_000  # in one schema
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, schema) of every schema in a schema that is a mapping, itself first. A place is a JSON pointer, "#/...".
+    """(place, schema) of every schema in a schema that is a mapping, itself first. A place is a
+    JSON pointer, "#/...".
 
     Raises:
         ValueError: too many of them, or too deep.
@@ -75,8 +65,8 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     todo: list[tuple[str, Any, int]] = [("#", schema, 0)]
     count = 0
     while todo:
-        place, one, depth = todo.pop()
-        if not isinstance(one, Mapping):
+        place, mapping, depth = todo.pop()
+        if not isinstance(mapping, Mapping):
             continue
         count += 1
         if count > MAX_SCHEMAS:
@@ -85,22 +75,23 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
             )
         if depth > MAX_DEPTH:
             raise ValueError(
-                f"the JSON schema is more than {MAX_DEPTH} levels deep at {place[:80]}; make it flatter"
+                f"the JSON schema is more than {MAX_DEPTH} levels deep at {place[:80]}; "
+                "make it flatter"
             )
-        yield place, one
+        yield place, mapping
         inner: list[tuple[str, Any, int]] = []
         for name in OF_SCHEMAS:
-            if isinstance(several := one.get(name), Mapping):
+            if isinstance(schemas := mapping.get(name), Mapping):
                 inner += [
                     (f"{place}/{name}/{_escaped(key)}", value, depth + 1)
-                    for key, value in several.items()
+                    for key, value in schemas.items()
                 ]
         for name in LISTS:
-            if isinstance(several := one.get(name), list):
+            if isinstance(schemas := mapping.get(name), list):
                 inner += [
-                    (f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(several)
+                    (f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(schemas)
                 ]
-        inner += [(f"{place}/{name}", one.get(name), depth + 1) for name in SINGLE]
+        inner += [(f"{place}/{name}", mapping.get(name), depth + 1) for name in SINGLE]
         todo += reversed(inner)
 
 
@@ -110,19 +101,21 @@ def _escaped(key: str) -> str:
 
 def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
     """(place, why not) of each keyword that is not supported."""
-    for place, one in subschemas(schema):
-        for name in one:
+    for place, mapping in subschemas(schema):
+        for name in mapping:
             at = f"{place}/{_escaped(name)}"
             if name in SUPPORTED or name in DESCRIBING:
-                if name == "minProperties" and _counts_repeated_keys(one):
+                if name == "minProperties" and _counts_repeated_keys(mapping):
                     yield (
                         at,
-                        "above 1 and above the number of required properties: additional keys may repeat",
+                        "above 1 and above the number of required properties: "
+                        "additional keys may repeat",
                     )
-                if name == "patternProperties" and _names_all_keys(one):
+                if name == "patternProperties" and _names_all_keys(mapping):
                     yield (
                         at,
-                        "not supported where its patterns match keys of properties alone: the keys would repeat",
+                        "not supported where its patterns match keys of properties alone: "
+                        "the keys would repeat",
                     )
             elif name == "x-guidance":
                 yield at, "not taken from a schema; use the fields of structured_outputs"
@@ -134,45 +127,52 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
 
 @lru_cache(4096)
 def _nearly(name: str) -> str | None:
-    """The keyword that a name differs from by little; None if it is a name of its own, or nearly one that describes."""
+    """The keyword that a name differs from by little; None if it is a name of its own, or nearly
+    one that describes."""
     if len(name) > 40 or not name.isalnum():
         return None
     near = difflib.get_close_matches(
         name.lower(), {word.lower(): word for word in KEYWORDS}, n=1, cutoff=0.85
     )
-    found = {word.lower(): word for word in KEYWORDS}[near[0]] if near else None
-    return None if found in DESCRIBING else found
+    keyword = {word.lower(): word for word in KEYWORDS}[near[0]] if near else None
+    return None if keyword in DESCRIBING else keyword
 
 
-def checked(schema: Any, what: str, *, ignore: str, ignored: bool) -> tuple[Any, tuple[str, ...]]:
-    """The schema that is compiled, and the places of the keywords that it has lost.
+def checked(
+    schema: Any, subject: str, *, ignore: str, ignored: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """Returns the schema that is compiled, and the places of the keywords that it has lost.
 
     Args:
-        what: has the schema, in the error.
+        subject: who has the schema, in the error.
         ignore: how keywords are ignored, in the error.
         ignored: whether they are.
 
     Raises:
         ValueError: it has a keyword that is not supported.
     """
-    found = list(unsupported(schema))
-    if found and not ignored:
-        place, why = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    refused = list(unsupported(schema))
+    if refused and not ignored:
+        place, why = refused[0]
+        count = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         name = place.rpartition("/")[2]
         raise ValueError(
-            f"{what} has the keyword {name!r:.80} at {place:.200}, which is {why}{more}; remove it, or set {ignore}"
+            f"{subject} has the keyword {name!r:.80} at {place:.200}, which is {why}{count}; "
+            f"remove it, or set {ignore}"
         )
-    places = tuple(place for place, _ in found)
-    return (without(schema, frozenset(places)) if found else schema), places
+    places = tuple(place for place, _ in refused)
+    return (without(schema, frozenset(places)) if refused else schema), places
 
 
 def _counts_repeated_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether `minProperties` may count one key twice: the parser does not know which additional keys there were."""
-    least, required = schema["minProperties"], schema.get("required")
-    return isinstance(least, (int, float)) and least > max(
-        1, len(required) if isinstance(required, list) else 0
-    )
+    """Whether `minProperties` may count one key twice.
+
+    The parser does not know which additional keys there were.
+    """
+    minimum = schema["minProperties"]
+    required = schema.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    return isinstance(minimum, (int, float)) and minimum > max(1, num_required)
 
 
 def _names_all_keys(schema: Mapping[str, Any]) -> bool:
@@ -181,7 +181,8 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     llguidance 1.9 allows such a key after `properties` again, and finds then that there is none:
     the answer cannot end. tests/structured/test_grammars.py says when it does not any more.
     """
-    keys, patterns = schema.get("properties"), schema.get("patternProperties")
+    keys = schema.get("properties")
+    patterns = schema.get("patternProperties")
     if schema.get("additionalProperties") is not False:
         return False
     if (
@@ -201,7 +202,8 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
 
 def _alternatives(pattern: str) -> list[str]:
     """The parts of a pattern between the bars that are in no group and in no class."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for piece in re.findall(r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and depth == 0:
@@ -236,16 +238,14 @@ def closed(schema: Any) -> Any:
     """A copy of a schema whose objects have the properties that it names, and no others."""
     places = {
         place
-        for place, one in subschemas(schema)
-        if "properties" in one and "additionalProperties" not in one
+        for place, mapping in subschemas(schema)
+        if "properties" in mapping and "additionalProperties" not in mapping
     }
 
     def copied(value: Any, place: str) -> Any:
         if isinstance(value, Mapping):
-            found = {
-                name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()
-            }
-            return found | {"additionalProperties": False} if place in places else found
+            copy = {name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()}
+            return copy | {"additionalProperties": False} if place in places else copy
         if isinstance(value, list):
             return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]
         return value

@@ -17,7 +17,8 @@ class Grammar(NamedTuple):
 
     start: llguidance's matcher before the first token.
     words: 32-bit words of a mask over the vocabulary.
-    ignored: keywords of a JSON schema that change nothing, each with its place; empty if all are supported.
+    ignored: keywords of a JSON schema that change nothing, each with its place; empty if all are
+        supported.
     ends: the tokens that end a form.
     """
 
@@ -33,22 +34,26 @@ class Grammar(NamedTuple):
 class Matcher:
     """The tokens that a grammar allows after a sequence's output.
 
-    What it answers depends on the output alone, so it needs no part in preemption, roll-back or lookahead: what it
-    keeps is the parser after the longest output that it was asked about. A failed one stays failed.
+    What it answers depends on the output alone, so it needs no part in preemption, roll-back or
+    lookahead: what it keeps is the parser after the longest output that it was asked about. A
+    failed one stays failed.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        self._parser, self._consumed = grammar.start.deep_copy(), 0
+        self._parser = grammar.start.deep_copy()
+        self._consumed = 0
         # why no answer can be trusted: a limit of the parser, or a token that is not allowed
         self.error: str | None = None
 
     def after(self, output: Tokens) -> Any:
-        """llguidance's matcher after the output tokens; None if there is none, and `error` says why."""
+        """llguidance's matcher after the output tokens; None if there is none, and `error` says
+        why."""
         if self.error is not None:
             return None
         if len(output) < self._consumed:
-            self._parser, self._consumed = self.grammar.start.deep_copy(), 0
+            self._parser = self.grammar.start.deep_copy()
+            self._consumed = 0
         if new := [int(token) for token in output[self._consumed :]]:
             self._consumed += len(new)
             self._parser.consume_tokens(new)
@@ -61,28 +66,29 @@ class Matcher:
         return None if self.error is not None else self._parser
 
     def check_ends(self, drafts: Sequence[int], ending: Sequence[int]) -> None:
-        """Fail if the form is not complete where a mask allows its end. It would be an error of the library's.
+        """Fail if the form is not complete where a mask allows its end. It would be an error of the
+        library's.
 
         Args:
             drafts: tokens behind the output that `after` was last asked about.
-            ending: numbers of drafts, ascending, behind which the mask allows an end token. Behind a
-                draft that is not allowed no sample counts.
+            ending: numbers of drafts, ascending, behind which the mask allows an end token. Behind
+                a draft that is not allowed no sample counts.
         """
         parser = self._parser if ending[-1] == 0 else self._parser.deep_copy()
-        for behind in range(ending[-1] + 1):
-            if behind and not parser.validate_tokens(drafts[behind - 1 : behind]):
+        for position in range(ending[-1] + 1):
+            if position and not parser.validate_tokens(drafts[position - 1 : position]):
                 return
-            if behind:
-                parser.consume_token(drafts[behind - 1])
-            if behind in ending and not parser.is_accepting():
+            if position:
+                parser.consume_token(drafts[position - 1])
+            if position in ending and not parser.is_accepting():
                 self.error = "an end token is allowed before the form is complete"
                 return
 
-    def forced(self, output: Tokens, most: int) -> list[int]:
+    def forced(self, output: Tokens, limit: int) -> list[int]:
         """The next tokens, if the grammar leaves no choice; at most `most`."""
         parser = self.after(output)
         return (
-            parser.compute_ff_tokens()[:most]
+            parser.compute_ff_tokens()[:limit]
             if parser is not None and not parser.is_stopped()
             else []
         )
@@ -108,18 +114,20 @@ class MaskRow(NamedTuple):
 
 
 def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
-    """[count, words] uint32: the allowed tokens of each sample, a bit each, for rows of one vocabulary.
+    """[count, words] uint32: the allowed tokens of each sample, a bit each, for rows of one
+    vocabulary.
 
-    Bits of samples that no row names are all set. Behind a draft that is not allowed no sample counts, so its mask is
-    not computed. A row whose matcher has failed may have every token except its `stops`: its sequence must not end as
-    if its form was complete, and the engine cancels it after the step.
+    Bits of samples that no row names are all set. Behind a draft that is not allowed no sample
+    counts, so its mask is not computed. A row whose matcher has failed may have every token except
+    its `stops`: its sequence must not end as if its form was complete, and the engine cancels it
+    after the step.
     """
     from llguidance.numpy import (
         fill_next_token_bitmask_par,
         fill_next_token_bitmask_par_with_draft_tokens,
     )
 
-    found = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
+    bit_masks = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
     parsers = [
         (row.matcher.after(row.output), row.first, [int(token) for token in row.drafts])
         for row in rows
@@ -127,26 +135,26 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     if plain := [
         (parser, first) for parser, first, drafts in parsers if parser is not None and not drafts
     ]:
-        fill_next_token_bitmask_par(_executor(), plain, found)
+        fill_next_token_bitmask_par(_executor(), plain, bit_masks)
     if drafted := [
         (parser, first, drafts)
         for parser, first, drafts in parsers
         if parser is not None and drafts
     ]:
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
-    found = found.view(np.uint32)
-    ending = _allow_an_end(found, rows[0].matcher.grammar.ends)
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, bit_masks)
+    bit_masks = bit_masks.view(np.uint32)
+    ending = _allow_an_end(bit_masks, rows[0].matcher.grammar.ends)
     for row, (_, _, drafts) in zip(rows, parsers, strict=True):
         samples = slice(row.first, row.first + 1 + len(row.drafts))
         ends = np.flatnonzero(ending[samples]).tolist()
         if ends and row.matcher.checked() is not None:
             row.matcher.check_ends(drafts, ends)
         if row.matcher.checked() is None:
-            allowed = found[samples]
+            allowed = bit_masks[samples]
             allowed[:] = 0xFFFFFFFF
             for token in row.stops:
                 allowed[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-    return found
+    return bit_masks
 
 
 def _allow_an_end(allowed: np.ndarray, ends: Sequence[int]) -> np.ndarray:
@@ -165,7 +173,8 @@ def _executor() -> Any:
 
 
 def first_line(message: str) -> str:
-    """The part of the library's message that says what is wrong: one line, without the parser's state."""
+    """The part of the library's message that says what is wrong: one line, without the parser's
+    state."""
     lines = [
         line.strip()
         for line in message.split("<state>")[0].replace("<non-verbose/>", "").splitlines()

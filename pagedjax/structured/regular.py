@@ -1,4 +1,7 @@
-"""Whether a regular expression allows a text that another one does not: asked of llguidance's own compiler."""
+"""Whether a regular expression allows a text that another one does not.
+
+llguidance's own compiler is asked.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from pagedjax.text.tokenizer import byte_alphabet
 END = 256  # the end of a text; the tokens before it are bytes
 
 
-def beyond(pattern: str, others: str) -> str | None:
-    """The first byte of a text that `pattern` matches as a whole and `others` does not.
+def beyond(pattern: str, other_pattern: str) -> str | None:
+    """The first byte of a text that `pattern` matches as a whole and `other_pattern` does not.
 
     Returns:
         "" for the empty text; None if there is no such text.
@@ -26,7 +29,7 @@ def beyond(pattern: str, others: str) -> str | None:
     """
     library = imported("llguidance")
     # a mark before both, because llguidance takes an expression of the empty text alone for none
-    grammar = f"start: TEXT\nTEXT: /=({_literal(pattern)})/ & ~/=({_literal(others)})/\n"
+    grammar = f"start: TEXT\nTEXT: /=({_literal(pattern)})/ & ~/=({_literal(other_pattern)})/\n"
     text = library.LLMatcher.grammar_from_lark(grammar)
     matcher = library.LLMatcher(_bytes(), text, log_level=0)
     if matcher.is_error():

@@ -1,9 +1,10 @@
-"""llguidance's view of a tokenizer, in which no text spells a mark: forms are text, and text has no special tokens.
+"""llguidance's view of a tokenizer, in which no text spells a mark.
 
-A mark is an added token that is no text: a special one, or one in angle brackets, as `<think>`. llguidance cuts a text
-that must come with Hugging Face's tokenizer, which recognises marks that are written out. A form with the text
-`<|im_end|>` would so end its answer, or fail. Here each mark has a name that no text can have, because it is drawn at
-random. Grammars name a mark by its id.
+Forms are text, and text has no special tokens. A mark is an added token that is no text: a special
+one, or one in angle brackets, as `<think>`. llguidance cuts a text that must come with Hugging
+Face's tokenizer, which recognises marks that are written out. A form with the text `<|im_end|>`
+would so end its answer, or fail. Here each mark has a name that no text can have, because it is
+drawn at random. Grammars name a mark by its id.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from pagedjax.text.tokenizer import Tokenizer
 
-# A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or such a name.
+# A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or such a
+# name.
 LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^\s<>"\[\]]+>)'
 )
@@ -66,8 +68,8 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
-    if (unknown := model.get("unk_token")) is not None:
-        model["unk_token"] = names.get(unknown, unknown)
+    if (unknown_piece := model.get("unk_token")) is not None:
+        model["unk_token"] = names.get(unknown_piece, unknown_piece)
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]
 

@@ -1,4 +1,5 @@
-"""Tools: functions that a model may ask its caller to call, as in OpenAI's API. Nothing here calls a function.
+"""Tools: functions that a model may ask its caller to call, as in OpenAI's API. Nothing here calls
+a function.
 
     definitions.py  what a request defines: tools and the choice among them, checked
     formats.py      how models write calls, and which format a chat template has

@@ -1,4 +1,7 @@
-"""What a request defines: tools, and the choice among them, in OpenAI's format. Checked here, with places in errors."""
+"""What a request defines: tools, and the choice among them, in OpenAI's format.
+
+They are checked here. Errors name the place.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called. `parameters`: the JSON schema of its arguments, which are an object."""
+    """A function that may be called.
+
+    parameters: the JSON schema of its arguments, which are an object.
+    """
 
     name: str
     description: str | None
@@ -33,50 +39,53 @@ class Tool:
         }
 
 
-def tools_of(given: Any) -> tuple[Tool, ...]:
+def tools_of(tools: Any) -> tuple[Tool, ...]:
     """The tools of a request.
 
     Raises:
         ValueError: one of them is wrong; names its place.
     """
-    if given is None:
+    if tools is None:
         return ()
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
-        raise ValueError(f"tools is {given!r:.80}; it must be a list of functions")
-    if len(given) > MAX_TOOLS:
-        raise ValueError(f"tools has {len(given)} of them; the limit is {MAX_TOOLS}")
-    tools = tuple(_tool(f"tools.{i}", one) for i, one in enumerate(given))
-    seen: set[str] = set()
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise ValueError(f"tools is {tools!r:.80}; it must be a list of functions")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"tools has {len(tools)} of them; the limit is {MAX_TOOLS}")
+    tools = tuple(_tool(f"tools.{i}", tool) for i, tool in enumerate(tools))
+    names: set[str] = set()
     for i, tool in enumerate(tools):
-        if tool.name in seen:
+        if tool.name in names:
             raise ValueError(
                 f"tools.{i}.function.name is {tool.name!r} again; give each tool a name of its own"
             )
-        seen.add(tool.name)
+        names.add(tool.name)
     return tools
 
 
-def _tool(place: str, given: Any) -> Tool:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{place} is {given!r:.80}; it must be an object of type 'function'")
-    if (kind := given.get("type")) != "function":
-        what = f"{place}.type is {kind!r:.80}; there are no tools but functions"
-        raise ValueError(f'{what}: {{"type": "function", "function": {{"name": ...}}}}')
-    function = given.get("function")
+def _tool(place: str, tool: Any) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise ValueError(f"{place} is {tool!r:.80}; it must be an object of type 'function'")
+    if (kind := tool.get("type")) != "function":
+        problem = f"{place}.type is {kind!r:.80}; there are no tools but functions"
+        raise ValueError(f'{problem}: {{"type": "function", "function": {{"name": ...}}}}')
+    function = tool.get("function")
     if not isinstance(function, Mapping):
         raise ValueError(f"{place}.function is {function!r:.80}; it must be an object with a name")
     place = f"{place}.function"
-    if unknown := sorted(map(str, set(function) - {"name", "description", "parameters", "strict"})):
-        raise ValueError(f"{place} has the unknown field {unknown[0]!r:.80}; a function has name, description, "
-                         "parameters and strict")  # fmt: skip
-    name, description, strict = (
-        function.get("name"),
-        function.get("description"),
-        function.get("strict"),
-    )
+    if unknown_fields := sorted(
+        map(str, set(function) - {"name", "description", "parameters", "strict"})
+    ):
+        raise ValueError(
+            f"{place} has the unknown field {unknown_fields[0]!r:.80}; "
+            "a function has name, description, parameters and strict"
+        )
+    name = function.get("name")
+    description = function.get("description")
+    strict = function.get("strict")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.name is {name!r:.80}; it must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
+            f"{place}.name is {name!r:.80}; "
+            "it must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
         )
     if description is not None and not isinstance(description, str):
         raise ValueError(f"{place}.description is {description!r:.80}; it must be a text")
@@ -90,57 +99,61 @@ def _tool(place: str, given: Any) -> Tool:
     )
 
 
-def _parameters(place: str, given: Any) -> Mapping[str, Any]:
-    if given is None:
+def _parameters(place: str, schema: Any) -> Mapping[str, Any]:
+    if schema is None:
         return NO_PARAMETERS
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{place} is {given!r:.80}; it must be a JSON schema of type object")
-    if too_deep(given):
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{place} is {schema!r:.80}; it must be a JSON schema of type object")
+    if too_deep(schema):
         raise ValueError(f"{place} has more than {MAX_LEVELS} levels; make it flatter")
-    if given.get("type", "object") != "object":
+    if schema.get("type", "object") != "object":
         raise ValueError(
-            f"{place}.type is {given['type']!r:.80}; arguments are an object, so it must be 'object'"
+            f"{place}.type is {schema['type']!r:.80}; "
+            "arguments are an object, so it must be 'object'"
         )
-    return {"type": "object", **given}
+    return {"type": "object", **schema}
 
 
 def too_deep(value: Any) -> bool:
-    """Whether a JSON value has more than MAX_LEVELS, which would exhaust the stack where it is written again."""
+    """Whether a JSON value has more than MAX_LEVELS.
+
+    Such a value would exhaust the stack where it is written again.
+    """
     level = [value]
     for _ in range(MAX_LEVELS):
         inner = [
-            one.values() if isinstance(one, Mapping) else one
-            for one in level
-            if isinstance(one, (Mapping, list))
+            item.values() if isinstance(item, Mapping) else item
+            for item in level
+            if isinstance(item, (Mapping, list))
         ]
-        level = [item for several in inner for item in several]
+        level = [item for children in inner for item in children]
         if not level:
             return False
     return True
 
 
-def choice_of(given: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:
+def choice_of(choice: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:
     """(one of CHOICES, the name of the one tool that is to be called).
 
     Raises:
         ValueError: no choice, or one that does not fit the tools.
     """
-    if given is None:
+    if choice is None:
         return ("auto" if tools else "none"), None
-    if not tools and given != "none":
+    if not tools and choice != "none":
         raise ValueError(
             "tool_choice goes with tools; give at least one tool, or leave tool_choice out"
         )
-    if isinstance(given, str) and given in CHOICES:
-        return given, None
+    if isinstance(choice, str) and choice in CHOICES:
+        return choice, None
     function = (
-        given.get("function")
-        if isinstance(given, Mapping) and given.get("type") == "function"
+        choice.get("function")
+        if isinstance(choice, Mapping) and choice.get("type") == "function"
         else None
     )
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise ValueError(f"tool_choice is {given!r:.80}; it must be {CHOICE_FORM}")
+        raise ValueError(f"tool_choice is {choice!r:.80}; it must be {CHOICE_FORM}")
     names = [tool.name for tool in tools]
     if name not in names:
         raise ValueError(

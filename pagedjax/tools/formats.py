@@ -13,8 +13,8 @@ class CallFormat:
 
     A call is `before`, its name, `after`, its arguments as a JSON object, and `close`.
 
-    trigger: a plain answer does not have this text. Empty: a call is the whole answer, and an answer that begins as a
-        call does is one.
+    trigger: a plain answer does not have this text. Empty: a call is the whole answer, and an
+        answer that begins as a call does is one.
     id_length: characters of a call's id, if the template asks for a number of them.
     single: the template takes one call in a message.
     """
@@ -31,10 +31,10 @@ class CallFormat:
 
     def written(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, each a name and its arguments as JSON."""
-        each = [
+        texts = [
             f"{self.before}{name}{self.after}{arguments}{self.close}" for name, arguments in calls
         ]
-        return self.begin + self.between.join(each) + self.end if calls else ""
+        return self.begin + self.between.join(texts) + self.end if calls else ""
 
 
 HERMES = CallFormat(
@@ -86,18 +86,20 @@ class Dialect(NamedTuple):
 
 
 def dialect(template: str | None, parser: str | None = None) -> Dialect:
-    """Of a chat template. `parser`: one of PARSERS, in place of the format that is found in the template.
+    """Of a chat template. `parser`: one of PARSERS, in place of the format that is found in the
+    template.
 
-    A template whose format is not known counts as one that knows no tools: the default prompt asks for HERMES.
+    A template whose format is not known counts as one that knows no tools: the default prompt asks
+    for HERMES.
 
     Raises:
         ValueError: no such parser.
     """
     template = template or ""
     knows = re.search(r"\btools\b", template) is not None
-    found = _found(template) if knows else None
+    native_format = _found(template) if knows else None
     if parser is None:
-        return Dialect(found or HERMES, found is not None)
+        return Dialect(native_format or HERMES, native_format is not None)
     if parser not in PARSERS:
         raise ValueError(
             f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}"
@@ -112,8 +114,8 @@ def _found(template: str) -> CallFormat | None:
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template:
-        other = "<function=" in template or "<arg_key>" in template
-        return HERMES if "arguments" in template and not other else None
+        has_other_form = "<function=" in template or "<arg_key>" in template
+        return HERMES if "arguments" in template and not has_other_form else None
     return (
         _llama(template)
         if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template

@@ -1,6 +1,7 @@
 """Tools -> the grammar of an answer, as Lark text for llguidance.
 
-An answer is plain text, or text and then calls. A call has the name of a tool, and arguments that obey its schema.
+An answer is plain text, or text and then calls. A call has the name of a tool, and arguments that
+obey its schema.
 """
 
 from __future__ import annotations
@@ -17,18 +18,10 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.definitions import Tool
 from pagedjax.tools.formats import CallFormat
 
-OPEN = {
-    "additionalProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-}  # may have further properties
-JSON_RULES = {
-    "whitespace_pattern": WHITE_SPACE,
-    "lenient": False,
-}  # as the engine compiles other schemas
+# A schema with one of these may have further properties
+OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+# As the engine compiles other schemas
+JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
 
 
 def lark(
@@ -40,7 +33,9 @@ def lark(
     parallel: bool,
     answer: Any = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """The grammar, and the keywords of schemas that it ignores, each as the tool's name and a place.
+    """Returns the grammar, and the keywords of schemas that it ignores.
+
+    A keyword is the tool's name and a place.
 
     Args:
         required: there is a call, and no text. Else an answer may be text alone.
@@ -48,8 +43,8 @@ def lark(
         answer: the JSON schema of an answer that is no call; None is any text.
 
     Raises:
-        ValueError: a keyword that is not supported, schemas that are too long, or a combination whose parts look
-            alike.
+        ValueError: a keyword that is not supported, schemas that are too long, or a combination
+            whose parts look alike.
     """
     marks = vocabulary.marks(tokenizer)
     written = lambda text: _literal(text, marks)  # noqa: E731
@@ -72,8 +67,11 @@ def lark(
         rules = [f"start: {written(form.begin)} calls", *rules]
     elif answer is not None:
         if not form.trigger:
-            raise ValueError("response_format does not go with tools for this model, whose calls are bare JSON too; "
-                             "leave one of them out, or set tool_choice to 'required' or 'none'")  # fmt: skip
+            raise ValueError(
+                "response_format does not go with tools for this model, "
+                "whose calls are bare JSON too; "
+                "leave one of them out, or set tool_choice to 'required' or 'none'"
+            )
         rules = [
             f"start: answer | {written(form.begin)} calls",
             f"answer: {_inline(answer)}",
@@ -82,22 +80,24 @@ def lark(
     else:
         rules = [*_text_or_calls(form, marks, tokenizer.special_ids), *rules]
     text = "\n".join(rules) + "\n"
-    if len(text) > (limit := MAX_TEXT["grammar"]):
+    limit = MAX_TEXT["grammar"]
+    if len(text) > limit:
         raise ValueError(
-            f"tools have schemas of {len(text)} characters in all; the limit is {limit}; make them shorter"
+            f"tools have schemas of {len(text)} characters in all; the limit is {limit}; "
+            "make them shorter"
         )
     return text, tuple(ignored)
 
 
 def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
-    """The schema of a tool's arguments that is compiled, and the places of the keywords that it has lost.
+    """Returns the compiled schema of a tool's arguments, and the places of the keywords it lost.
 
-    Parameters that a tool does not name are never given, unless its schema says more about them: a function would
-    refuse them.
+    Parameters that a tool does not name are never given, unless its schema says more about them: a
+    function would refuse them.
     """
-    what = f"tools: the schema of {tool.name!r}"
+    subject = f"tools: the schema of {tool.name!r}"
     schema, lost = keywords.checked(
-        tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict
+        tool.parameters, subject, ignore="strict: false for the tool", ignored=not tool.strict
     )
     if "properties" in schema and not OPEN & schema.keys():
         schema = {**schema, "additionalProperties": False}
@@ -105,7 +105,9 @@ def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
 
 
 def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str, ...]]:
-    """The JSON schema of an answer that is no call, or None for plain text; and the keywords that it has lost.
+    """Returns the JSON schema of an answer that is no call, and the keywords that it has lost.
+
+    The schema is None for plain text.
 
     Raises:
         ValueError: another form than JSON, or a schema that is wrong.
@@ -116,7 +118,8 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
         return {"type": "object"}, ()
     if form.json is None:
         raise ValueError(
-            "structured_outputs go with tools as JSON alone (json, json_object); leave one of them out"
+            "structured_outputs go with tools as JSON alone (json, json_object); "
+            "leave one of them out"
         )
     return schema_of(form)
 
@@ -124,20 +127,28 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
 def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[int]) -> list[str]:
     """The rules of an answer that is text, or text and then calls.
 
-    Text may have the tokens that look like marks and are no part of calls, as `<think>`. Text that the trigger ends is
-    one lazy lexeme with it, because a lexer never goes back to end a greedy one earlier.
+    Text may have the tokens that look like marks and are no part of calls, as `<think>`. Text that
+    the trigger ends is one lazy lexeme with it, because a lexer never goes back to end a greedy one
+    earlier.
     """
     inner = form.begin + form.before + form.after + form.close + form.between + form.end
-    others = [i for mark, i in marks.items() if mark not in inner and i not in special]
-    led = f"(TEXT? <[{','.join(map(str, others))}]>)* " if others else ""
+    other_marks = [i for mark, i in marks.items() if mark not in inner and i not in special]
+    led = f"(TEXT? <[{','.join(map(str, other_marks))}]>)* " if other_marks else ""
     if not form.trigger:
         return [f"start: {led}TEXT? | calls", r"TEXT: /[^{\s](?s:.*)/"]
     trigger = re.escape(form.trigger)
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/"
-    rest = _literal(form.begin.removeprefix(form.trigger), marks)
+    begin_rest = _literal(form.begin.removeprefix(form.trigger), marks)
     if form.trigger in marks:
-        return [f"start: {led}TEXT? | {led}TEXT? <[{marks[form.trigger]}]> {rest} calls", text]
-    return [f"start: {led}TEXT? | {led}head {rest} calls", text, f"head[lazy]: /(?s:.*){trigger}/"]
+        return [
+            f"start: {led}TEXT? | {led}TEXT? <[{marks[form.trigger]}]> {begin_rest} calls",
+            text,
+        ]
+    return [
+        f"start: {led}TEXT? | {led}head {begin_rest} calls",
+        text,
+        f"head[lazy]: /(?s:.*){trigger}/",
+    ]
 
 
 def _inline(schema: Any) -> str:

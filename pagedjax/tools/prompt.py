@@ -28,9 +28,11 @@ Messages = list[dict[str, Any]]
 def conversation(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], dialect: Dialect
 ) -> Messages:
-    """The messages as a chat template takes them: arguments of calls are objects, and content is never missing.
+    """The messages as a chat template takes them: arguments of calls are objects, and content is
+    never missing.
 
-    For a template that knows no tools, calls and results become text, and the tools become a part of the system text.
+    For a template that knows no tools, calls and results become text, and the tools become a part
+    of the system text.
 
     Raises:
         ValueError: a call or a result that cannot be read; names its place.
@@ -54,12 +56,14 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         return message  # the tokenizer says what is wrong
     if message.get("role") == "tool" and not isinstance(message.get("tool_call_id"), str):
-        what = f"{place} has the role 'tool' and no tool_call_id"
-        raise ValueError(f"{what}; give the id of the call that it answers")
-    if message.get("role") == "function" or message.get("function_call") is not None:
-        what = f"{place} is of the older API of functions"
         raise ValueError(
-            f"{what}; write tool_calls in place of function_call, and the role 'tool' for results"
+            f"{place} has the role 'tool' and no tool_call_id; "
+            "give the id of the call that it answers"
+        )
+    if message.get("role") == "function" or message.get("function_call") is not None:
+        raise ValueError(
+            f"{place} is of the older API of functions; "
+            "write tool_calls in place of function_call, and the role 'tool' for results"
         )
     calls = message.get("tool_calls")
     if calls is None or message.get("role") != "assistant":
@@ -67,9 +71,9 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ValueError(f"{place}.tool_calls is {calls!r:.80}; it must be a list of calls")
     read = [_call(f"{place}.tool_calls.{i}", call) for i, call in enumerate(calls)]
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    spoken = {**rest, "content": message.get("content")}
-    return {**spoken, "tool_calls": read} if read else spoken
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    fields["content"] = message.get("content")
+    return {**fields, "tool_calls": read} if read else fields
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:
@@ -77,7 +81,8 @@ def _call(place: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f"{place} is {call!r:.80}; a call has an id, the type 'function', and a function with a name"
+            f"{place} is {call!r:.80}; "
+            "a call has an id, the type 'function', and a function with a name"
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -94,27 +99,29 @@ def _call(place: str, call: Any) -> dict[str, Any]:
         raise ValueError(
             f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter"
         )
-    known = (
-        {"id": call["id"]} if call.get("id") is not None else {}
-    )  # other fields would appear in prompts
+    # other fields would appear in prompts
+    call_id = {"id": call["id"]} if call.get("id") is not None else {}
     return {
-        **known,
+        **call_id,
         "type": "function",
         "function": {"name": function["name"], "arguments": dict(arguments)},
     }
 
 
 def _as_text(messages: Messages, dialect: Dialect) -> Messages:
-    """Calls become text of the assistant. Results become a message of the user, one for results that follow."""
-    found: Messages = []
+    """Returns messages in which calls are text of the assistant, and results of the user.
+
+    Results that follow each other are one message.
+    """
+    plain: Messages = []
     results = False
     for message in messages:
         if isinstance(message, Mapping) and message.get("role") == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if results:
-                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{text}"}
+                plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{text}"}
             else:
-                found.append({"role": "user", "content": text})
+                plain.append({"role": "user", "content": text})
             results = True
             continue
         results = False
@@ -124,15 +131,15 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
             and message.get("role") == "assistant"
         ):
             functions = [call["function"] for call in message["tool_calls"]]
-            each = [
-                (one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions
+            calls = [
+                (function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+                for function in functions
             ]
-            text = "\n".join(
-                part for part in (message["content"], dialect.format.written(each)) if part
-            )
+            parts = (message["content"], dialect.format.written(calls))
+            text = "\n".join(part for part in parts if part)
             message = {"role": "assistant", "content": text}
-        found.append(message)
-    return found
+        plain.append(message)
+    return plain
 
 
 def _with_system_text(messages: Messages, text: str) -> Messages:

@@ -29,15 +29,21 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """Reads one answer. The grammar made it, so its form is exact; an answer that was cut may end anywhere.
+    """Reads one answer.
 
-    White space before the first call is dropped, so the end of a text is kept back until more of it is known.
+    The grammar made it, so its form is exact; an answer that was cut may end anywhere.
+
+    White space before the first call is dropped, so the end of a text is kept back until more of it
+    is known.
     """
 
     def __init__(self, form: CallFormat) -> None:
-        self._form, self._left = form, ""
+        self._form = form
+        self._left = ""
         self._state = "text"  # then "head", "arguments" and "close", in turn
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
         self.calls = 0  # that have begun
         self.complete = True  # no call is under way
 
@@ -58,24 +64,27 @@ class CallReader:
 
     def _text(self, last: bool) -> Iterator[Piece]:
         """Text before the calls."""
-        form, left = self._form, self._left
+        form = self._form
+        pending_text = self._left
         if not form.trigger:  # a call is the whole answer
-            if left.startswith(form.before):
+            if pending_text.startswith(form.before):
                 self._state = "head"
-            elif last or not form.before.startswith(left):
+            elif last or not form.before.startswith(pending_text):
                 self._state = "plain"
             return
-        at = left.find(form.trigger)
+        at = pending_text.find(form.trigger)
         if at >= 0:
-            ready, kept, self._state = left[:at].rstrip(), left[at:], "head"
+            ready = pending_text[:at].rstrip()
+            unread = pending_text[at:]
+            self._state = "head"
         else:
-            pending = 0 if last else pending_length(left, form.trigger)
-            ready = left[: len(left) - pending]
+            pending = 0 if last else pending_length(pending_text, form.trigger)
+            ready = pending_text[: len(pending_text) - pending]
             ready = ready if last else ready.rstrip()
-            kept = left[len(ready) :]
+            unread = pending_text[len(ready) :]
         if ready:
             yield Piece(None, ready)
-        self._left = kept
+        self._left = unread
 
     def _plain(self, last: bool) -> Iterator[Piece]:
         """Text that no call follows."""
@@ -89,10 +98,12 @@ class CallReader:
         end = self._left.find(form.after, len(lead))
         if end < 0:
             return
-        name, self._left = self._left[len(lead) : end], self._left[end + len(form.after) :]
+        name = self._left[len(lead) : end]
+        self._left = self._left[end + len(form.after) :]
         yield Piece(self.calls, "", _new_id(form.id_length), name)
         self.calls += 1
-        self.complete, self._state = False, "arguments"
+        self.complete = False
+        self._state = "arguments"
 
     def _arguments(self, last: bool) -> Iterator[Piece]:
         """A JSON object, up to the brace that closes it."""
@@ -101,7 +112,8 @@ class CallReader:
         )
         if end is not None:
             self._state = "close"
-        ready, self._left = self._left[:end], "" if end is None else self._left[end:]
+        ready = self._left[:end]
+        self._left = "" if end is None else self._left[end:]
         if ready:
             yield Piece(self.calls - 1, ready)
 
@@ -124,7 +136,8 @@ class CallReader:
         form = self._form
         self.complete = self.complete or self._left.startswith(form.close)
         if self._left.startswith(form.close + form.between):
-            self._left, self._state = self._left[len(form.close) :], "head"
+            self._left = self._left[len(form.close) :]
+            self._state = "head"
         yield from ()
 
 
@@ -132,16 +145,20 @@ def read(text: str, form: CallFormat) -> tuple[str, tuple[ToolCall, ...], bool]:
     """(the answer's own text, its calls, whether they are complete) of a whole answer."""
     reader = CallReader(form)
     pieces = [*reader.push(text), *reader.finish()]
-    own = "".join(piece.text for piece in pieces if piece.call is None)
-    return own, calls_of(pieces), reader.calls > 0 and reader.complete
+    answer = "".join(piece.text for piece in pieces if piece.call is None)
+    return answer, calls_of(pieces), reader.calls > 0 and reader.complete
 
 
 def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:
     """The calls that pieces make together."""
-    begun = [piece for piece in pieces if piece.name is not None]
-    texts = ["".join(piece.text for piece in pieces if piece.call == one.call) for one in begun]
+    first_pieces = [piece for piece in pieces if piece.name is not None]
+    texts = [
+        "".join(piece.text for piece in pieces if piece.call == first.call)
+        for first in first_pieces
+    ]
     return tuple(
-        ToolCall(one.id or "", one.name or "", text) for one, text in zip(begun, texts, strict=True)
+        ToolCall(first.id or "", first.name or "", text)
+        for first, text in zip(first_pieces, texts, strict=True)
     )
 
 

@@ -46,11 +46,12 @@ class ToolUse:
             ValueError: a message is wrong, or the model has no chat template.
         """
         plain = prompt.conversation(messages, self.tools, self.dialect)
-        shown = [tool.shown() for tool in self.tools] if self.dialect.native else None
-        return tokenizer.apply_chat_template(plain, generating, shown)
+        tool_objects = [tool.shown() for tool in self.tools] if self.dialect.native else None
+        return tokenizer.apply_chat_template(plain, generating, tool_objects)
 
     def applied(self, params: Any, tokenizer: Tokenizer) -> tuple[Any, tuple[str, ...]]:
-        """The sampling parameters with the grammar of these tools, and the keywords of schemas that it ignores.
+        """The sampling parameters with the grammar of these tools, and the keywords of schemas that
+        it ignores.
 
         Raises:
             ValueError: a beam search, or a schema or another form that does not go with tools.
@@ -59,7 +60,8 @@ class ToolUse:
             return params, ()
         if not isinstance(params, SamplingParams):
             raise ValueError(
-                "tools do not go with a beam search, whose answers have no form; leave one of them out"
+                "tools do not go with a beam search, whose answers have no form; "
+                "leave one of them out"
             )
         allowed = [tool for tool in self.tools if self.only in (None, tool.name)]
         answer, lost = grammar.answer_schema(params.structured_outputs)
@@ -71,7 +73,8 @@ class ToolUse:
             parallel=self.parallel and self.only is None and not self.dialect.format.single,
             answer=answer,
         )
-        # calls may be written with special tokens, and must be seen; others cannot occur in the grammar
+        # calls may be written with special tokens, and must be seen; others cannot occur in the
+        # grammar
         form = StructuredOutputsParams(grammar=text)
         return replace(params, structured_outputs=form, skip_special_tokens=False), (
             *ignored,
@@ -107,7 +110,9 @@ class ToolUse:
         return (
             output
             if form is None
-            else replace(output, outputs=tuple(_read(one, form) for one in output.outputs))
+            else replace(
+                output, outputs=tuple(_read(completion, form) for completion in output.outputs)
+            )
         )
 
 

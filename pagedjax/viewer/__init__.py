@@ -1,11 +1,14 @@
-"""The viewer: a recorded or running engine as a page that shows the owner of each block at each step.
+"""The viewer: a recorded or running engine as a page that shows each block's owner at each step.
 
-This folder holds the page (Python and the JavaScript in assets/) and the trace export. It imports no jax and no numpy.
+This folder holds the page (Python and the JavaScript in assets/) and the trace export. It imports
+no jax and no numpy.
 
 viewer.page(viewer.read("run.jsonl"))       one HTML file, `pagedjax view`
 viewer.trace(viewer.read("run.jsonl"))      for Perfetto, `pagedjax trace`
-viewer.live_page("viewer/steps")            the same page for a running engine; `viewer.Live` serves its steps
-viewer.draw(state)                          one state of the scheduler as an SVG picture, for a notebook
+viewer.live_page("viewer/steps")            the same page for a running engine; `viewer.Live` serves
+                                            its steps
+viewer.draw(state)                          one state of the scheduler as an SVG picture, for a
+                                            notebook
 """
 
 from __future__ import annotations

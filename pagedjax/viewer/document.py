@@ -1,4 +1,4 @@
-"""The page: one HTML file that contains its style, its script and its data, and loads nothing else."""
+"""The page: one HTML file with its style, its script and its data. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | 
         labels: request id -> the text of its prompt, for requests whose text is known.
         decode: token ids -> text; shows generated text, and prompts whose tokens were recorded.
     """
-    kept, bare = bounded(run)
+    bounded_run, bare = bounded(run)
     text = texts(run.frames, run.prompts, decode) if decode and not bare else {}
-    given, records = (
-        labels or {},
-        (record for frame in run.frames for record in frame.get("came", ())),
-    )
-    named = {number: given[request_id] for number, request_id, *_ in records if request_id in given}
-    shown = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
+    prompt_texts = labels or {}
+    records = (record for frame in run.frames for record in frame.get("came", ()))
+    named = {
+        number: prompt_texts[request_id]
+        for number, request_id, *_ in records
+        if request_id in prompt_texts
+    }
+    shown_labels = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
     about = {
         **facts(run.config._asdict(), run.policy, run.version),
@@ -56,16 +58,18 @@ def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | 
     about |= {"truncated": run.truncated, "bare": bare}
     data = {
         "about": about,
-        "frames": kept.frames,
+        "frames": bounded_run.frames,
         **text,
         "prompts": prompts if text else {},
-        "labels": shown,
+        "labels": shown_labels,
     }
     return assembled(run.name or "a run", about, pack(data))
 
 
 def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
-    """Returns the page of a running engine. The page requests the frames after its last one from a relative URL.
+    """Returns the page of a running engine.
+
+    The page requests the frames after its last one from a relative URL.
 
     Args:
         url: `url?since=k` returns `Live.since(k)` as JSON.
@@ -74,9 +78,14 @@ def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
 
 
 def bounded(run: Run) -> tuple[Run, bool]:
-    """Returns (run, left out): without sampled tokens if a page cannot carry so many, and whether that is so."""
+    """Returns (run, left out): the run without sampled tokens if a page cannot carry so many.
+
+    left out: whether that is so.
+    """
     tokens = sum(
-        max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ())
+        max(1, len(several(sampled)))
+        for frame in run.frames
+        for sampled in frame.get("sampled", ())
     )
     if tokens <= MAX_TOKENS:
         return run, False
@@ -96,7 +105,10 @@ def shortened(text: str) -> str:
 
 
 def pack(data: Any) -> str:
-    """Compressed JSON in characters that HTML does not interpret. Equal data give equal characters."""
+    """Returns compressed JSON in characters that HTML does not interpret.
+
+    Equal data give equal characters.
+    """
     return base64.b64encode(gzip.compress(dumps(data).encode(), mtime=0)).decode("ascii")
 
 

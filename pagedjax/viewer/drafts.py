@@ -1,7 +1,7 @@
-"""Drafts in frames: which rows had some, which were accepted, and the tokens that were kept (host/drafts.py).
+"""Drafts in frames: which rows had some, which were accepted, and the tokens that were kept.
 
-A recording has the number of a row's drafts, and the tokens that were kept: the accepted drafts and one more. It does
-not have the tokens of rejected drafts, so no frame has them.
+A recording has the number of a row's drafts, and the tokens that were kept: the accepted drafts and
+one more. It does not have the tokens of rejected drafts, so no frame has them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def offered(plan: Plan) -> Mapping[str, int]:
 
 
 def outcome(plan: Plan, events: Iterable[Event], before: Verdicts) -> dict[str, Any]:
-    """The keys `sampled`, `accepted` and `verified` of a frame, as far as the step has such a result.
+    """Returns the keys `sampled`, `accepted` and `verified` of a frame, if the step has them.
 
     Args:
         before: the drafts of earlier steps, and those of them that were accepted.
@@ -48,13 +48,13 @@ def outcome(plan: Plan, events: Iterable[Event], before: Verdicts) -> dict[str, 
             right |= dict(zip(event.request_ids, event.accepted, strict=True))
             before = (before[0] + sum(event.drafts), before[1] + sum(event.accepted))
     names = [seq.request.request_id for seq in plan.seqs]
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     if tokens:
         single = {name: ids[-1] for name, ids in tokens.items()}
-        found["sampled"] = [(tokens if name in right else single).get(name) for name in names]
+        entries["sampled"] = [(tokens if name in right else single).get(name) for name in names]
     if right:
-        found |= {"accepted": [right.get(name) for name in names], "verified": list(before)}
-    return found
+        entries |= {"accepted": [right.get(name) for name in names], "verified": list(before)}
+    return entries
 
 
 def several(sampled: int | Sequence[int] | None) -> list[int]:

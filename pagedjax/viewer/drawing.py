@@ -1,9 +1,12 @@
-"""A scheduler's state as one SVG picture, for notebooks and papers: block tables, and the pool that they point into.
+"""A scheduler's state as one SVG picture, for notebooks and papers.
+
+It shows the block tables, and the pool that they point into.
 
     drawing.draw(state)                      shown by a notebook (`_repr_svg_`)
     drawing.draw(state).svg                  the text of the picture
 
-The page of a run (document.py) moves through steps in a browser. This picture is one state, without a script.
+The page of a run (document.py) moves through steps in a browser. This picture is one state, without
+a script.
 """
 
 from __future__ import annotations
@@ -20,15 +23,20 @@ from pagedjax.host.types import HOLE, Seq
 
 MOST_BLOCKS = 1024  # of a pool that a person can still read
 MOST_ENTRIES = 1024  # of all block tables together
-ACROSS, BLOCK_ACROSS = 8, 18  # cells in a line of a block table, and of the pool
-WIDE, CELL, LINE = (
-    64,
-    30,
-    46,
-)  # pixels: width of a table's cell, side of a pool's cell, height of a table's line
-LEFT, TOP = 120, 14  # pixels: room for names, and above
+ACROSS = 8  # cells in a line of a block table
+BLOCK_ACROSS = 18  # cells in a line of the pool
+# Pixels
+WIDE = 64  # width of a table's cell
+CELL = 30  # side of a pool's cell
+LINE = 46  # height of a table's line
+LEFT = 120  # room for names
+TOP = 14  # room above
 GOLDEN = 137.508  # degrees between the hues of neighbours in arrival, as on the viewer's page
-INK, SOFT, FREE, FREE_LINE, IDLE = "#1b1f27", "#5d6675", "#ffffff", "#b9c0cc", "#d5d9e1"
+INK = "#1b1f27"
+SOFT = "#5d6675"
+FREE = "#ffffff"
+FREE_LINE = "#b9c0cc"
+IDLE = "#d5d9e1"
 
 
 class Drawing(NamedTuple):
@@ -43,35 +51,42 @@ class Drawing(NamedTuple):
 def draw(state: SchedulerState) -> Drawing:
     """Draws the block tables of all running sequences, the queue, and the owner of every block.
 
-    A cell of a block table is a block with its slots in token order: dark where keys and values are in the cache, pale
-    where a token is known and not computed yet, white where no token is. In the pool a block has the colours of its
-    owners (two, if it is shared), or it is idle (grey) or empty (white). Block 0 is the trash block.
+    A cell of a block table is a block with its slots in token order: dark where keys and values are
+    in the cache, pale where a token is known and not computed yet, white where no token is. In the
+    pool a block has the colours of its owners (two, if it is shared), or it is idle (grey) or empty
+    (white). Block 0 is the trash block.
 
     Raises:
         ValueError: more blocks, or more entries of block tables, than a picture can show.
     """
-    number, active = state.pool.num_blocks, scheduler.running(state)
+    number = state.pool.num_blocks
+    active = scheduler.running(state)
     entries = sum(len(seq.blocks) for seq in active)
-    for what, count, most in (
+    for subject, count, limit in (
         ("the pool has", number, MOST_BLOCKS),
         ("the block tables have", entries, MOST_ENTRIES),
     ):
-        if count > most:
+        if count > limit:
             raise ValueError(
-                f"{what} {count} blocks, and a drawing shows at most {most}; draw a smaller engine, or record the run "
-                "and open it with `pagedjax view`"
+                f"{subject} {count} blocks, and a drawing shows at most {limit}; "
+                "draw a smaller engine, or record the run and open it with `pagedjax view`"
             )
-    body, y = [], TOP
+    body = []
+    y = TOP
     for seq in active:
         lines, y = _table(seq, state.config.block_size, state.config.groups, y)
         body += lines
     body += [_text(4, y + 12, f"waiting: {_queue(state)}", fill=SOFT)]
     lines, height = _pool(state, active, y + 26)
     width = max(LEFT + ACROSS * WIDE, LEFT + BLOCK_ACROSS * CELL) + 10
-    label = f"{len(active)} running sequences, {len(state.waiting)} waiting, {state.pool.num_free} of {number} free"
+    label = (
+        f"{len(active)} running sequences, {len(state.waiting)} waiting, "
+        f"{state.pool.num_free} of {number} free"
+    )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{label}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{label}" '
+        'font-family="sans-serif" font-size="11">'
     )
     paper = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
     return Drawing("\n".join([head, paper, *body, *lines, "</svg>"]))
@@ -83,11 +98,11 @@ def colour(arrival: int, *, light: float = 0.5) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def _table(seq: Seq, size: int, groups: int, top: int) -> tuple[list[str], int]:
-    """The block table of a sequence, one picture for each group of layers -> (lines, y below it)."""
+    """Returns (lines, y below them) of a sequence's block table.
+
+    It is drawn once for each group of layers.
+    """
     lines = [
         _text(
             4,
@@ -110,17 +125,20 @@ def _table(seq: Seq, size: int, groups: int, top: int) -> tuple[list[str], int]:
 
 def _entry(seq: Seq, block: int, first: int, size: int, x: int, y: int) -> Iterator[str]:
     """One entry of a block table. first: the position of the token in its first slot."""
-    computed, known = (min(max(count - first, 0), size) for count in (seq.computed, seq.length))
-    note = f"tokens {first} to {first + size - 1}: {known} known, {computed} computed"
-    where = f'data-sequence="{escape(_printable(seq.request_id))}" data-block="{block}"'
-    yield f'<g class="entry" {where} data-known="{known}" data-computed="{computed}"><title>{note}</title>'
+    computed_slots, known_slots = (
+        min(max(count - first, 0), size) for count in (seq.computed, seq.length)
+    )
+    note = f"tokens {first} to {first + size - 1}: {known_slots} known, {computed_slots} computed"
+    attributes = f'data-sequence="{escape(_printable(seq.request_id))}" data-block="{block}"'
+    counts = f'data-known="{known_slots}" data-computed="{computed_slots}"'
+    yield f'<g class="entry" {attributes} {counts}><title>{note}</title>'
     if block == HOLE:
         yield _rect(x, y, WIDE - 4, 18, FREE, FREE_LINE, dash="3 3")
     else:
         slot = (WIDE - 4) / size
         yield _rect(x, y, WIDE - 4, 18, FREE, FREE_LINE)
-        yield _rect(x, y, slot * known, 18, colour(seq.arrival, light=0.85))
-        yield _rect(x, y, slot * computed, 18, colour(seq.arrival))
+        yield _rect(x, y, slot * known_slots, 18, colour(seq.arrival, light=0.85))
+        yield _rect(x, y, slot * computed_slots, 18, colour(seq.arrival))
         if size <= 16:
             yield from (
                 f'<path d="M{x + slot * i:g} {y}v18" stroke="#ffffff" stroke-width="0.7"/>'
@@ -143,20 +161,21 @@ def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[lis
     count = f"{pool.num_blocks - pool.num_free} of {pool.num_blocks} blocks owned"
     lines = [_text(4, top + 14, "block pool", weight="bold"), _text(4, top + 28, count, fill=SOFT)]
     for block in range(pool.num_blocks + 1):
-        x, y = LEFT + block % BLOCK_ACROSS * CELL, top + block // BLOCK_ACROSS * CELL
-        mine = owners.get(block, []) if block else []
-        kind = (
-            "trash"
-            if not block
-            else "owned"
-            if mine
-            else "idle"
-            if block in pool.stamps
-            else "empty"
-        )
-        lines += _cell(block, kind, mine, x, y)
+        x = LEFT + block % BLOCK_ACROSS * CELL
+        y = top + block // BLOCK_ACROSS * CELL
+        block_owners = owners.get(block, []) if block else []
+        if not block:
+            kind = "trash"
+        elif block_owners:
+            kind = "owned"
+        else:
+            kind = "idle" if block in pool.stamps else "empty"
+        lines += _cell(block, kind, block_owners, x, y)
     bottom = top + (pool.num_blocks // BLOCK_ACROSS + 1) * CELL
-    note = "0: trash block, for padding; white: empty; grey: idle, content can be found; two colours: shared"
+    note = (
+        "0: trash block, for padding; white: empty; grey: idle, content can be found; "
+        "two colours: shared"
+    )
     return [*lines, _text(LEFT, bottom + 14, note, fill=SOFT)], bottom + 24
 
 
@@ -185,16 +204,16 @@ def _cell(block: int, kind: str, owners: list[Seq], x: int, y: int) -> Iterator[
 
 def _queue(state: SchedulerState) -> str:
     """The first sequences of the queue, in words."""
-    shown = [
+    names = [
         f"{_short(seq.request_id, 12)} ({seq.length} tokens)" for seq in islice(state.waiting, 6)
     ]
-    more = len(state.waiting) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "no sequence"
+    hidden = len(state.waiting) - len(names)
+    return ", ".join(names) + (f" and {hidden} more" if hidden else "") if names else "no sequence"
 
 
-def _short(name: str, most: int) -> str:
+def _short(name: str, length: int) -> str:
     name = _printable(name)
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def _printable(text: str) -> str:
@@ -211,8 +230,8 @@ def _rect(
     line: str = "none",
     dash: str = "none",
 ) -> str:
-    where = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {where} fill="{fill}" stroke="{line}" stroke-dasharray="{dash}"/>'
+    position = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {position} fill="{fill}" stroke="{line}" stroke-dasharray="{dash}"/>'
 
 
 def _text(

@@ -1,13 +1,14 @@
 """Frames of the page from the scheduler's transitions: a pure fold over states, plans and events.
 
     fold = begin(config)
-    fold = passed(fold, state, events)              # a change between two steps: a submit, a cancel, a restart
+    fold = passed(fold, state, events)              # a change between two steps: a submit, a
+                                                    # cancel, a restart
     fold = scheduled(fold, state, plan)             # a step starts
     fold, frame = committed(fold, state, events)    # the step has ended
     fold, frame = rested(fold)                      # no request is unfinished
 
-read_recording.py updates it by each transition of a recorded run, live.py by each step of a running engine. The cost of
-a step depends on its sequences, never on the size of the pool.
+read_recording.py updates it by each transition of a recorded run, live.py by each step of a running
+engine. The cost of a step depends on its sequences, never on the size of the pool.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ class Fold(NamedTuple):
     shown: Picture  # after the last frame
     numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
     count: int = 0  # requests so far
-    came: tuple[
-        list, ...
-    ] = ()  # new requests since the last frame; the next three fields too are since then
+    # new requests since the last frame; the next three fields too are since then
+    came: tuple[list, ...] = ()
     log: tuple[LogEntry, ...] = ()
     published: tuple[int, ...] = ()  # blocks whose content can be found from now on
     evicted: tuple[int, ...] = ()  # blocks whose content was lost
@@ -60,7 +60,10 @@ def start_from(state: SchedulerState) -> Fold:
 def passed(
     fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None
 ) -> Fold:
-    """Applies a change of the state that is no step. A request that is gone without an event was aborted."""
+    """Applies a change of the state that is no step.
+
+    A request that is gone without an event was aborted.
+    """
     unfinished = (*state.waiting, *state.running.seqs)  # one that was adopted may run at once
     fold = _arrived(fold, [seq for seq in unfinished if seq.arrival >= fold.state.arrivals], at)
     fold = fold._replace(at=fold.at if at is None else at)
@@ -71,7 +74,10 @@ def passed(
 
 
 def _stopped(fold: Fold, state: SchedulerState) -> Fold:
-    """Logs the sequences that returned to the queue because a step failed, or for new weights (`scheduler.restart`)."""
+    """Logs the sequences that returned to the queue (`scheduler.restart`).
+
+    The reason is a step that failed, or new weights.
+    """
     if state.running.seqs is fold.state.running.seqs:
         return fold
     before = {seq.arrival for seq in fold.state.running.seqs}
@@ -98,18 +104,22 @@ def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = 
 def committed(
     fold: Fold, state: SchedulerState, events: Sequence[Event], at: float | None = None
 ) -> tuple[Fold, Frame]:
-    """Closes the frame of a step. `events`: those of the commit, and of the cancels that follow from it."""
-    frame, plan = fold.frame, fold.plan
+    """Closes the frame of a step.
+
+    events: those of the commit, and of the cancels that follow from it.
+    """
+    frame = fold.frame
+    plan = fold.plan
     assert frame is not None, "a commit without a schedule before it"
     assert plan is not None, "a commit without a schedule before it"
     frame = frame | drafts.outcome(plan, events, fold.verified)
     fold = fold._replace(verified=tuple(frame.get("verified", fold.verified)))
     if at is not None and "at" in frame:
         frame = frame | {"at": [frame["at"][0], at]}
-    found = _filled(plan, fold.state, state)
-    log = story.committed(events, fold.numbers, fold.shown.requests, found)
+    filled = _filled(plan, fold.state, state)
+    log = story.committed(events, fold.numbers, fold.shown.requests, filled)
     fold = fold._replace(
-        published=fold.published + tuple(b for _, ids in found for b in ids), at=at or fold.at
+        published=fold.published + tuple(b for _, ids in filled for b in ids), at=at or fold.at
     )
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
     fold = _moved(fold, state, allocates=False)
@@ -119,26 +129,32 @@ def committed(
 
 
 def rested(fold: Fold) -> tuple[Fold, Frame]:
-    """The frame of an engine without unfinished requests, or of a run's end: the content of the cache."""
+    """Returns the frame of an engine without unfinished requests, or of a run's end.
+
+    It shows the content of the cache.
+    """
     frame = _framed(fold, (), fold.state.step) | {"rest": True}
     if fold.at is not None:
         frame["at"] = [fold.at, fold.at]
     return _fresh(fold, frame), frame
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _fresh(fold: Fold, frame: Frame) -> Fold:
-    shown = picture.apply(fold.shown, frame)
-    return fold._replace(shown=shown, came=(), log=(), published=(), evicted=())
+    new_picture = picture.apply(fold.shown, frame)
+    return fold._replace(shown=new_picture, came=(), log=(), published=(), evicted=())
 
 
 def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
     """Numbers new requests, and their branches, which begin later."""
     if not seqs:
         return fold
-    numbers, came, log, count = fold.numbers.mutate(), list(fold.came), list(fold.log), fold.count
+    numbers = fold.numbers.mutate()
+    came = list(fold.came)
+    log = list(fold.log)
+    count = fold.count
     for seq in seqs:
         first = count
         for name in (seq.request.request_id, *seq.request.forks):
@@ -160,7 +176,8 @@ def _record(n: int, name: str, request: Request, limit: int, first: int | None) 
 
 def _ended(fold: Fold, state: SchedulerState, events: Iterable[Event]) -> Fold:
     """Logs requests that finished, and those that are gone without an event."""
-    numbers, log = fold.numbers, list(fold.log)
+    numbers = fold.numbers
+    log = list(fold.log)
     for event in events:
         if (
             isinstance(event, Finished)
@@ -188,31 +205,35 @@ def _moved(
     if state.running.seqs is fold.state.running.seqs:
         return fold._replace(state=state)
     tables = _tables(fold, state)
-    made = story.moves(
+    entries = story.moves(
         fold.tables, tables, fold.state.pool, state.pool, allocates=allocates, copies=copies
     )
     evicted = fold.evicted + tuple(
-        block for entry in made if entry[0] == "evicted" for block in entry[2]
+        block for entry in entries if entry[0] == "evicted" for block in entry[2]
     )
-    return fold._replace(state=state, tables=tables, log=fold.log + tuple(made), evicted=evicted)
+    return fold._replace(state=state, tables=tables, log=fold.log + tuple(entries), evicted=evicted)
 
 
 def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[str, list[int]]]:
     """Blocks that a step filled and that can be found now, by the request that filled them."""
     if new.pool.hashes is old.pool.hashes:
         return []
-    size, groups, found = new.config.block_size, new.config.groups, []
+    size = new.config.block_size
+    groups = new.config.groups
+    filled = []
     for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
         full = seq.blocks[start // size * groups : (start + count) // size * groups]
         ids = [block for block in full if block in new.pool.hashes and block not in old.pool.hashes]
         if ids:
-            found.append((seq.request.request_id, ids))
-    return found
+            filled.append((seq.request.request_id, ids))
+    return filled
 
 
 def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     """A frame: the changes since the last one."""
-    state, shown, numbers = fold.state, fold.shown, fold.numbers
+    state = fold.state
+    last_picture = fold.shown
+    numbers = fold.numbers
     tables = Map(fold.tables)
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
     packed = {row[0] for row in rows}
@@ -220,7 +241,7 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     named = [
         (numbers[seq.request.request_id], computed, length) for seq, length, computed in active
     ]
-    still = [list(one) for one in named if one[0] not in packed]
+    still = [list(entry) for entry in named if entry[0] not in packed]
     away = [
         [numbers[seq.request.request_id], held(seq.blocks)] for seq in state.waiting if seq.blocks
     ]
@@ -232,10 +253,10 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     frame: Frame = {
         "step": step,
         "came": list(fold.came),
-        "waiting": picture.splice(shown.waiting, waiting),
-        "rows": picture.splice(picture.expected(shown.rows, tables), rows),
+        "waiting": picture.splice(last_picture.waiting, waiting),
+        "rows": picture.splice(picture.expected(last_picture.rows, tables), rows),
         "still": still,
-        "tables": _table_changes(shown.tables, fold.tables),
+        "tables": _table_changes(last_picture.tables, fold.tables),
         "published": _publications(fold),
         "away": away,
         "counts": [sum(row[2] for row in rows), used, len(state.pool.idle), empty],
@@ -252,17 +273,21 @@ def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
             continue
         had = had or ()
         if table[: len(had)] == had:
-            kept = len(had)
+            common = len(had)
         else:
             pairs = enumerate(zip(had, table, strict=False))
-            kept = next((i for i, (a, b) in pairs if a != b), len(table))
-        changes.append([n, kept, list(table[kept:])])
+            common = next((i for i, (a, b) in pairs if a != b), len(table))
+        changes.append([n, common, list(table[common:])])
     return changes
 
 
 def _publications(fold: Fold) -> list[list[int]] | None:
-    """Changes of the blocks that can be found; all of these blocks if the changes do not explain their number."""
-    findable, old = fold.state.pool.hashes, fold.shown.published
+    """Returns the changes of the blocks that can be found.
+
+    It returns all of these blocks if the changes do not explain their number.
+    """
+    findable = fold.state.pool.hashes
+    old = fold.shown.published
     new = [
         block for block in dict.fromkeys(fold.published) if block not in old and block in findable
     ]
@@ -277,17 +302,20 @@ def _publications(fold: Fold) -> list[list[int]] | None:
 def _empty_slots(
     tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig
 ) -> int:
-    """Slots of owned blocks without a token when the step ends. A shared block counts once, at its fullest."""
-    size, groups = config.block_size, config.groups
-    tokens_in: dict[
-        int, int
-    ] = {}  # block -> tokens in it, for blocks that some table does not fill
+    """Returns the slots of owned blocks without a token when the step ends.
+
+    A shared block counts once, at its fullest.
+    """
+    size = config.block_size
+    groups = config.groups
+    # block -> tokens in it, for blocks that some table does not fill
+    tokens_in: dict[int, int] = {}
     for n, table in tables.items():
         for i in range(ends[n] // size * groups, len(table)):
             tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i // groups * size, 0)
-    several = {block for block in tokens_in if owners[block] > 1}
-    if several:  # another table may fill it
+    shared_blocks = {block for block in tokens_in if owners[block] > 1}
+    if shared_blocks:  # another table may fill it
         for n, table in tables.items():
             full = ends[n] // size * groups
-            tokens_in.update((block, size) for block in several.intersection(table[:full]))
+            tokens_in.update((block, size) for block in shared_blocks.intersection(table[:full]))
     return sum(size - tokens for tokens in tokens_in.values())

@@ -9,8 +9,8 @@
     ...
     json.dumps(live.since(k))                                   # any thread
 
-States are immutable. So the engine's thread only stores them, and the thread that calls `since` makes the frames.
-A `Live` is an `Observer` of the server's worker.
+States are immutable. So the engine's thread only stores them, and the thread that calls `since`
+makes the frames. A `Live` is an `Observer` of the server's worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ REPLY = 500  # frames in one reply at most
 
 
 class Record(NamedTuple):
-    """A record that the engine's thread stores for `since`: a step, or another change of the state."""
+    """A record that the engine's thread stores for `since`: a step, or another change of the
+    state."""
 
     serial: int  # consecutive; a gap means that records were dropped
     before: SchedulerState
@@ -105,12 +106,14 @@ class Live:
     # any thread
 
     def since(self, k: int) -> dict[str, Any]:
-        """Returns the frames from number k on, for a page that has those before: JSON-able and bounded.
+        """Returns the frames from number k on, for a page that has those before: JSON-able and
+        bounded.
 
         Returns:
-            run: an id of this buffer; first: the number of the first of `frames`; next: the `k` of the next call; more:
-            whether more frames exist already. If frame k is not in the buffer, also `base`, the frame that makes the
-            picture before `first`, and `about`, the facts about the configuration: the page starts again.
+            run: an id of this buffer; first: the number of the first of `frames`; next: the `k` of
+                the next call; more: whether more frames exist already. If frame k is not in the
+                buffer, also `base`, the frame that makes the picture before `first`, and `about`,
+                the facts about the configuration: the page starts again.
 
         Raises:
             ValueError: k is not a whole number from 0.
@@ -120,13 +123,13 @@ class Live:
         with self._lock:
             self._fold_all()
             oldest = self._next - len(self._frames)
-            anew = not 0 < oldest <= k <= self._next
-            first = oldest if anew else k
-            some = list(islice(self._frames, first - oldest, first - oldest + REPLY))
-            base = picture.whole(self._base) if anew else None
+            restarts = not 0 < oldest <= k <= self._next
+            first = oldest if restarts else k
+            frames = list(islice(self._frames, first - oldest, first - oldest + REPLY))
+            base = picture.whole(self._base) if restarts else None
             newest = self._next
-        after = first + len(some)
-        reply: dict[str, Any] = {"run": self._run, "first": first, "frames": some, "next": after}
+        after = first + len(frames)
+        reply: dict[str, Any] = {"run": self._run, "first": first, "frames": frames, "next": after}
         reply["more"] = after < newest
         return reply if base is None else reply | {"about": self._about, "base": base}
 
@@ -139,7 +142,8 @@ class Live:
             self._fold_one(record)
 
     def _begin(self, state: SchedulerState) -> None:
-        """Starts from a state whose past is unknown. One frame number is skipped, so that every page notices."""
+        """Starts from a state whose past is unknown. One frame number is skipped, so that every
+        page notices."""
         self._frames.clear()
         self._next += 1
         self._base = Picture()
@@ -153,7 +157,8 @@ class Live:
         else:
             self._began = record.times[0] if self._began is None else self._began
             started, finished = (round(max(0.0, at - self._began), 6) for at in record.times)
-            # the scheduler is pure: planning again from `before` gives the cache as it was while the step ran
+            # the scheduler is pure: planning again from `before` gives the cache as it was while
+            # the step ran
             running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan))
             fold = frames.scheduled(fold, running, record.plan, started)
             fold, frame = frames.committed(fold, record.after, record.events, finished)

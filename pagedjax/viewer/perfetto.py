@@ -1,7 +1,10 @@
-"""Export for Perfetto or chrome://tracing: trace-event JSON with a track for each request, one for steps, and counters.
+"""Export for Perfetto or chrome://tracing.
 
-Without recorded times a step is a millisecond. A step with drafts has their number and that of the accepted ones in its
-arguments, and so has each decode with drafts. A counter shows the share that was accepted so far.
+It is trace-event JSON with a track for each request, one for steps, and counters.
+
+Without recorded times a step is a millisecond. A step with drafts has their number and that of the
+accepted ones in its arguments, and so has each decode with drafts. A counter shows the share that
+was accepted so far.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Frame, Picture, apply
 from pagedjax.viewer.read_recording import Run
 
-ENGINE, REQUESTS = 1, 2  # "processes": groups of tracks
+# "Processes": groups of tracks
+ENGINE = 1
+REQUESTS = 2
 STEP = 1_000.0  # microseconds of a step whose times are not known
 MICRO = 1e6
 
@@ -21,7 +26,10 @@ Slice = dict[str, Any]
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """Returns trace events, JSON-able. Timestamps are microseconds, never decrease within a track, and slices nest."""
+    """Returns trace events, JSON-able.
+
+    Timestamps are microseconds and never decrease within a track, and slices nest.
+    """
     tracks = Tracks(run.config.num_blocks)
     picture = Picture()
     for index, frame in enumerate(run.frames):
@@ -32,8 +40,8 @@ def trace(run: Run) -> dict[str, Any]:
         if run.timed
         else "no times were recorded: one step is one millisecond"
     )
-    other = {"recorded by": f"pagedjax {run.version}", "policy": run.policy, "time": unit}
-    return {"traceEvents": tracks.events(), "displayTimeUnit": "ms", "otherData": other}
+    about = {"recorded by": f"pagedjax {run.version}", "policy": run.policy, "time": unit}
+    return {"traceEvents": tracks.events(), "displayTimeUnit": "ms", "otherData": about}
 
 
 def _times(frame: Frame, index: int, timed: bool) -> tuple[float, float]:
@@ -87,23 +95,23 @@ class Tracks:
         self._now = end
 
     def _take_entry(self, entry: list[Any], at: float) -> None:
-        what, n, *rest = entry
-        if what == "submitted":
-            arrived = rest[0] * MICRO if rest and rest[0] is not None else at
+        kind, n, *details = entry
+        if kind == "submitted":
+            arrived = details[0] * MICRO if details and details[0] is not None else at
             self._enter(n, "queued", min(arrived, at))
-        elif what == "preempted":
-            self._away[n] = "swapped out" if rest[0] else "preempted"
+        elif kind == "preempted":
+            self._away[n] = "swapped out" if details[0] else "preempted"
             self._enter(n, self._away[n], at)
-        elif what == "forked":
-            for branch in rest[0]:
+        elif kind == "forked":
+            for branch in details[0]:
                 self._leave(branch, at)
-        elif what == "ended":
+        elif kind == "ended":
             self._leave(n, at)
             self._events.append(
                 {
                     "ph": "i",
                     "s": "t",
-                    "name": f"finished: {rest[0]}",
+                    "name": f"finished: {details[0]}",
                     "pid": REQUESTS,
                     "tid": n + 1,
                     "ts": round(at, 3),
@@ -112,7 +120,8 @@ class Tracks:
 
     def _take_row(self, row: Sequence[int], accepted: int | None, begin: float, end: float) -> None:
         n, start, count, length = row[:4]
-        drafts, prompt_len = drafts_of(row), self._prompt_lens[n]
+        drafts = drafts_of(row)
+        prompt_len = self._prompt_lens[n]
         lost = length > prompt_len and (count - drafts > 1 or start < prompt_len)
         phase = "recompute" if lost else "prefill" if start < prompt_len else "decode"
         self._enter(n, phase, begin)
@@ -169,13 +178,16 @@ class Tracks:
         )
 
     def events(self) -> list[Slice]:
-        """All events so far in order of time. Of slices that begin together the longer one is first."""
+        """Returns all events so far in order of time.
+
+        Of slices that begin together the longer one is first.
+        """
         for n in list(self._open):
             self._leave(n, self._now)
 
-        def order(made: Slice) -> tuple[Any, ...]:
-            chunk = "of" in made["args"] if "args" in made else False
-            return made["ph"] != "M", made.get("ts", 0), -made.get("dur", 0), chunk
+        def order(event: Slice) -> tuple[Any, ...]:
+            chunk = "of" in event["args"] if "args" in event else False
+            return event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0), chunk
 
         return sorted(self._events, key=order)
 
@@ -188,14 +200,13 @@ def _verdict(drafts: int, accepted: int | None) -> dict[str, int]:
 
 
 def _total(accepted: Sequence[int | None] | None) -> int | None:
-    return None if accepted is None else sum(one or 0 for one in accepted)
+    return None if accepted is None else sum(count or 0 for count in accepted)
 
 
 def _name(pid: int, tid: int | None, name: str) -> Slice:
-    what = "process_name" if tid is None else "thread_name"
     return {
         "ph": "M",
-        "name": what,
+        "name": "process_name" if tid is None else "thread_name",
         "pid": pid,
         **({} if tid is None else {"tid": tid}),
         "args": {"name": name},
@@ -205,7 +216,7 @@ def _name(pid: int, tid: int | None, name: str) -> Slice:
 def _slice(pid: int, tid: int, name: str, begin: float, end: float, args: dict[str, Any]) -> Slice:
     begin = round(begin, 3)
     duration = round(max(0.0, round(end, 3) - begin), 3)
-    made = {
+    return {
         "ph": "X",
         "name": name,
         "cat": "pagedjax",
@@ -213,5 +224,5 @@ def _slice(pid: int, tid: int, name: str, begin: float, end: float, args: dict[s
         "tid": tid,
         "ts": begin,
         "dur": duration,
+        "args": args,
     }
-    return made | {"args": args}

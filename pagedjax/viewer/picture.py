@@ -1,24 +1,32 @@
-"""A picture is the page at one moment; a frame turns it into the next one. fold.js does the same in the browser.
+"""A picture is the page at one moment; a frame turns it into the next one.
 
-A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent key means no change.
-Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long and may be used again.
+fold.js does the same in the browser.
+
+A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent
+key means no change. Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long
+and may be used again.
 
     step       number of the scheduler's step
     rest       true: no step runs; else the frame shows the cache while its step runs
     at         [start, end] of the step in seconds since the recording began
-    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new
-               requests, and a list of their tags if they have any
+    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or
+               null] of new requests, and a list of their tags if they have any
     waiting    a splice of the queue's numbers
-    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order; a row with drafts
-               has their number behind that, and they are the last of its tokens. The base of the splice is the batch
-               in which each row of the last step that still runs gets one more token
+    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its
+               order; a row with drafts has their number behind that, and they are the last of its
+               tokens. The base of the splice is the batch in which each row of the last step that
+               still runs gets one more token
     still      [number, computed, known tokens] of running requests without a row in this step
-    tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
+    tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no
+               longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
     away       [number, host blocks] of requests that are swapped out
-    counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
-    sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more
-    accepted   drafts of each row that were accepted; null: it had none, or was cancelled while the step ran
+    counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold
+               no token]
+    sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones
+               and one more
+    accepted   drafts of each row that were accepted; null: it had none, or was cancelled while the
+               step ran
     verified   [drafts, accepted] of all steps so far, this one included
     before     log entries until the step ran, in order: see story.py
     after      log entries at its end
@@ -34,9 +42,8 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 Frame = dict[str, Any]
-Batch = tuple[
-    tuple[int, ...], ...
-]  # (number, first token, tokens, known tokens), and drafts if the row has any
+# Rows: (number, first token, tokens, known tokens), and drafts if the row has any
+Batch = tuple[tuple[int, ...], ...]
 
 
 class Picture(NamedTuple):
@@ -49,23 +56,20 @@ class Picture(NamedTuple):
     published: Map[int, None] = Map()
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
-    requests: Map[int, tuple[Any, ...]] = (
-        Map()
-    )  # number -> its record in `came`, of unfinished requests
-    verified: tuple[int, ...] = (
-        0,
-        0,
-    )  # drafts, and those of them that were accepted, of all steps so far
+    # number -> its record in `came`, of unfinished requests
+    requests: Map[int, tuple[Any, ...]] = Map()
+    # drafts, and those of them that were accepted, of all steps so far
+    verified: tuple[int, ...] = (0, 0)
 
 
 def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
     """Returns the change from one sequence to another; None if they are equal."""
     if len(old) == len(new) and all(map(_same, old, new)):
         return None
-    most = min(len(old), len(new))
-    front = next((i for i in range(most) if not _same(old[i], new[i])), most)
+    shorter = min(len(old), len(new))
+    front = next((i for i in range(shorter) if not _same(old[i], new[i])), shorter)
     back = next(
-        (i for i in range(most - front) if not _same(old[-1 - i], new[-1 - i])), most - front
+        (i for i in range(shorter - front) if not _same(old[-1 - i], new[-1 - i])), shorter - front
     )
     return [front, back, [_plain(item) for item in new[front : len(new) - back]]]
 
@@ -86,11 +90,11 @@ def expected(rows: Batch, tables: Map[int, tuple[int, ...]]) -> Batch:
 def apply(picture: Picture, frame: Frame) -> Picture:
     """Returns the picture after a frame."""
     tables = picture.tables.mutate()
-    for n, kept, new in frame.get("tables", ()):
-        if kept is None:
+    for n, blocks_kept, new in frame.get("tables", ()):
+        if blocks_kept is None:
             del tables[n]
         else:
-            tables[n] = (*tables.get(n, ())[:kept], *new)
+            tables[n] = (*tables.get(n, ())[:blocks_kept], *new)
     tables = tables.finish()
     requests = picture.requests.mutate()
     ended = (
@@ -137,10 +141,10 @@ def whole(picture: Picture) -> Frame:
         "came": [list(record) for _, record in sorted(picture.requests.items())],
         "waiting": [0, 0, list(picture.waiting)],
         "rows": [0, 0, [list(row) for row in picture.rows]],
-        "still": [list(one) for one in picture.still],
+        "still": [list(entry) for entry in picture.still],
         "tables": [[n, 0, list(table)] for n, table in sorted(picture.tables.items())],
         "published": [sorted(picture.published)],
-        "away": [list(one) for one in picture.away],
+        "away": [list(entry) for entry in picture.away],
         "counts": list(picture.counts),
     }
     if any(picture.verified):

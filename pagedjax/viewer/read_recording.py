@@ -38,7 +38,8 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     """Replays a recorded run into frames.
 
     Raises:
-        ReplayError: the file is no recorded run, or this version cannot replay it; names the line and the remedy.
+        ReplayError: the file is no recorded run, or this version cannot replay it; names the line
+            and the remedy.
         FileNotFoundError: there is no such file.
     """
     path = os.fspath(path)
@@ -48,35 +49,44 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
         header = replay.header(path)
         transitions = replay.replay(path, policies)
         first = next(transitions)
-        made = tuple(fold(chain([first], transitions), prompts))
+        frames_of_run = tuple(fold(chain([first], transitions), prompts))
     except ReplayError as error:
         raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
-    name, config = os.path.basename(path), first.state.config
+    name = os.path.basename(path)
+    config = first.state.config
     return Run(
-        config, header["policy"], header["pagedjax"], made, prompts, name, replay.truncated(path)
+        config,
+        header["policy"],
+        header["pagedjax"],
+        frames_of_run,
+        prompts,
+        name,
+        replay.truncated(path),
     )
 
 
 def fold(
     transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None
 ) -> Iterator[Frame]:
-    """Yields the frames of a run: one for each step, one whenever no request is left, and one for its end.
+    """Yields the frames of a run.
+
+    There is one for each step, one whenever no request is left, and one for the end.
 
     Args:
         prompts: filled with the recorded token ids of prompts, by number.
     """
     state: Any = None
-    for kind, made, plan, events, at, prompt in transitions:
+    for kind, scheduler_state, plan, events, at, prompt in transitions:
         if kind == "init":
-            state = frames.begin(made.config)
+            state = frames.begin(scheduler_state.config)
         elif kind == "schedule":
             assert plan is not None, "a schedule makes a plan"
             if state.frame is not None:  # planned again, because the step did not run
                 state, frame = frames.committed(state, state.state, ())
                 yield frame
-            state = frames.scheduled(state, made, plan, at)
+            state = frames.scheduled(state, scheduler_state, plan, at)
         elif kind == "commit":
-            state, frame = frames.committed(state, made, events, at)
+            state, frame = frames.committed(state, scheduler_state, events, at)
             yield frame
         else:
             idle = not state.numbers and state.frame is None and not state.shown.rest
@@ -85,7 +95,7 @@ def fold(
                 yield frame
             if kind == "submit" and prompt is not None and prompts is not None:
                 prompts[state.count] = prompt
-            state = frames.passed(state, made, events, at)
+            state = frames.passed(state, scheduler_state, events, at)
     if state.frame is not None:
         yield state.frame
     elif not state.shown.rest or state.log:

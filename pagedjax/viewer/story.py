@@ -35,13 +35,14 @@ Tables = dict[int, tuple[int, ...]]  # number -> block table
 def planned(plan: Plan, numbers: Mapping[str, int]) -> list[LogEntry]:
     """Entries of a plan: sequences that were preempted, resumed and admitted."""
     entered = zip(plan.admitted, plan.known, plan.cached, strict=True)
-    swapped, resumed = set(plan.swapped), set(plan.resumed)
+    swapped = set(plan.swapped)
+    resumed = set(plan.resumed)
     return [
         *(["preempted", numbers[name], name in swapped] for name in plan.preempted),
         *(["resumed", numbers[name]] for name in plan.resumed),
         *(
-            ["admitted", numbers[name], known, cached]
-            for name, known, cached in entered
+            ["admitted", numbers[name], known_tokens, cached]
+            for name, known_tokens, cached in entered
             if name not in resumed
         ),
     ]
@@ -84,38 +85,44 @@ def moves(
     """Compares the block tables of two states -> entries for the blocks that they gained and lost.
 
     Args:
-        allocates: whether a new block may have been free: true for `schedule`; a commit only shares.
+        allocates: whether a new block may have been free: true for `schedule`; a commit only
+            shares.
         copies: (from, to) of blocks that were copied.
     """
     gains, losses = _changes(old, new)
     source = {to: origin for origin, to in copies}
     takers = Counter(block for _, ids in gains for block in ids)
     gained: list[LogEntry] = []
-    taken: set[int] = set(source)  # were free
+    allocated: set[int] = set(source)  # were free
     for n, ids in gains:
-        fresh, found = [], []
+        fresh = []
+        shared = []
         for block in ids:
-            in_use = after.owners[block] > takers[block] or block in after.hashes or block in taken
+            in_use = (
+                after.owners[block] > takers[block] or block in after.hashes or block in allocated
+            )
             if block not in source:
-                (found if in_use or not allocates else fresh).append(block)
-        taken.update(fresh)
-        lost = [block for block in ids if block in taken and block in before.hashes]
-        gained += _entry("shared", n, found)
-        gained += _entry("evicted", n, [block for block in lost if block not in found])
+                (shared if in_use or not allocates else fresh).append(block)
+        allocated.update(fresh)
+        lost = [block for block in ids if block in allocated and block in before.hashes]
+        gained += _entry("shared", n, shared)
+        gained += _entry("evicted", n, [block for block in lost if block not in shared])
         gained += _entry("allocated", n, fresh)
         gained += [["copied", n, source[block], block] for block in ids if block in source]
     given_up: list[LogEntry] = []
-    seen: set[int] = set()
+    released: set[int] = set()
     for n, ids in losses:
-        gone = [
+        freed_blocks = [
             block
             for block in ids
-            if block not in seen and (block not in after.owners or block in taken)
+            if block not in released and (block not in after.owners or block in allocated)
         ]
-        seen.update(gone)
-        kept = [block for block in gone if block in before.hashes or block in after.hashes]
-        given_up += _entry("freed", n, [block for block in gone if block not in kept])
-        given_up += _entry("kept", n, kept)
+        released.update(freed_blocks)
+        findable = [
+            block for block in freed_blocks if block in before.hashes or block in after.hashes
+        ]
+        given_up += _entry("freed", n, [block for block in freed_blocks if block not in findable])
+        given_up += _entry("kept", n, findable)
     return given_up + gained
 
 
@@ -123,17 +130,19 @@ def _changes(
     old: Tables, new: Tables
 ) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
     """Returns (gains, losses): (number, blocks) of each request that gained or lost blocks."""
-    gains, losses = [], []
+    gains = []
+    losses = []
     for n, table in new.items():
-        had = old.get(n, ())
-        if had is table or had == table:
+        old_table = old.get(n, ())
+        if old_table is table or old_table == table:
             continue
-        if table[: len(had)] == had:
-            gains.append((n, list(table[len(had) :])))
+        if table[: len(old_table)] == old_table:
+            gains.append((n, list(table[len(old_table) :])))
             continue
-        mine, now = set(had), set(table)
-        gains.append((n, [block for block in table if block not in mine]))
-        losses.append((n, [block for block in had if block not in now]))
+        old_blocks = set(old_table)
+        new_blocks = set(table)
+        gains.append((n, [block for block in table if block not in old_blocks]))
+        losses.append((n, [block for block in old_table if block not in new_blocks]))
     losses += [(n, list(table)) for n, table in old.items() if n not in new]
     without_holes = [
         [(n, [block for block in ids if block]) for n, ids in changes]
@@ -143,5 +152,5 @@ def _changes(
     return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
 
 
-def _entry(what: str, n: int, blocks: list[int]) -> list[LogEntry]:
-    return [[what, n, blocks]] if blocks else []
+def _entry(kind: str, n: int, blocks: list[int]) -> list[LogEntry]:
+    return [[kind, n, blocks]] if blocks else []

@@ -1,4 +1,7 @@
-"""The text of tokens for the page, if a tokenizer is given. A recording has token ids, never text."""
+"""The text of tokens for the page, if a tokenizer is given.
+
+A recording has token ids, never text.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from pagedjax.viewer.picture import Frame, Picture, apply
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, as a tokenizer's `decode`
 REPLACEMENT = "\ufffd"  # the result of decoding an incomplete character
-MAX_PENDING = (
-    16  # tokens that may wait for the rest of a character: more than any character has bytes
-)
+# Tokens that may wait for the rest of a character: more than any character has bytes
+MAX_PENDING = 16
 
 
 def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
-    """Returns the token ids that each request sampled, by its number. Beams have none: their past changes."""
+    """Returns the token ids that each request sampled, by its number.
+
+    Beams have none, because their past changes.
+    """
     tokens: dict[int, list[int]] = {}
     picture = Picture()
     for frame in frames:
@@ -40,14 +45,15 @@ def texts(
     """Returns the data that the page needs to show text.
 
     Returns:
-        words: the text of each single token id; fixes: by request number and position in its output, the text of a
-        token that differs there, because a character needs several tokens; labels: prompts by request number.
+        words: the text of each single token id; fixes: by request number and position in its
+            output, the text of a token that differs there, because a character needs several
+            tokens; labels: prompts by request number.
     """
     outputs = generated(frames)
-    known = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(
+    token_ids = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(
         frames
     )
-    words = {token: decode([token]) for token in sorted(known)}
+    words = {token: decode([token]) for token in sorted(token_ids)}
     fixes: dict[int, dict[int, str]] = {}
     for n, ids in outputs.items():
         for i, piece in enumerate(pieces(decode, ids)):
@@ -58,15 +64,20 @@ def texts(
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Returns, for each token, the text that becomes final with it. The pieces join to the whole text."""
-    found: list[str] = []
+    """Returns, for each token, the text that becomes final with it.
+
+    The pieces join to the whole text.
+    """
+    texts: list[str] = []
     begin = read = 0  # decode what follows `begin`, with and without what follows `read`
     for end in range(1, len(ids) + 1):
-        before, after = decode(ids[begin:read]), decode(ids[begin:end])
+        before = decode(ids[begin:read])
+        after = decode(ids[begin:end])
         waits = after.endswith(REPLACEMENT) and end - read < MAX_PENDING and end < len(ids)
         if waits or len(after) < len(before):
-            found.append("")
+            texts.append("")
             continue
-        found.append(after[len(before) :])
-        begin, read = read, end
-    return found
+        texts.append(after[len(before) :])
+        begin = read
+        read = end
+    return texts

@@ -28,11 +28,11 @@ def write(
     """Writes the keys and values of T tokens into their slots.
 
     Args:
-        k_pages, v_pages: [P, K, S, D] of one layer, or rows of several tokens, [P, K, S D / L, L]. uint8 holds the bits
-            of float8_e4m3fn and uint16 those of bfloat16.
+        k_pages, v_pages: [P, K, S, D] of one layer, or rows of several tokens, [P, K, S D / L, L].
+            uint8 holds the bits of float8_e4m3fn and uint16 those of bfloat16.
         k, v: [T, K, D]; they are rounded to the dtype of the pages.
-        slots: [T] int32, page * S + offset. Tokens of one sequence are adjacent and so are their slots. All padding
-            tokens are at the end and point into page 0.
+        slots: [T] int32, page * S + offset. Tokens of one sequence are adjacent and so are their
+            slots. All padding tokens are at the end and point into page 0.
         rows: the number of sequences, B. It bounds the number of pages that are written.
         impl: one of IMPLS, or a function with this contract.
 
@@ -45,20 +45,23 @@ def write(
     if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
     _check(k_pages, v_pages, k, v, slots)
-    return (IMPLS[impl] if isinstance(impl, str) else impl)(
-        k_pages, v_pages, k, v, slots, rows=rows
-    )
+    implementation = IMPLS[impl] if isinstance(impl, str) else impl
+    return implementation(k_pages, v_pages, k, v, slots, rows=rows)
 
 
 def _check(k_pages, v_pages, k, v, slots) -> None:
-    shapes = f"k_pages {k_pages.shape}, v_pages {v_pages.shape}, k {k.shape}, v {v.shape}, slots {slots.shape}"
+    shapes = (
+        f"k_pages {k_pages.shape}, v_pages {v_pages.shape}, k {k.shape}, v {v.shape}, "
+        f"slots {slots.shape}"
+    )
     if (
         (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1)
         or k_pages.shape != v_pages.shape
         or k.shape != v.shape
     ):
         raise ValueError(
-            f"k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; got {shapes}"
+            "k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; "
+            f"got {shapes}"
         )
     t, heads, d = k.shape
     if k_pages.shape[1] != heads or k_pages.shape[3] % d or slots.shape[0] != t:

@@ -1,11 +1,12 @@
 """Writing keys and values in place on a TPU: a Pallas kernel for Mosaic TPU.
 
-XLA's scatter into pages is not in place on a TPU: inside a step it needs another layout of the whole array, and copies
-the array in and out in every layer. A token's numbers are also fewer than the 8 rows that a TPU moves at least. So the
-kernel moves whole *pieces*, 8 rows of a page of every head: it reads each piece that gets new tokens, fills it and
-writes it back.
+XLA's scatter into pages is not in place on a TPU: inside a step it needs another layout of the
+whole array, and copies the array in and out in every layer. A token's numbers are also fewer than
+the 8 rows that a TPU moves at least. So the kernel moves whole *pieces*, 8 rows of a page of every
+head: it reads each piece that gets new tokens, fills it and writes it back.
 
-    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots; other slots get any token
+    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots; other slots
+                  get any token
     grid          a block of pieces at a time: all are read, then filled, then written, then awaited
 """
 
@@ -25,7 +26,7 @@ from pallas_kernels.shared.tpu import pinned
 from pallas_kernels.tiles import TpuTiles
 
 ROWS = 8  # of a piece; smaller pages are moved whole
-AT_ONCE = 16  # pieces in a block of the grid, at most
+MAX_UNITS = 16  # pieces in a block of the grid, at most
 
 
 class Pieces(NamedTuple):
@@ -54,7 +55,8 @@ def write(
         k_pages, v_pages: [P, K, S D / L, L], the rows of `shared.tpu.row_size`.
         slots: as in the contract, and all padding tokens have one slot.
         rows: the number of sequences, which bounds the number of pieces that are begun.
-        tiles: the device's file, for the bytes of VMEM that the compiler may use; None takes that of the device.
+        tiles: the device's file, for the bytes of VMEM that the compiler may use; None takes that
+            of the device.
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
     """
     vmem_limit = (tiles or TpuTiles.of(device_kind())).vmem_limit
@@ -62,23 +64,25 @@ def write(
     _, heads, height, lanes = k_pages.shape
     size = min(ROWS, height)
     slots_of = size * (lanes // d)  # a piece's
-    chosen, source = pieces(slots, slots_of, min(t, t // slots_of + 2 * rows + 1))
+    work, source = pieces(slots, slots_of, min(t, t // slots_of + 2 * rows + 1))
 
-    def laid_out(x):
-        """[T, K, D] -> [I, K, size, L]."""
-        taken = x.astype(k_pages.dtype).at[source].get(mode="promise_in_bounds")
-        taken = taken.reshape(-1, size, lanes // d, heads, d).transpose(0, 3, 1, 2, 4)
-        return taken.reshape(-1, heads, size, lanes)
+    # new and old, keys and values, the new twice
+    piece_bytes = 6 * heads * size * lanes * k_pages.dtype.itemsize
+    units = max(1, min(MAX_UNITS, len(work.piece), vmem_limit // 2 // piece_bytes))
+    padding = ((0, -len(work.piece) % units), (0, 0), (0, 0), (0, 0))
 
-    each = (
-        6 * heads * size * lanes * k_pages.dtype.itemsize
-    )  # new and old, keys and values, the new twice
-    units = max(1, min(AT_ONCE, len(chosen.piece), vmem_limit // 2 // each))
-    padding = ((0, -len(chosen.piece) % units), (0, 0), (0, 0), (0, 0))
-    new_k, new_v = (jnp.pad(laid_out(x), padding) for x in (k, v))
+    def new_pieces(x):
+        """Returns [T, K, D] as [I, K, size, L]."""
+        tokens = x.astype(k_pages.dtype).at[source].get(mode="promise_in_bounds")
+        tokens = tokens.reshape(-1, size, lanes // d, heads, d).transpose(0, 3, 1, 2, 4)
+        return jnp.pad(tokens.reshape(-1, heads, size, lanes), padding)
+
+    new_k = new_pieces(k)
+    new_v = new_pieces(v)
     block = pl.BlockSpec((units, heads, size, lanes), lambda i, *_: (i, 0, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    scalars, out = len(chosen), jax.ShapeDtypeStruct if interpret else pltpu.HBM
+    scalars = len(work)
+    out = jax.ShapeDtypeStruct if interpret else pltpu.HBM
     call = pl.pallas_call(
         partial(_kernel, d),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -92,7 +96,7 @@ def write(
                 pltpu.SemaphoreType.DMA((units,)),
             ],
         ),
-        out_shape=[out(a.shape, a.dtype) for a in (k_pages, v_pages)],
+        out_shape=[out(pages.shape, pages.dtype) for pages in (k_pages, v_pages)],
         input_output_aliases={scalars + 2: 0, scalars + 3: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
@@ -100,19 +104,19 @@ def write(
         interpret=interpret,
         name="paged_attention_write",
     )
-    return tuple(call(*chosen, new_k, new_v, *pinned(k_pages, v_pages, interpret=interpret)))
+    return tuple(call(*work, new_k, new_v, *pinned(k_pages, v_pages, interpret=interpret)))
 
 
 def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Array]:
-    """Returns the pieces of `slots_of` slots that get tokens, at most `size`, and [size * slots_of] a token a slot.
+    """Returns the pieces of `slots_of` slots that get tokens, at most `size`.
 
-    A slot that gets no token has an arbitrary one.
+    Also returns [size * slots_of]: the token of each slot. A slot that gets no token has an
+    arbitrary one.
     """
     t = len(slots)
     piece = slots // slots_of
-    first = jnp.concatenate(
-        [jnp.ones(1, bool), piece[1:] != piece[:-1]]
-    )  # of the tokens of its piece
+    # whether a token is the first of its piece
+    first = jnp.concatenate([jnp.ones(1, bool), piece[1:] != piece[:-1]])
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     token = jnp.arange(t, dtype=jnp.int32)
     begins = jnp.full(size, t, jnp.int32).at[jnp.where(first, number, size)].set(token, mode="drop")
@@ -131,27 +135,42 @@ def wait(copies: list[Any], phase: str) -> None:
 
 
 def _kernel(
-    d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_pages, old_k, old_v, moved
+    d: int,
+    total,
+    piece,
+    begin,
+    end,
+    new_k,
+    new_v,
+    _k,
+    _v,
+    k_pages,
+    v_pages,
+    old_k,
+    old_v,
+    semaphores,
 ) -> None:
     """Computes one block of pieces. Input and output pages are one array."""
     units, _, size, lanes = old_k.shape
     start = pl.program_id(0) * units
     count = lax.clamp(0, total[0] - start, units)
-    both = (k_pages, old_k, new_k), (v_pages, old_v, new_v)
+    arrays = (k_pages, old_k, new_k), (v_pages, old_v, new_v)
 
     def place(pages, i):
-        per = pages.shape[2] // size
-        row = pl.multiple_of(lax.rem(piece[start + i], jnp.int32(per)) * size, size)
-        return pages.at[piece[start + i] // per, :, pl.ds(row, size)]
+        page_pieces = pages.shape[2] // size
+        row = pl.multiple_of(lax.rem(piece[start + i], jnp.int32(page_pieces)) * size, size)
+        return pages.at[piece[start + i] // page_pieces, :, pl.ds(row, size)]
 
     def reads(i):
         return [
-            pltpu.make_async_copy(place(pages, i), old.at[i], moved.at[i]) for pages, old, _ in both
+            pltpu.make_async_copy(place(pages, i), old.at[i], semaphores.at[i])
+            for pages, old, _ in arrays
         ]
 
     def writes(i):
         return [
-            pltpu.make_async_copy(old.at[i], place(pages, i), moved.at[i]) for pages, old, _ in both
+            pltpu.make_async_copy(old.at[i], place(pages, i), semaphores.at[i])
+            for pages, old, _ in arrays
         ]
 
     def read(i, _):
@@ -162,10 +181,10 @@ def _kernel(
         wait(reads(i), "read")
         row, lane = (lax.broadcasted_iota(jnp.int32, (size, lanes), axis) for axis in (0, 1))
         slot = row * (lanes // d) + lane // d
-        mine = (slot >= begin[start + i]) & (slot < end[start + i])
-        for _, old, new in both:
-            chosen = jnp.where(mine, new[i].astype(jnp.float32), old[i].astype(jnp.float32))
-            old[i] = chosen.astype(old.dtype)
+        is_new = (slot >= begin[start + i]) & (slot < end[start + i])
+        for _, old, new in arrays:
+            numbers = jnp.where(is_new, new[i].astype(jnp.float32), old[i].astype(jnp.float32))
+            old[i] = numbers.astype(old.dtype)
         for copy in writes(i):
             copy.start()
 

@@ -1,4 +1,7 @@
-"""Writing keys and values by XLA's scatter. It works in place on every device except in a step for a TPU."""
+"""Writing keys and values by XLA's scatter.
+
+It works in place on every device except in a step for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[ja
     if v_pages.shape[3] != v.shape[2]:
         return _into_rows(k_pages, k, slots), _into_rows(v_pages, v, slots)
     size = v_pages.shape[2]
-    block, offset = slots // size, slots % size
-    # Padding tokens share slots of page 0, so the indices are not unique. The order of these writes does not matter.
+    block = slots // size
+    offset = slots % size
+    # Padding tokens share slots of page 0, so the indices are not unique. The order of these writes
+    # does not matter.
     k_pages = k_pages.at[block, :, offset].set(stored(k, k_pages.dtype), mode="promise_in_bounds")
     v_pages = v_pages.at[block, :, offset].set(stored(v, v_pages.dtype), mode="promise_in_bounds")
     return k_pages, v_pages
@@ -22,14 +27,15 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[ja
 
 def _into_rows(pages: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes x [T, K, D] into pages whose rows hold several tokens, [P, K, S D / L, L]."""
-    d, (rows, length) = x.shape[2], pages.shape[2:]
+    d = x.shape[2]
+    rows, length = pages.shape[2:]
     tokens = length // d
     place = slots % (rows * tokens)
-    where = jnp.stack([slots // (rows * tokens), place // tokens, place % tokens * d], axis=1)
+    starts = jnp.stack([slots // (rows * tokens), place // tokens, place % tokens * d], axis=1)
     window = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2),
         inserted_window_dims=(0, 2),
         scatter_dims_to_operand_dims=(0, 2, 3),
     )
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return jax.lax.scatter(pages, where, stored(x, pages.dtype), window, mode=mode)
+    return jax.lax.scatter(pages, starts, stored(x, pages.dtype), window, mode=mode)

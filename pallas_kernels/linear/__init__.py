@@ -1,4 +1,4 @@
-"""Products of activations with weight matrices: one contract and several implementations, see `api`."""
+"""Products of activations with weight matrices: one contract (`api`), several implementations."""
 
 from pallas_kernels.linear.api import IMPLS, linear
 from pallas_kernels.linear.implementation import Implementation, LowRank, Matrix, Norm

@@ -1,4 +1,4 @@
-"""The contract of every implementation of products with weights, and the list of implementations."""
+"""The contract of all implementations of products with weights, and the list of them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def _linear(  # low: the arrays of a `LowRank`
 ):
     normalised = None if norm is None else Norm(norm, eps, plus_one)
     if low is not None:
-        a, b, slots, order, each = low
-        low = LowRank(a, b, slots, order, each, parts)
+        low = LowRank(*low, parts=parts)
     epilogue = Epilogue(scales, bias, low, activation, residual)
     return impl.multiply(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
@@ -68,24 +67,28 @@ def linear(
 ) -> jax.Array:
     """Computes y = x W^T, and what comes directly before and after it.
 
-    x is normalised in float32 and rounded to its dtype. Sums are in float32, over the inputs in one order that depends
-    on the shape of the weight alone. Scales, bias, `low`, activation and residual follow in float32, in this order;
-    then the result is rounded, once.
+    x is normalised in float32 and rounded to its dtype. Sums are in float32, over the inputs in one
+    order that depends on the shape of the weight alone. Scales, bias, `low`, activation and
+    residual follow in float32, in this order; then the result is rounded, once.
 
     Args:
         x: [T, K] float32, bfloat16 or float16.
-        weight: W [M, K] of x's dtype or int8, as `Implementation.pack` of the implementation made it.
+        weight: W [M, K] of x's dtype or int8, as `Implementation.pack` of the implementation made
+            it.
         matrix: W's shape.
-        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback gives no error.
+        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback
+            gives no error.
         norm: of x, before the product.
         scales: [M] float32, of an int8 weight.
         bias: [M] of x's dtype.
         activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
         residual: [T, width] of x's dtype.
-        rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of several matrices.
-        sizes: [count] int32: the number of tokens of each matrix, whose tokens come in the order of the matrices. With
-            one matrix: how many tokens are not padding; None is all. Results of padding may be any finite numbers. No
-            size is negative and their sum is at most T, which is not checked.
+        rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of
+            several matrices.
+        sizes: [count] int32: the number of tokens of each matrix, whose tokens come in the order of
+            the matrices. With one matrix: how many tokens are not padding; None is all. Results of
+            padding may be any finite numbers. No size is negative and their sum is at most T, which
+            is not checked.
         low: products of low rank that are added, before the activation. Not of several matrices.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
@@ -93,8 +96,8 @@ def linear(
         [T, width], or [T, last - first] for `rows`.
 
     Raises:
-        ValueError: an unknown impl or activation, shapes that do not match, and options that exclude each other; the
-            message names the values.
+        ValueError: an unknown impl or activation, shapes that do not match, and options that
+            exclude each other; the message names the values.
     """
     if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
@@ -102,22 +105,19 @@ def linear(
     _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes)
     if low is not None:
         _check_low(x, matrix, low, chosen)
-    eps, plus_one = (norm.eps, norm.plus_one) if norm else (0.0, False)
     return _linear(
-        *(
-            x,
-            weight,
-            sizes,
-            norm.weight if norm else None,
-            scales,
-            bias,
-            residual,
-            low and tuple(low[:-1]),
-        ),
+        x,
+        weight,
+        sizes,
+        norm.weight if norm else None,
+        scales,
+        bias,
+        residual,
+        low and tuple(low[:-1]),
         matrix=matrix,
         impl=chosen,
-        eps=eps,
-        plus_one=plus_one,
+        eps=norm.eps if norm else 0.0,
+        plus_one=norm.plus_one if norm else False,
         activation=activation,
         rows=rows,
         parts=low and low.parts,
@@ -139,7 +139,8 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
         )
     if gated != (activation is not None):
         raise ValueError(
-            f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; need both"
+            f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; "
+            "need both"
         )
     if count > 1 and sizes is None:
         raise ValueError(f"sizes is missing; the weight has {count} matrices")
@@ -176,13 +177,15 @@ def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
             raise ValueError(
                 f"low.{name} is {array.shape}; x {x.shape} and {s} slots of rank {r} need {shape}"
             )
-        wanted = x.dtype if name == "a" else jnp.int32
-        if array.dtype != wanted:
-            raise ValueError(f"low.{name} is {array.dtype}; it must be {jnp.dtype(wanted).name}")
+        dtype = jnp.dtype(x.dtype if name == "a" else jnp.int32)
+        if array.dtype != dtype:
+            raise ValueError(f"low.{name} is {array.dtype}; it must be {dtype.name}")
     if low.b.shape != b_shape or low.b.dtype != x.dtype:
         raise ValueError(
             f"low.b is {low.b.dtype} {low.b.shape}; impl {impl.name!r} needs {x.dtype} {b_shape}"
         )
     if list(low.parts) != sorted(set(low.parts)) or low.parts[-1] != m or r % (4 * len(low.parts)):
-        what = f"they must ascend to {m}, and the rank {r} be a multiple of 4 for each"
-        raise ValueError(f"low.parts is {low.parts}; {what}")
+        raise ValueError(
+            f"low.parts is {low.parts}; they must ascend to {m}, "
+            f"and the rank {r} be a multiple of 4 for each"
+        )

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class Matrix(NamedTuple):
-    """The shape of a weight [M, K] and what its rows are. Implementations store the numbers in layouts of their own.
+    """The shape of a weight [M, K] and what its rows are.
+
+    Implementations store the numbers in layouts of their own.
 
     outputs: M, of all matrices.
     inputs: K.
@@ -32,7 +34,10 @@ class Matrix(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm of x (Zhang & Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight)."""
+    """An RMS norm of x (Zhang & Sennrich 2019).
+
+    x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if `plus_one`.
+    """
 
     weight: jax.Array  # [K]
     eps: float
@@ -40,10 +45,13 @@ class Norm(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """Products of low rank beside the weight's, one for each token (LoRA, Hu et al. 2021): y += b[s]^T (a[s] x).
+    """Products of low rank beside the weight's, one for each token (LoRA, Hu et al. 2021).
 
-    A weight may be several matrices that were joined, each with products of its own: the parts. The rows of `a` are
-    those of the first part, then of the second one; b is zero where its row and its output are of different parts.
+    y += b[s]^T (a[s] x) for the token's slot s.
+
+    A weight may be several matrices that were joined, each with products of its own: the parts. The
+    rows of `a` are those of the first part, then of the second one; b is zero where its row and its
+    output are of different parts.
 
     a: [S, R, K'] of x's dtype: K numbers and zeros, to a multiple of 16.
     b: [S, R, M] of x's dtype, as `Implementation.pack_low` of the implementation made it.
@@ -61,10 +69,11 @@ class LowRank(NamedTuple):
     parts: tuple[int, ...]
 
     def ranks(self, first: int, last: int) -> tuple[int, int]:
-        """(first, last) rows of `a` that the outputs first : last need."""
-        each = self.a.shape[1] // len(self.parts)
-        ends = [sum(end <= output for end in self.parts) for output in (first, last - 1)]
-        return each * ends[0], each * (ends[1] + 1)
+        """Returns (first, last) rows of `a` that the outputs first : last need."""
+        part_rows = self.a.shape[1] // len(self.parts)
+        first_part = sum(end <= first for end in self.parts)
+        last_part = sum(end <= last - 1 for end in self.parts)
+        return part_rows * first_part, part_rows * (last_part + 1)
 
 
 class Epilogue(NamedTuple):
@@ -73,7 +82,8 @@ class Epilogue(NamedTuple):
     scales: [M] float32: sums are multiplied by them (of int8 weights).
     bias: [M] is added.
     low: its products are added.
-    activation: of the gates, which then multiply the other half; None for a weight that is not gated.
+    activation: of the gates, which then multiply the other half; None for a weight that is not
+        gated.
     residual: [T, width] is added.
     """
 
@@ -108,18 +118,23 @@ class Implementation(NamedTuple):
     """An implementation of products.
 
     name: its name in error messages and in `api.IMPLS`.
-    multiply: (x, weight, matrix, norm, epilogue, rows, sizes, dtype) -> [T, width], as in `api.linear`.
-    obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a model on the
-        device, as the rest of a sentence; empty if it can. mesh: it is split over devices. activation: of gates.
+    multiply: (x, weight, matrix, norm, epilogue, rows, sizes, dtype) -> [T, width], as in
+        `api.linear`.
+    obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a
+        model on the device, as the rest of a sentence; empty if it can. mesh: it is split over
+        devices. activation: of gates.
     pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
     unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
-    gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
-    prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once a process, before any tracing,
-        for activations and weights of such dtypes. low_rank: some products have others of low rank beside them.
-    invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
+    gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an
+        embedding needs them.
+    prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once a process,
+        before any tracing, for activations and weights of such dtypes. low_rank: some products have
+        others of low rank beside them.
+    invariant: a token's results have the same bits beside any other tokens, with any number of them
+        and of threads.
     low_rank: whether it adds products of low rank; to others none are given.
-    pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b is an array of
-        numpy or of jax.numpy, also in a trace; so is the result.
+    pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b
+        is an array of numpy or of jax.numpy, also in a trace; so is the result.
     """
 
     name: str

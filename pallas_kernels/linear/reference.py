@@ -28,27 +28,30 @@ def multiply(
     dtype: str,
 ) -> jax.Array:
     """See `api.linear`."""
-    factors = normalised(x, norm).astype(jnp.float32)
+    factors = rms_norm(x, norm).astype(jnp.float32)
     if epilogue.low is not None:
-        a, b = (one.astype(jnp.float32) for one in epilogue.low[:2])
-        a, b, slots = a[..., : matrix.inputs], b[..., : matrix.outputs], epilogue.low.slots
+        a = epilogue.low.a.astype(jnp.float32)
+        b = epilogue.low.b.astype(jnp.float32)
+        a = a[..., : matrix.inputs]
+        b = b[..., : matrix.outputs]
+        slots = epilogue.low.slots
         h = jnp.einsum("tk,trk->tr", factors, a[slots], precision="highest")
         added = jnp.einsum("tr,trm->tm", h, b[slots], precision="highest")
-        epilogue = with_added(epilogue, added)
-    each = weight.astype(jnp.float32).reshape(matrix.count, -1, matrix.inputs)
-    y = jnp.einsum("tk,emk->tem", factors, each, precision="highest")
-    own = jnp.zeros(len(x), jnp.int32) if sizes is None else owner(sizes, len(x))
-    y = jnp.take_along_axis(y, own[:, None, None], axis=1)[:, 0]
-    return finished(y, epilogue, own, rows).astype(dtype)
+        epilogue = with_products(epilogue, added)
+    matrices = weight.astype(jnp.float32).reshape(matrix.count, -1, matrix.inputs)
+    y = jnp.einsum("tk,emk->tem", factors, matrices, precision="highest")
+    owners = jnp.zeros(len(x), jnp.int32) if sizes is None else owners_of(sizes, len(x))
+    y = jnp.take_along_axis(y, owners[:, None, None], axis=1)[:, 0]
+    return result_of(y, epilogue, owners, rows).astype(dtype)
 
 
-def owner(sizes: jax.Array, tokens: int) -> jax.Array:
-    """[T] the matrix of each token."""
+def owners_of(sizes: jax.Array, tokens: int) -> jax.Array:
+    """Returns [T]: the matrix of each token."""
     return jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=tokens)
 
 
-def normalised(x: jax.Array, norm: Norm | None) -> jax.Array:
-    """[T, K] x after its norm, in x's dtype."""
+def rms_norm(x: jax.Array, norm: Norm | None) -> jax.Array:
+    """Returns x [T, K] after its norm, in x's dtype."""
     if norm is None:
         return x
     y = x.astype(jnp.float32)
@@ -57,24 +60,27 @@ def normalised(x: jax.Array, norm: Norm | None) -> jax.Array:
     return (y * (1 + weight if norm.plus_one else weight)).astype(x.dtype)
 
 
-def with_added(epilogue: Epilogue, added: jax.Array) -> Any:
-    """The epilogue with the products of low rank, [T, M] float32, in the place of their factors."""
+def with_products(epilogue: Epilogue, added: jax.Array) -> Any:
+    """Returns the epilogue with the products of low rank in the place of their factors.
+
+    added: [T, M] float32.
+    """
     return epilogue._replace(low=added)
 
 
-def finished(
-    y: jax.Array, epilogue: Any, own: jax.Array, rows: tuple[int, int] | None = None
+def result_of(
+    y: jax.Array, epilogue: Any, owners: jax.Array, rows: tuple[int, int] | None = None
 ) -> jax.Array:
-    """[T, width] float32 from the sums [T, M of one matrix] of all rows.
+    """Returns [T, width] float32 from the sums [T, M of one matrix] of all rows.
 
-    own: [T] the matrix of each token.
+    owners: [T] the matrix of each token.
     epilogue: with the products of low rank, [T, M], in the place of their factors.
     """
     scales, bias, added, activation, residual = epilogue
     for vector, combine in ((scales, jnp.multiply), (bias, jnp.add)):
         if vector is not None:
-            each = vector.astype(jnp.float32).reshape(-1, y.shape[1])
-            y = combine(y, each[0] if len(each) == 1 else each[own])
+            vectors = vector.astype(jnp.float32).reshape(-1, y.shape[1])
+            y = combine(y, vectors[0] if len(vectors) == 1 else vectors[owners])
     if added is not None:
         y = y + added
     if activation is not None:

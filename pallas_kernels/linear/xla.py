@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
-from pallas_kernels.linear.reference import finished, normalised, owner, with_added
+from pallas_kernels.linear.reference import owners_of, result_of, rms_norm, with_products
 
 
 def multiply(
@@ -20,35 +20,35 @@ def multiply(
     dtype: str,
 ) -> jax.Array:
     """See `api.linear`."""
-    x = normalised(x, norm)
+    x = rms_norm(x, norm)
     if epilogue.low is not None:
         first, last = rows or (0, matrix.outputs)
-        epilogue = with_added(epilogue, _low_rank(x, epilogue.low, first, last))
+        epilogue = with_products(epilogue, _low_rank(x, epilogue.low, first, last))
     if rows is not None:
         weight = weight[slice(*rows)]
-        epilogue = epilogue._replace(
-            **{
-                name: vector[slice(*rows)]
-                for name, vector in (("scales", epilogue.scales), ("bias", epilogue.bias))
-                if vector is not None
-            }
-        )
+        if epilogue.scales is not None:
+            epilogue = epilogue._replace(scales=epilogue.scales[slice(*rows)])
+        if epilogue.bias is not None:
+            epilogue = epilogue._replace(bias=epilogue.bias[slice(*rows)])
     factor = weight.astype(x.dtype)
     if sizes is None or matrix.count == 1:  # padding is computed too
         y = jax.lax.platform_dependent(x, factor, cpu=_columns, default=_rows)
-        return finished(y, epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
-    each = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
-    y = jax.lax.ragged_dot(x, each, sizes, preferred_element_type=jnp.float32)
-    return finished(y, epilogue, owner(sizes, len(x))).astype(dtype)
+        return result_of(y, epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
+    matrices = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
+    y = jax.lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32)
+    return result_of(y, epilogue, owners_of(sizes, len(x))).astype(dtype)
 
 
 def _low_rank(x: jax.Array, low: LowRank, first: int, last: int) -> jax.Array:
-    """[T, last - first] float32: the products of low rank of these outputs, of tokens that are sorted by slot."""
+    """Returns [T, last - first] float32: the products of low rank of these outputs.
+
+    They are computed for tokens in the order of their slots.
+    """
     ranks = slice(*low.ranks(first, last))
-    a, b = low.a[:, ranks, : x.shape[1]].swapaxes(1, 2), low.b[:, ranks, first:last]
-    options = {"preferred_element_type": jnp.float32}
-    h = jax.lax.ragged_dot(x[low.order], a, low.sizes, **options).astype(x.dtype)
-    y = jax.lax.ragged_dot(h, b, low.sizes, **options)
+    a = low.a[:, ranks, : x.shape[1]].swapaxes(1, 2)
+    b = low.b[:, ranks, first:last]
+    h = jax.lax.ragged_dot(x[low.order], a, low.sizes, preferred_element_type=jnp.float32)
+    y = jax.lax.ragged_dot(h.astype(x.dtype), b, low.sizes, preferred_element_type=jnp.float32)
     return jnp.zeros_like(y).at[low.order].set(y, unique_indices=True)
 
 
@@ -62,16 +62,16 @@ def _rows(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """XLA's CPU product packs its right operand: with the weight on the left, it packs the few tokens of a decode.
+    """Returns [T, M] with the weight as the left operand of the product.
 
-    The weight on the right would be packed in every step: SmolLM2's products took 64 ms in place of 36 with 8 tokens.
-    The barriers keep transpositions out of the product, which would be a scalar loop with them. In 16 bits a transposed
-    operand makes XLA widen the whole weight, so the tokens stay rows there.
+    XLA's CPU product packs its right operand: here the few tokens of a decode. A weight on the
+    right would be packed in every step: SmolLM2's products took 64 ms in place of 36 with 8 tokens.
+    The barriers keep transpositions out of the product, which would be a scalar loop with them. In
+    16 bits a transposed operand makes XLA widen the whole weight, so the tokens stay rows there.
     """
-    wide = x.dtype == jnp.float32
     y = (
         _product(weight, jax.lax.optimization_barrier(x.T), (1, 0))
-        if wide
+        if x.dtype == jnp.float32
         else _product(weight, x, (1, 1))
     )
     return jax.lax.optimization_barrier(y).T

@@ -21,9 +21,8 @@ IMPLS: dict[str, Implementation] = {
 }
 
 
-@partial(
-    jax.jit, static_argnames=("scale", "impl", "window", "soft_cap")
-)  # traced once for all layers that call it
+# traced once for all layers that call it
+@partial(jax.jit, static_argnames=("scale", "impl", "window", "soft_cap"))
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -39,31 +38,36 @@ def paged_attention(
 ) -> jax.Array:
     """Computes the attention of any mix of prompt chunks and decodes.
 
-    Row b (a sequence of the step) owns the query tokens cu_q_lens[b] : cu_q_lens[b + 1]. They are the *last* tokens of
-    its context of seq_lens[b] tokens. The keys and values of the whole context, those of the query tokens included, are
-    in the pages before the call. The query at distance i from the end of its row sees the first seq_lens[b] - i tokens.
-    GQA: query head n reads KV head n * K // N. Softmax and sums are in float32.
+    Row b (a sequence of the step) owns the query tokens cu_q_lens[b] : cu_q_lens[b + 1]. They are
+    the *last* tokens of its context of seq_lens[b] tokens. The keys and values of the whole
+    context, those of the query tokens included, are in the pages before the call. The query at
+    distance i from the end of its row sees the first seq_lens[b] - i tokens. GQA: query head n
+    reads KV head n * K // N. Softmax and sums are in float32.
 
     Args:
         q: [T, N, D] packed query tokens; tokens from cu_q_lens[B] on are padding.
-        k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another. uint8 holds the bits of float8_e4m3fn
-            and uint16 those of bfloat16. Each implementation defines which it reads. The same numbers may come in rows
-            of several tokens, [P, K, S D / L, L].
-        block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
+        k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another. uint8 holds the
+            bits of float8_e4m3fn and uint16 those of bfloat16. Each implementation defines which it
+            reads. The same numbers may come in rows of several tokens, [P, K, S D / L, L].
+        block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any
+            valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
-        cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens. None:
-            a batch of decodes, in which T is B and row b has the token b; padding rows are the last ones.
+        cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row
+            has no tokens. None: a batch of decodes, in which T is B and row b has the token b;
+            padding rows are the last ones.
         scale: factor of q k^T. It has no default, because a wrong one gives no error.
-        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback gives no error.
+        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback
+            gives no error.
         window: a query sees the last `window` tokens up to itself; None is all.
-        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2); None leaves them.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2); None
+            leaves them.
 
     Returns:
         [T, N, D] in q's dtype; padding tokens have zeros.
 
     Raises:
-        ValueError: an unknown impl, shapes that do not match, a window or a soft cap that is not above 0; the message
-            names the values.
+        ValueError: an unknown impl, shapes that do not match, a window or a soft cap that is not
+            above 0; the message names the values.
     """
     if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
@@ -75,24 +79,36 @@ def paged_attention(
             f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None"
         )
     if k_pages.shape[2] * k_pages.shape[3] % row:
-        wrong = f"needs pages of whole rows of {row}, and they are {list(k_pages.shape[2:])}"
-        raise ValueError(f"impl {chosen.name!r} {wrong}; impl 'xla' has no such limit")
-    k_pages, v_pages = (a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages))
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        raise ValueError(
+            f"impl {chosen.name!r} needs pages of whole rows of {row}, "
+            f"and they are {list(k_pages.shape[2:])}; impl 'xla' has no such limit"
+        )
+    k_pages, v_pages = (pages.reshape(*pages.shape[:2], -1, row) for pages in (k_pages, v_pages))
     if cu_q_lens is None and not chosen.decodes_alone:
         cu_q_lens = offsets_of_decodes(seq_lens)
-    return chosen.attend(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
+    return chosen.attend(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        seq_lens,
+        cu_q_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
 
 
 def offsets_of_decodes(seq_lens: jax.Array) -> jax.Array:
-    """[B] -> the `cu_q_lens` [B + 1] of a batch of decodes."""
+    """Returns the `cu_q_lens` [B + 1] of a batch of decodes."""
     return jnp.cumsum(jnp.pad(seq_lens > 0, (1, 0)), dtype=jnp.int32)
 
 
 def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
     shapes = (
-        f"q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}, block_tables {block_tables.shape}, "
-        f"seq_lens {seq_lens.shape}, cu_q_lens {None if cu_q_lens is None else cu_q_lens.shape}"
+        f"q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}, "
+        f"block_tables {block_tables.shape}, seq_lens {seq_lens.shape}, "
+        f"cu_q_lens {None if cu_q_lens is None else cu_q_lens.shape}"
     )
     of_decodes = cu_q_lens is None
     cu_q_lens = jax.ShapeDtypeStruct((len(q) + 1,), jnp.int32) if of_decodes else cu_q_lens
@@ -110,16 +126,15 @@ def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
         raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")
     if of_decodes and len(q) != b:
         raise ValueError(
-            f"without cu_q_lens every row has one token, so T must be seq_lens's B = {b}; got {shapes}"
+            "without cu_q_lens every row has one token, so T must be seq_lens's B = "
+            f"{b}; got {shapes}"
         )
     if block_tables.shape[0] != b or cu_q_lens.shape[0] != b + 1:
         raise ValueError(
-            f"block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = {b}; got {shapes}"
+            "block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = "
+            f"{b}; got {shapes}"
         )
-    for name, a in (
-        ("block_tables", block_tables),
-        ("seq_lens", seq_lens),
-        ("cu_q_lens", cu_q_lens),
-    ):
-        if a.dtype != jnp.int32:
-            raise ValueError(f"{name} is {a.dtype}; it must be int32")
+    arrays = {"block_tables": block_tables, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}; it must be int32")

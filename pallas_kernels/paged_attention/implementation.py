@@ -1,4 +1,4 @@
-"""The record that describes an implementation of paged attention: all that an engine needs to know about it."""
+"""The record of an implementation of paged attention: all that an engine needs to know about it."""
 
 from __future__ import annotations
 
@@ -32,24 +32,32 @@ class Implementation(NamedTuple):
     """An implementation of paged attention.
 
     name: its name in error messages and in `api.IMPLS`.
-    attend: (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale, window, soft_cap) -> [T, N, D], the
-        contract of `api.paged_attention`. Pages come in rows of `page_row(D)` numbers.
-    obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason why it cannot serve
-        such a cache on the device, as the rest of a sentence; empty if it can. `dtype` is that of the keys and values.
+    attend: (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale, window, soft_cap) ->
+        [T, N, D], the contract of `api.paged_attention`. Pages come in rows of `page_row(D)`
+        numbers.
+    obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason
+        why it cannot serve such a cache on the device, as the rest of a sentence; empty if it can.
+        `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
-    prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once a process, before any tracing.
-        `dtype` is that of the keys and values. invariant: the engine is batch-invariant.
-    page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits, for an
-        implementation that reads both.
-    invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
-        rows, in any chunk, with any block size and number of threads. None: it has no such form.
-    without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few tokens; None: `attend`.
-    decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then have programs for steps
-        of decodes alone, beside those of mixed steps. For others, `api.paged_attention` makes `cu_q_lens`.
-    pages: (shape, dtype) -> zeros for the pages of a cache, on the default device; None: those of jax.numpy.
-    probabilities: what it weighs values with, for some heads of single queries, the contract of
-        `probabilities.probabilities`; None: they cannot be had. Those in `api.IMPLS` share that function.
+    prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once a process,
+        before any tracing. `dtype` is that of the keys and values. invariant: the engine is
+        batch-invariant.
+    page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their
+        bits, for an implementation that reads both.
+    invariant: as `attend`, for batch-invariant engines: the result of a query token has the same
+        bits beside any other rows, in any chunk, with any block size and number of threads. None:
+        it has no such form.
+    without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few
+        tokens; None: `attend`.
+    decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then
+        have programs for steps of decodes alone, beside those of mixed steps. For others,
+        `api.paged_attention` makes `cu_q_lens`.
+    pages: (shape, dtype) -> zeros for the pages of a cache, on the default device; None: those of
+        jax.numpy.
+    probabilities: returns the weights of the values for some heads of single queries, the contract
+        of `probabilities.probabilities`; None: it has no such function. Those in `api.IMPLS` share
+        one.
     """
 
     name: str

@@ -1,4 +1,7 @@
-"""Defines paged attention, for tests: every query gathers its row's whole block table. It is short and slow."""
+"""Defines paged attention, for tests. It is short and slow.
+
+Every query gathers its row's whole block table.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def paged_attention(
         read(pages[table]).transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d)
         for pages in (k_pages, v_pages)
     )
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    keys = keys.astype(jnp.float32)
+    values = values.astype(jnp.float32)
     grouped = q.astype(jnp.float32).reshape(t, k, n // k, d) * scale
     scores = jnp.einsum("tkgd,tkcd->tkgc", grouped, keys, precision="highest")
     if soft_cap is not None:
@@ -47,9 +51,8 @@ def paged_attention(
         mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
-    values = jnp.where(
-        mask[:, None, :, None], values, 0.0
-    )  # 0 * NaN of a block's earlier owner is not 0
+    # 0 * NaN of a block's earlier owner is not 0
+    values = jnp.where(mask[:, None, :, None], values, 0.0)
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)
 

@@ -1,6 +1,7 @@
-"""Rows of a few query tokens: a decode with drafts to verify. What the kernels for GPUs and TPUs share about them.
+"""Rows of a few query tokens, such as a decode with drafts to verify, for GPUs and TPUs.
 
-Only the device knows which rows are short, so a kernel's program has a slot for as many as the call's tokens can have.
+Only the device knows which rows are short, so a kernel's program has a slot for as many as the
+call's tokens can have.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-SHORT = (
-    4,
-    8,
-)  # query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
+# Query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
+SHORT = (4, 8)
 
 
-def sizes_of_short_rows(t: int, most: int = SHORT[-1]) -> list[tuple[int, int]]:
-    """Returns (fewest, most) query tokens of each size of short rows that a call of `t` tokens can have.
+def sizes_of_short_rows(t: int, max_size: int = SHORT[-1]) -> list[tuple[int, int]]:
+    """Returns the sizes of short rows that a call of `t` tokens can have.
 
-    The most is the query tokens of the size's tile, a power of two.
+    A size is (fewest, most) query tokens of a row. The most is that of the size's tile, a power of
+    two. max_size: no size has more tokens.
     """
-    whole, fewest = 1 << (t - 1).bit_length(), (2, *(size + 1 for size in SHORT))
+    padded_tokens = 1 << (t - 1).bit_length()
+    fewest = (2, *(size + 1 for size in SHORT))
     sizes = zip(fewest, SHORT, strict=False)
-    return [(least, min(size, whole)) for least, size in sizes if least <= t and size <= most]
+    return [
+        (least_tokens, min(size, padded_tokens))
+        for least_tokens, size in sizes
+        if least_tokens <= t and size <= max_size
+    ]
 
 
 def slots_of(
@@ -29,8 +34,8 @@ def slots_of(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers the rows that are `chosen` [B], at most `slots` of them.
 
-    Returns (row, first, number) [slots]: the row of each slot, its first query token, and how many it has; 0 in an
-    unused slot.
+    Returns (row, first, number) [slots]: the row of each slot, its first query token, and how many
+    it has; 0 in an unused slot.
     """
     end = jnp.cumsum(chosen.astype(jnp.int32))
     slot = jnp.arange(slots, dtype=jnp.int32)
@@ -39,13 +44,21 @@ def slots_of(
     return row, first, jnp.where(slot < end[-1], cu_q_lens[row + 1] - first, 0)
 
 
-def gathered(q: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """q [T, N, D] -> [slots, size, N, D], the tokens from `first` on; those of other rows are in it too."""
+def slot_queries(q: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """Returns [slots, size, N, D] of q [T, N, D]: `size` tokens of each slot, from `first` on.
+
+    Those behind a slot's row belong to other rows.
+    """
     return q[jnp.minimum(first[:, None] + jnp.arange(size, dtype=jnp.int32), len(q) - 1)]
 
 
-def scattered(out: jax.Array, results: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns out [T, N, D] with results[i, :number[i]] at the tokens from first[i] on; results [slots, size, N, D]."""
+def with_results(
+    out: jax.Array, results: jax.Array, first: jax.Array, number: jax.Array
+) -> jax.Array:
+    """Returns out [T, N, D] with results[i, :number[i]] at the tokens from first[i] on.
+
+    results: [slots, size, N, D].
+    """
     index = jnp.arange(results.shape[1], dtype=jnp.int32)
     places = jnp.where(index < number[:, None], first[:, None] + index, len(out))
     return out.at[places].set(results, mode="drop")

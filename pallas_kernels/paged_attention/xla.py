@@ -1,19 +1,22 @@
-"""Paged attention in plain XLA: the cost depends on the real context, and each gather is a tile that fits a cache.
+"""Paged attention in plain XLA. The cost depends on the real context; a gathered tile fits a cache.
 
-Shapes are static and loop counts are not. Rows with one query token (decodes) and rows with more (prompt chunks) have
-one loop each, over a list of work items of exactly those rows:
+Shapes are static and loop counts are not. Rows with one query token (decodes) and rows with more
+(prompt chunks) have one loop each, over a list of work items of exactly those rows:
 
-    decode loop   an item is (row, span of `span` context tokens); `group` items an iteration. Every item's softmax
-                  is local and is merged into the running (max, sum, output) of the rows after each iteration
-                  (the online softmax of FlashAttention, Dao et al. 2022, split over the context as in
-                  Flash-Decoding). A long context does not add spans to the short ones beside it.
-    chunk loop    an item is a tile of `tile` consecutive query tokens of one row; its inner loop walks the row's
-                  context up to the tile's last token. A call of at most ROWS tokens has no chunk loop: each token
-                  is a row of the decode loop, which halves the code to compile.
+    decode loop   an item is (row, span of `span` context tokens); `group` items an iteration. Every
+                  item's softmax is local and is merged into the running (max, sum, output) of the
+                  rows after each iteration (the online softmax of FlashAttention, Dao et al. 2022,
+                  split over the context as in Flash-Decoding). A long context does not add spans to
+                  the short ones beside it.
+    chunk loop    an item is a tile of `tile` consecutive query tokens of one row; its inner loop
+                  walks the row's context up to the tile's last token. A call of at most ROWS tokens
+                  has no chunk loop: each token is a row of the decode loop, which halves the code
+                  to compile.
 
-Why the scores of a decode are a product of keys by queries, transposed behind a barrier: XLA's CPU product packs its
-right operand, and here that is the handful of queries of a group and not the keys. 30 layers, 64 sequences of 200
-tokens, two AVX-512 cores, milliseconds: 180 that way, 235 with the queries on the left, 257 with keys stored [D, S].
+Why the scores of a decode are a product of keys by queries, transposed behind a barrier: XLA's CPU
+product packs its right operand, and here that is the handful of queries of a group and not the
+keys. 30 layers, 64 sequences of 200 tokens, two AVX-512 cores, milliseconds: 180 that way, 235 with
+the queries on the left, 257 with keys stored [D, S].
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.shared.page_bits import read
 
-SPAN = 128  # context tokens of a decode item, and of one trip through the chunk loop's inner loop times two
+# Context tokens of a decode item, and half of those of a trip through the chunk loop's inner loop
+SPAN = 128
 GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache
-TILE = 128  # query tokens of a chunk tile: 64 took 1.5 times as long on whole prompts of 200 and of 2,048 tokens
+# Query tokens of a chunk tile: 64 took 1.5 times as long on whole prompts of 200 and 2,048 tokens
+TILE = 128
 ROWS = 64  # calls of at most so many tokens have no chunk loop
 NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the masks make it 0
 
@@ -45,7 +50,10 @@ def paged_attention(
     window=None,
     soft_cap=None,
 ) -> jax.Array:
-    """See `api.paged_attention`. Spans before the windows of all of an item's queries are not gathered."""
+    """See `api.paged_attention`.
+
+    Spans before the windows of all of an item's queries are not gathered.
+    """
     options = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
@@ -74,7 +82,10 @@ def paged_attention(
 
 
 def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -> jax.Array:
-    """q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
+    """Computes the attention of q [B, K, G, D], one query a row.
+
+    Returns [B, K, G, D] float32; rows of length 0 give 0.
+    """
     b, k, g, d = q.shape
     s = k_pages.shape[2]
     per = max(1, SPAN // s)  # pages of a span
@@ -89,36 +100,34 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     row, index, valid, total = _worklist(counts, size)
     index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)
     pages = tables[row, index].reshape(-1, group, per)
-    left = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(
-        -1, group
-    )  # context left from the span's start
-    gone = (begin[row] - index * span).reshape(
-        -1, group
-    )  # how much of the span lies before the window
+    # tokens from the span's start: to the end of the context, and to the begin of the window
+    context_ends = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(-1, group)
+    window_begins = (begin[row] - index * span).reshape(-1, group)
     row = row.reshape(-1, group)
 
     def body(state):
         i, top, norm, acc = state
-        r, lens = row[i], left[i]
-        keys, values = (
-            _tile(x, pages[i], q.dtype) for x in (k_pages, v_pages)
-        )  # [group, K, span, D]
+        r = row[i]
+        ends = context_ends[i]
+        # [group, K, span, D]
+        keys = _tile(k_pages, pages[i], q.dtype)
+        values = _tile(v_pages, pages[i], q.dtype)
         scores = _product("xkcd,xkgd->xkcg", keys, q[r])
-        scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
-        real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
+        scores = _with_soft_cap(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
+        real = (jnp.arange(span) < ends[:, None]) & (jnp.arange(span) >= window_begins[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
-        values = jnp.where(
-            real[:, None, :, None], values, 0
-        )  # 0 * NaN of a block's earlier owner is not 0
+        # 0 * NaN of a block's earlier owner is not 0
+        values = jnp.where(real[:, None, :, None], values, 0)
         local = scores.max(-1)
         weights = jnp.exp(scores - local[..., None])
         part = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
 
         # Items of one row may meet in one group. A one-hot product adds them up without a scatter.
-        owns = (r[:, None] == jnp.arange(b)) & (lens[:, None] > 0)  # [group, B]
+        owns = (r[:, None] == jnp.arange(b)) & (ends[:, None] > 0)  # [group, B]
         new = jnp.maximum(top, jnp.where(owns[:, :, None, None], local[:, None], NEG).max(0))
         share = jnp.exp(local - new[r])
-        hot, keep = owns.astype(jnp.float32), jnp.exp(top - new)
+        hot = owns.astype(jnp.float32)
+        keep = jnp.exp(top - new)
         norm = norm * keep + _product("xb,xkg->bkg", hot, weights.sum(-1) * share)
         acc = acc * keep[..., None] + _product("xb,xkgd->bkgd", hot, part * share[..., None])
         return i + 1, new, norm, acc
@@ -131,33 +140,36 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
 def _chunks(
     q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap
 ) -> jax.Array:
-    """q [T, K, G, D]; rows with q_lens 0 are skipped -> [T, K, G, D] float32, zeros where no tile wrote."""
+    """Computes the attention of q [T, K, G, D]; rows with q_lens 0 are skipped.
+
+    Returns [T, K, G, D] float32, zeros where no tile wrote.
+    """
     t, k, g, d = q.shape
-    b, s = len(seq_lens), k_pages.shape[2]
+    b = len(seq_lens)
+    s = k_pages.shape[2]
     tile = min(TILE, t)
     per = max(1, 2 * SPAN // s)
     span = per * s
     tables = _spans(block_tables, per)
     row, index, _, total = _worklist((q_lens + tile - 1) // tile, t // tile + b)
-    # The tile that starts at the last token reaches `tile` past the end; padding keeps the slice from moving back.
+    # The tile that starts at the last token reaches `tile` past the end; padding keeps the slice
+    # from moving back.
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
 
-    def one(i, out):
+    def attend_tile(i, out):
         r = row[i]
         start = cu_q_lens[r] + index[i] * tile
         number = jnp.minimum(tile, cu_q_lens[r + 1] - start)  # real queries in the tile
-        position = (
-            seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
-        )  # of each query in its sequence
+        # of each query in its sequence
+        position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
         queries = (
             jax.lax.dynamic_slice_in_dim(padded, start, tile)
             .transpose(1, 2, 0, 3)
             .reshape(k, g * tile, d)
         )
-        begin, last = (
-            _begin(position[0] + 1, window),
-            position[0] + number,
-        )  # context that the tile's queries see
+        # the context that the tile's queries see
+        begin = _begin(position[0] + 1, window)
+        last = position[0] + number
 
         def walk(state):
             j, top, norm, acc = state
@@ -165,13 +177,12 @@ def _chunks(
             keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
             scores = _product("kqd,kcd->kqc", queries, keys)
             place = j * span + jnp.arange(span)
-            seen = place <= position[:, None]
+            visible = place <= position[:, None]
             if window is not None:
-                seen &= place > position[:, None] - window
-            scores = jnp.where(jnp.tile(seen, (g, 1)), _capped(scores, soft_cap), NEG)
-            real = (place < last) & (
-                place >= begin
-            )  # 0 * NaN of what no query of the tile sees is not 0
+                visible &= place > position[:, None] - window
+            scores = jnp.where(jnp.tile(visible, (g, 1)), _with_soft_cap(scores, soft_cap), NEG)
+            # 0 * NaN of what no query of the tile sees is not 0
+            real = (place < last) & (place >= begin)
             values = jnp.where(real[:, None], values, 0)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
@@ -186,25 +197,25 @@ def _chunks(
             jnp.zeros((k, rows)),
             jnp.zeros((k, rows, d)),
         )
-        # Without a window the first span holds token 0, which every query sees: `top` is a real score from then on.
-        # With a window, sums before a query's first real score are then multiplied by exp(NEG - score) = 0.
+        # Without a window the first span holds token 0, which every query sees: `top` is a real
+        # score from then on. With a window, sums before a query's first real score are then
+        # multiplied by exp(NEG - score) = 0.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)
-        result = (
-            (acc / jnp.maximum(norm, 1e-30)[..., None]).reshape(k, g, tile, d).transpose(2, 0, 1, 3)
-        )
+        result = acc / jnp.maximum(norm, 1e-30)[..., None]
+        result = result.reshape(k, g, tile, d).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
         result = jnp.where((jnp.arange(tile) < number)[:, None, None, None], result, old)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     out = jnp.zeros((t + tile, k, g, d), jnp.float32)
-    return jax.lax.fori_loop(0, total, one, out)[:t]
+    return jax.lax.fori_loop(0, total, attend_tile, out)[:t]
 
 
 def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum with sums in float32, exact for the bits of its operands.
+    """Returns an einsum with sums in float32, exact for the bits of its operands.
 
-    By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Operands of 16 bits are
-    multiplied exactly on every device.
+    By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Operands of
+    16 bits are multiplied exactly on every device.
     """
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(axes, a, b, precision=exact, preferred_element_type=jnp.float32)
@@ -215,30 +226,35 @@ def _begin(length: jax.Array, window: int | None) -> jax.Array:
     return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
 
 
-def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+def _with_soft_cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Row b has counts[b] items. Returns (row, index within the row, valid) of `size` items, and their number."""
+    """Lists items, of which row b has counts[b].
+
+    Returns (row, index within the row, valid) of `size` items, and the number of valid ones.
+    """
     end = jnp.cumsum(counts)
     item = jnp.arange(size)
-    ended = jnp.cumsum(
-        jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop")
-    )  # rows whose items lie before each
+    # rows whose items lie before each
+    ended = jnp.cumsum(jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop"))
     row = jnp.minimum(ended, counts.shape[0] - 1)
     valid = item < end[-1]
     return row, jnp.where(valid, item - (end - counts)[row], 0), valid, end[-1]
 
 
 def _spans(block_tables: jax.Array, per: int) -> jax.Array:
-    """[B, M] -> [B, M / per, per]; the end is filled with page 0."""
+    """Returns tables [B, M] as [B, M / per, per]; the end is filled with page 0."""
     b, m = block_tables.shape
     return jnp.pad(block_tables, ((0, 0), (0, -m % per))).reshape(b, -1, per)
 
 
 def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Pages [P, K, S, D] of ids [X, per] -> [X, K, per * S, D] of dtype. Tables hold valid ids: no bounds check."""
+    """Gathers the pages [P, K, S, D] of ids [X, per] to [X, K, per * S, D] of a dtype.
+
+    Tables hold valid ids, so there is no check of bounds.
+    """
     x, per = ids.shape
     _, k, s, d = pages.shape
     tile = read(pages.at[ids].get(mode="promise_in_bounds")).astype(dtype)

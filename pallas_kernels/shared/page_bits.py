@@ -1,7 +1,7 @@
 """Floats in pages of integers, which hold their bits: float8_e4m3fn in uint8, bfloat16 in uint16.
 
-When XLA for a CPU writes a few float8 numbers, it first converts the whole array to a wider type. JAX 0.10, the newest
-one for Python 3.11, does this to bfloat16 too. Integers are not converted.
+When XLA for a CPU writes a few float8 numbers, it first converts the whole array to a wider type.
+JAX 0.10, the newest one for Python 3.11, does this to bfloat16 too. Integers are not converted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def read(pages: jax.Array) -> jax.Array:
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns x in the dtype of the pages. In 8 bits, numbers above 448 become 448; a plain cast makes them NaN."""
+    """Returns x in the dtype of the pages. In 8 bits, numbers above 448 become 448; a plain cast
+    makes them NaN."""
     floats = FLOATS.get(jnp.dtype(dtype).name, dtype)
     if floats == jnp.float8_e4m3fn:
         largest = float(jnp.finfo(floats).max)

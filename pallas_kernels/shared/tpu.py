@@ -11,12 +11,18 @@ LANES = 128  # numbers in a row of a TPU's registers and of its arrays in HBM
 
 
 def row_size(head_size: int) -> int:
-    """Returns L, the numbers in a row of a page as a TPU kernel reads it: 128, or the head size if it is larger."""
+    """Returns L, the numbers in a row of a page as a TPU kernel reads it.
+
+    It is 128, or the head size if that is larger.
+    """
     return max(LANES, head_size)
 
 
 def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
-    """Returns the arrays with the constraint that they stay in HBM. XLA would copy a small one to VMEM and back."""
+    """Returns the arrays with the constraint that they stay in HBM.
+
+    Without it, XLA would copy a small one to VMEM and back.
+    """
     if interpret:
         return list(pages)
     return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]

@@ -30,10 +30,13 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, device_kind: str) -> Tiles:
-        """Reads the file whose name is in the device's, such as "h200" in "NVIDIA H200"; else FALLBACK."""
-        names = [file.stem for file in sorted(Path(__file__).parent.glob("h*.json"))]
-        found = [name for name in names if name in device_kind.lower()]
-        return cls.read((found or [FALLBACK])[0])
+        """Reads the file whose name is in the device's, such as "h200" in "NVIDIA H200".
+
+        If there is none, it reads FALLBACK's.
+        """
+        files = [file.stem for file in sorted(Path(__file__).parent.glob("h*.json"))]
+        names = [name for name in files if name in device_kind.lower()]
+        return cls.read((names or [FALLBACK])[0])
 
     @classmethod
     def read(cls, name: str) -> Tiles:
@@ -49,12 +52,13 @@ class TpuTiles(NamedTuple):
     """The sizes of a TPU's kernels, and its maker's numbers, for estimates.
 
     device_kinds: JAX's names of the device.
-    bandwidth, flops: HBM's bytes a second, and operations of bfloat16 products a second, of the device for which
-        `pallas_kernels.aot` compiles: one core of a v4 and of a tpu7x, both cores of a v5p. The kernels use one core.
+    bandwidth, flops: HBM's bytes a second, and operations of bfloat16 products a second, of the
+        device for which `pallas_kernels.aot` compiles: one core of a v4 and of a tpu7x, both cores
+        of a v5p. The kernels use one core.
     hbm: bytes that XLA gives a program. vmem: bytes of one core.
     vmem_limit: bytes of VMEM that a kernel may use.
-    decode_step: bytes of keys and values that a decode copies and computes at a time, but `shortest_span` to
-        `longest_span` context tokens in any case.
+    decode_step: bytes of keys and values that a decode copies and computes at a time, but
+        `shortest_span` to `longest_span` context tokens in any case.
     decode_stages: such steps in VMEM; all but one of them are being copied.
     decode_units: rows of the batch in one step of the grid.
     chunk_rows: query tokens times query heads of a key head in a chunk's tile.

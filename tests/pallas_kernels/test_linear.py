@@ -451,7 +451,7 @@ def test_a_call_has_items_for_all_threads_and_they_are_about_equal(
     assert 1 <= group <= min(kernel.GROUP_PANELS, panels)
     chunk, groups = -(-tiles // several), -(-panels // group)
     items = -(-tiles // chunk) * groups
-    if steps > kernel.DEEP:
+    if steps > kernel.MAX_DEPTH:
         assert chunk <= kernel.CHUNK_TILES
     if tiles * panels >= 8 * workers:  # there is enough to do
         assert items >= 2 * workers or workers == 1

@@ -20,7 +20,7 @@ import pytest
 
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
-from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, slots_of
+from pallas_kernels.paged_attention.rows import SHORT, slot_queries, slots_of, with_results
 from pallas_kernels.tiles import Tiles
 
 interpreted = pytest.mark.skipif(
@@ -132,10 +132,10 @@ def run(
         if shorts and longest > 1:
             most = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
-            results = decode.decode_several(
-                gathered(a["q"], begin, most), *pages, row, number, **options
+            results = decode.decode_short(
+                slot_queries(a["q"], begin, most), *pages, row, number, **options
             )
-            out = scattered(jnp.zeros_like(a["q"]), results, begin, number)
+            out = with_results(jnp.zeros_like(a["q"]), results, begin, number)
         elif longest <= 1:
             out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
         else:
@@ -214,7 +214,7 @@ OFTEN_SHORT = [(64, 8, 3, 8), (128, 16, 4, 4)]
             slow(*one, most)
             for one in EVERY
             for most in SHORT
-            if one[2] * most <= pallas_gpu.MOST_COLUMNS and (*one, most) not in OFTEN_SHORT
+            if one[2] * most <= pallas_gpu.MAX_COLUMNS and (*one, most) not in OFTEN_SHORT
         ),
         *(
             slow(d, 16, 4, most)

@@ -25,10 +25,10 @@ from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_t
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
 from pallas_kernels.paged_attention.rows import (
     SHORT,
-    gathered,
-    scattered,
     sizes_of_short_rows,
+    slot_queries,
     slots_of,
+    with_results,
 )
 from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
@@ -73,9 +73,9 @@ def run(
             most = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
             results = pallas_tpu.short(
-                call, gathered(a["q"], begin, most), a["lengths"], row, number
+                call, slot_queries(a["q"], begin, most), a["lengths"], row, number
             )
-            return scattered(jnp.zeros_like(a["q"]), results, begin, number)
+            return with_results(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
 
     def compute(interpret):  # in one program: each operation around the kernel would be one
@@ -176,7 +176,7 @@ def test_windows_and_caps_of_short_rows(options):
 def test_sizes_of_short_rows_are_those_that_a_call_can_have():
     assert [sizes_of_short_rows(t) for t in (1, 2, 3, 4)] == [[], [(2, 2)], [(2, 4)], [(2, 4)]]
     assert [sizes_of_short_rows(t) for t in (5, 8, 9, 512)] == [[(2, 4), (5, 8)]] * 4
-    assert [sizes_of_short_rows(t, most=4) for t in (1, 8, 512)] == [[], [(2, 4)], [(2, 4)]]
+    assert [sizes_of_short_rows(t, max_size=4) for t in (1, 8, 512)] == [[], [(2, 4)], [(2, 4)]]
 
 
 def fitting(s: int) -> TpuTiles:

@@ -1,7 +1,8 @@
-"""Products of the CPU kernel with gradients, over weights as a trainer stores them: they are packed in each call.
+"""Products of the CPU kernel with gradients, over weights as a trainer stores them.
 
-Results have the bits of the implementation "cpu". Gradients are those of the implementation "xla": the same product,
-whose sums are in another order.
+The weights are packed in each call.
+Results have the bits of the implementation "cpu". Gradients are those of the implementation "xla":
+the same product, whose sums are in another order.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def multiply(
     return _product((matrix, kind, low and low.parts, activation, rows, dtype), *arrays)
 
 
-def _called(
+def _call(
     function: Any, options: Any, x, weight, norm, scales, bias, low, residual, sizes
 ) -> jax.Array:
-    """`multiply` of an implementation, from static options and arrays."""
+    """Calls `multiply` of an implementation with static options and arrays."""
     matrix, kind, parts, activation, rows, dtype = options
     normalised = None if kind is None else Norm(norm, *kind)
     added = None if low is None else LowRank(*low, parts=parts)
@@ -51,12 +52,14 @@ def _called(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(options: Any, x: jax.Array, weight: jax.Array, *others: Any) -> jax.Array:
-    matrix, (norm, scales, bias, low, *rest) = options[0], others
-    packed = panels.arranged(jnp, weight, gated=matrix.gated, matrices=matrix.count)
+def _product(
+    options: Any, x: jax.Array, weight: jax.Array, norm, scales, bias, low, residual, sizes
+) -> jax.Array:
+    matrix = options[0]
+    packed = panels.panels_of(jnp, weight, gated=matrix.gated, matrices=matrix.count)
     if low is not None:
         low = low[0], cpu.pack_low(low[1], matrix), *low[2:]
-    return _called(cpu.multiply, options, x, packed, norm, scales, bias, low, *rest)
+    return _call(cpu.multiply, options, x, packed, norm, scales, bias, low, residual, sizes)
 
 
 def _forward(options: Any, *arrays: Any) -> tuple[jax.Array, Any]:
@@ -64,7 +67,7 @@ def _forward(options: Any, *arrays: Any) -> tuple[jax.Array, Any]:
 
 
 def _backward(options: Any, arrays: Any, cotangent: jax.Array) -> Any:
-    return jax.vjp(partial(_called, xla.multiply, options), *arrays)[1](cotangent)
+    return jax.vjp(partial(_call, xla.multiply, options), *arrays)[1](cotangent)
 
 
 _product.defvjp(_forward, _backward)

@@ -20,7 +20,9 @@ TARGET = "pallas_kernels.linear.cpu.4"
 DTYPES = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
-LANES, COLUMNS = 16, (6, 12)  # of a vector; of a tile at most, without and with AVX-512
+LANES = 16  # of a vector
+MIN_COLUMNS = 6  # of a tile at most, without AVX-512
+MAX_COLUMNS = 12  # and with it
 
 
 def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
@@ -56,33 +58,35 @@ def multiply(
     Raises:
         ValueError: `unsupported` gives a reason.
     """
-    wrong = unsupported(jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation)
-    if wrong:
-        raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
+    reason = unsupported(
+        jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation
+    )
+    if reason:
+        raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
     handler = HANDLERS[x.dtype.name, weight.dtype.name, epilogue.low is not None]
     handler.register()
-    each = matrix.outputs // matrix.count
-    first, last = rows or (0, each)
+    matrix_outputs = matrix.outputs // matrix.count
+    first, last = rows or (0, matrix_outputs)
     start = first - first % (panels.PANEL // 2)  # of half a panel
-    none = jnp.zeros(0, x.dtype)
+    missing = jnp.zeros(0, x.dtype)
     scales, bias, low, activation, residual = epilogue
     if residual is not None and start < first:
         residual = jnp.pad(residual, ((0, 0), (first - start, 0)))
-    kind = 0 if norm is None else 1 + norm.plus_one
-    options = np.array([each, start, last, ACTIVATIONS[activation], kind], np.int32)
+    norm_kind = 0 if norm is None else 1 + norm.plus_one
+    options = np.array([matrix_outputs, start, last, ACTIVATIONS[activation], norm_kind], np.int32)
     operands = x, weight, scales, bias, norm and norm.weight, residual, sizes
-    operands = [none if a is None else a for a in operands]
+    operands = [missing if array is None else array for array in operands]
     width = matrix.width if rows is None else last - start
     out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
     eps = np.full(1, norm.eps if norm else 0, np.float32)
-    more = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
-    return jax.ffi.ffi_call(handler.target, out)(*operands, options, eps, *more)[0][
-        :, first - start :
-    ]
+    low_operands = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
+    call = jax.ffi.ffi_call(handler.target, out)
+    y, _ = call(*operands, options, eps, *low_operands)
+    return y[:, first - start :]
 
 
 def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
-    """[halves of panels, 2] first and last rows of `low` that 16 outputs need."""
+    """Returns [halves of panels, 2]: the first and the last + 1 row of `low.a` for 16 outputs."""
     if matrix.gated:  # each half has as many gates as outputs that they multiply
         half = matrix.outputs // 2
         starts = [(at + i * half, (i + 1) * half) for at in range(0, half, LANES) for i in range(2)]
@@ -92,17 +96,22 @@ def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
 
 
 def _scratch(tokens: int, matrix: Matrix) -> Any:
-    """The memory of the packed tokens, in tiles. A tile of each matrix may have fewer tokens than there is room for."""
-    least, most = COLUMNS
-    columns = tokens + most * matrix.count
+    """Returns the shape of the packed tokens, in tiles.
+
+    A tile of each matrix may have fewer tokens than there is room for.
+    """
+    columns = tokens + MAX_COLUMNS * matrix.count
     words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (
-        tokens // least + matrix.count + 1
+        tokens // MIN_COLUMNS + matrix.count + 1
     )
     return jax.ShapeDtypeStruct((4 * words,), jnp.uint8)
 
 
 def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | None) -> str:
-    """Returns why this implementation cannot compute such products, as the rest of a sentence; empty if it can."""
+    """Returns why this implementation cannot compute such products; empty if it can.
+
+    The reason is the rest of a sentence.
+    """
     if platform != "cpu":
         return f"runs on platform 'cpu' and not on {platform!r}"
     if sys.platform == "win32":
@@ -110,7 +119,10 @@ def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | 
     if dtype not in DTYPES:
         return f"multiplies {' and '.join(DTYPES)} and not {dtype}"
     if weight_dtype not in (dtype, "int8"):
-        return f"needs weights of int8 or of the activations' dtype {dtype}, and they are {weight_dtype}"
+        return (
+            f"needs weights of int8 or of the activations' dtype {dtype}, "
+            f"and they are {weight_dtype}"
+        )
     if activation not in ACTIVATIONS:
         return f"has the gates {', '.join(filter(None, ACTIVATIONS))} and not {activation!r}"
     if importlib.util.find_spec("llvmlite") is None:
@@ -128,7 +140,10 @@ def obstacle(
 
 
 def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
-    """Loads or compiles in threads what such products need, if it can serve here. See `Implementation`."""
+    """Loads or compiles in threads what such products need, if it can serve here.
+
+    See `Implementation`.
+    """
     if unsupported(jax.default_backend(), dtype, weight_dtype, None):
         return
     HANDLERS[dtype, weight_dtype, False].start()
@@ -137,9 +152,12 @@ def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
 
 
 def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
-    """[T, K] rows of a matrix. They are not beside each other in memory: 64 rows of 576 numbers take 0.2 ms."""
-    found = packed.at[ids // panels.PANEL, :, ids % panels.PANEL].get(mode="promise_in_bounds")
-    return found.reshape(len(ids), -1)[:, : matrix.inputs]
+    """Returns [T, K] rows of a matrix.
+
+    Their numbers are not beside each other in memory: 64 rows of 576 numbers take 0.2 ms.
+    """
+    rows = packed.at[ids // panels.PANEL, :, ids % panels.PANEL].get(mode="promise_in_bounds")
+    return rows.reshape(len(ids), -1)[:, : matrix.inputs]
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
@@ -152,11 +170,17 @@ def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
 
 
 def pack_low(b: Any, matrix: Matrix) -> Any:
-    return panels.arranged_low(jnp if isinstance(b, jax.Array) else np, b, gated=matrix.gated)
+    return panels.low_panels_of(jnp if isinstance(b, jax.Array) else np, b, gated=matrix.gated)
 
 
 IMPLEMENTATION = Implementation(
-    *("cpu", multiply, obstacle, pack, unpack, gather, prepare),
+    "cpu",
+    multiply,
+    obstacle,
+    pack=pack,
+    unpack=unpack,
+    gather=gather,
+    prepare=prepare,
     invariant=True,
     low_rank=True,
     pack_low=pack_low,

@@ -1,12 +1,14 @@
 """Products of activations with packed weights: compiled code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
-              pool for helpers, works, and waits for what helpers have begun.
-    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed,
-              it computes items of the product, each some panels of the weight by some tiles.
+    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS,
+              asks XLA's thread pool for helpers, works, and waits for what helpers have begun.
+    work      packs tiles of x, one an item: normalises the rows, and stores them input by input.
+              When all are packed, it computes items of the product, each some panels of the weight
+              by some tiles.
 
-A helper that begins too late finds no item. Shapes are read from the call frame, so one program serves all of them. A
-variant has code for its own dtypes alone, and for products of low rank if it has those (`job.py`).
+A helper that begins too late finds no item. Shapes are read from the call frame, so one program
+serves all of them. A variant has code for its own dtypes alone, and for products of low rank if it
+has those (`job.py`).
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from pallas_kernels.linear.cpu.job import (
     CHUNK_TABLE,
     CHUNK_WORDS,
     CHUNKS,
-    DONE,
+    COMPUTED_PANELS,
     EPS,
     FIRST,
     FIRST_PANEL,
     GROUP,
     ITEMS,
+    ITEMS_DONE,
     JOB_BYTES,
     KIND,
     LAST,
     LOW,
     LOW_A,
-    NEXT,
+    NEXT_ITEM,
     NEXT_TILE,
     NORM,
     NORM_WEIGHT,
@@ -51,7 +54,6 @@ from pallas_kernels.linear.cpu.job import (
     TILE_WORDS,
     TILES,
     TILES_DONE,
-    WANTED,
     WEIGHT,
     WIDTH,
     WORDS,
@@ -60,9 +62,9 @@ from pallas_kernels.linear.cpu.job import (
     K,
     X,
     bytes_of_row,
-    halves,
+    half_outputs,
+    rounded_up,
     token_at,
-    up,
 )
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
@@ -114,37 +116,39 @@ from pallas_kernels.shared.cpu.xla_call import (
     threads,
 )
 
-DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
-GROUP_BYTES, GROUP_PANELS = (
-    400 << 10,
-    16,
-)  # of panels that an item reads: they stay in a core's cache
+MAX_DEPTH = 2048  # steps of a tile at most that are computed while its sums stay in registers
+# At most, of the panels that an item reads: they stay in a core's cache
+GROUP_BYTES = 400 << 10
+GROUP_PANELS = 16
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
-LEAST_TILES = 8  # tiles of an item at least, if there are two times as many or more
-SUMS, EDGES = (
-    4 * PANEL * COLUMNS,
-    4 * 4 * PANEL,
-)  # bytes of a tile's sums, and of a panel's scales and biases
+MIN_TILES = 8  # tiles of an item at least, if there are two times as many or more
+SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
+EDGES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 
 @compiled
-def _row(job, row, norm, out):
-    """out = one row of x in the dtype of the factors, normalised, padded with zeros to whole vectors."""
+def _load_row(job, row, norm, out):
+    """Writes one row of x to `out`: normalised, in the dtype of the factors.
+
+    It is padded with zeros to whole vectors.
+    """
     k = load_word(job + K)
-    whole = k - k % FULL
+    in_vectors = k - k % FULL
     source = load_word(job + X) + row * k * X_SIZE
-    widen(X_SIZE, source, out, whole)
-    if whole < k:
-        end = out + 4 * whole
-        rest = end + 4 * FULL  # the tail's own numbers, padded; then widened to its place
+    widen(X_SIZE, source, out, in_vectors)
+    if in_vectors < k:
+        end = out + 4 * in_vectors
+        tail = (
+            end + 4 * FULL
+        )  # the last numbers as they are stored, padded; then widened to their place
         for i in range(FULL):
-            store_float(rest + 4 * i, np.float32(0))
-        copy_bytes(source + X_SIZE * whole, rest, X_SIZE * (k - whole))
-        widen(X_SIZE, rest, end, FULL)
-    padded = up(k, FULL)
+            store_float(tail + 4 * i, np.float32(0))
+        copy_bytes(source + X_SIZE * in_vectors, tail, X_SIZE * (k - in_vectors))
+        widen(X_SIZE, tail, end, FULL)
+    padded = rounded_up(k, FULL)
     if load_word(job + NORM) != 0:
         mean = sum_of_squares(out, padded) / np.float32(k)
         factor = np.float32(1) / square_root(mean + load_float(job + EPS))
@@ -157,7 +161,7 @@ def _row(job, row, norm, out):
 
 
 @compiled
-def _norm_weights(job, out):
+def _load_norm_weights(job, out):
     """out [K, padded] = the weights of the norm as float32."""
     k = load_word(job + K)
     kind = load_word(job + NORM)
@@ -165,90 +169,90 @@ def _norm_weights(job, out):
         return
     copy_bytes(load_word(job + NORM_WEIGHT), out, k * X_SIZE)
     if X_SIZE == BFLOAT16:
-        for start in range(up(k, FULL) - FULL, -1, -FULL):
+        for start in range(rounded_up(k, FULL) - FULL, -1, -FULL):
             widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
     for i in range(k if kind == RMS_PLUS_ONE else 0):
         store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
-    for i in range(k, up(k, FULL)):
+    for i in range(k, rounded_up(k, FULL)):
         store_float(out + 4 * i, np.float32(0))
 
 
 @compiled
-def _pack(job, tile, norm, rows):
+def _pack_tile(job, tile, norm, rows):
     """Packs one tile of x. rows: scratch of 16 rows."""
     entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
-    first, columns, words = (
-        load_word(entry),
-        load_word(entry + 8),
-        load_word(job + STEPS) * load_word(job + WORDS),
-    )
-    row_bytes, out = (
-        bytes_of_row(load_word(job + K)),
-        load_word(job + PACKED) + tile * load_word(job + TILE_BYTES),
-    )
+    first = load_word(entry)
+    columns = load_word(entry + 8)
+    words = load_word(job + STEPS) * load_word(job + WORDS)
+    row_bytes = bytes_of_row(load_word(job + K))
+    out = load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
     for i in range(columns):
-        _row(job, token_at(job, first + i), norm, rows + i * row_bytes)
+        _load_row(job, token_at(job, first + i), norm, rows + i * row_bytes)
     if LOW and load_word(job + LOW_A) != 0:
         low_rank.multiply_rows(job, first, columns, rows)
     if columns == 1:
-        copy_bytes(rows, out, 4 * up(words, FULL))
+        copy_bytes(rows, out, 4 * rounded_up(words, FULL))
         return
     for word in range(0, words, FULL):
         transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
 
 
-# --- the product ------------------------------------------------------------------------------------------------------
+# --- the product ----------------------------------------------------------------------------------
 
 
 @compiled_apart
-def _multiply_tile(columns, w, x, count, sums, ahead, stride):
-    multiply(KIND, columns, w, x, count, sums, ahead, stride)
+def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
+    multiply(KIND, columns, w, x, count, sums, next_weight, stride)
 
 
 @compiled
-def _vector_of(address, size, first, last, out):
+def _load_vector(address, size, first, last, out):
     """out [16] float32 = numbers first : last of a vector, and zeros."""
     for i in range(FULL):
         store_float(out + 4 * i, np.float32(0))
-    rest = out + 4 * FULL
+    numbers = out + 4 * FULL
     for i in range(FULL):
-        store_float(rest + 4 * i, np.float32(0))
+        store_float(numbers + 4 * i, np.float32(0))
     if last > first:
-        copy_bytes(address + size * first, rest, size * (last - first))
-    widen(size, rest, out, FULL)
+        copy_bytes(address + size * first, numbers, size * (last - first))
+    widen(size, numbers, out, FULL)
 
 
 @compiled
-def _edges(job, panel, matrix, out):
-    """out [2, 32] float32 = scales and biases of a panel; behind them, scratch of 32 numbers."""
-    gated, outputs = load_word(job + ACTIVATION) != 0, load_word(job + OUTPUTS)
+def _load_edges(job, panel, matrix, out):
+    """Writes a panel's scales and biases to `out` [2, 32] float32.
+
+    Behind them is scratch memory of 32 numbers.
+    """
+    gated = load_word(job + ACTIVATION) != 0
+    outputs = load_word(job + OUTPUTS)
     for half in range(2):
-        first, last = halves(job, panel, half)
+        first, last = half_outputs(job, panel, half)
         at = (outputs // 2 if gated and half == 1 else 0) + outputs * matrix
-        scales, bias = load_word(job + SCALES), load_word(job + BIAS)
+        scales = load_word(job + SCALES)
+        bias = load_word(job + BIAS)
         if scales == 0:
             for i in range(FULL):
                 store_float(out + 4 * (FULL * half + i), np.float32(1))
         else:
-            _vector_of(scales, 4, at + first, at + last, out + 4 * (2 * PANEL))
+            _load_vector(scales, 4, at + first, at + last, out + 4 * (2 * PANEL))
             copy_bytes(out + 4 * (2 * PANEL), out + 4 * FULL * half, 4 * FULL)
         if bias == 0:
             for i in range(FULL):
                 store_float(out + 4 * (PANEL + FULL * half + i), np.float32(0))
         else:
-            _vector_of(bias, X_SIZE, at + first, at + last, out + 4 * (2 * PANEL))
+            _load_vector(bias, X_SIZE, at + first, at + last, out + 4 * (2 * PANEL))
             copy_bytes(out + 4 * (2 * PANEL), out + 4 * (PANEL + FULL * half), 4 * FULL)
 
 
 @compiled
-def _finish(job, panel, entry, sums, edges):
-    """Scales, biases, activation and residual of a tile's sums, and their way to the result."""
-    row, columns = load_word(entry), load_word(entry + 8)
-    size, width, kind = (
-        load_word(job + OUT_SIZE),
-        load_word(job + WIDTH),
-        load_word(job + ACTIVATION),
-    )
+def _finish_tile(job, panel, entry, sums, edges):
+    """Applies scales, biases, activation and residual to a tile's sums, and writes the result."""
+    row = load_word(entry)
+    columns = load_word(entry + 8)
+    size = load_word(job + OUT_SIZE)
+    width = load_word(job + WIDTH)
+    kind = load_word(job + ACTIVATION)
     residual = load_word(job + RESIDUAL)
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         scale_and_add(sums, edges, edges + 4 * PANEL, columns)
@@ -256,42 +260,43 @@ def _finish(job, panel, entry, sums, edges):
         low_rank.add_sums(job, panel, entry, sums)
     if kind != 0:
         gate(kind, sums, columns)
-    spare = edges + 4 * 2 * PANEL
+    scratch = edges + 4 * 2 * PANEL
     for half in range(2 if kind == 0 else 1):
-        first, last = halves(job, panel, half)
-        count, at = last - first, first - load_word(job + FIRST)
+        first, last = half_outputs(job, panel, half)
+        count = last - first
+        column = first - load_word(job + FIRST)
         if count <= 0:
             continue
         if count == FULL and residual == 0 and load_word(job + ORDER) == 0:
-            out = load_word(job + OUT) + size * (row * width + at)
+            out = load_word(job + OUT) + size * (row * width + column)
             write_columns(size, sums + 4 * FULL * half, out, size * width, columns)
             continue
         for i in range(columns):
-            here, place = sums + 4 * (PANEL * i + FULL * half), token_at(job, row + i) * width + at
+            tile_row = sums + 4 * (PANEL * i + FULL * half)
+            position = token_at(job, row + i) * width + column
             if count == FULL:
                 if residual != 0:
-                    add_16(X_SIZE, here, residual + X_SIZE * place)
-                write_16(size, here, load_word(job + OUT) + size * place)
+                    add_16(X_SIZE, tile_row, residual + X_SIZE * position)
+                write_16(size, tile_row, load_word(job + OUT) + size * position)
             else:
                 if residual != 0:
-                    copy_bytes(residual + X_SIZE * place, spare, X_SIZE * count)
-                    add_16(X_SIZE, here, spare)
-                write_16(size, here, spare)
-                copy_bytes(spare, load_word(job + OUT) + size * place, size * count)
+                    copy_bytes(residual + X_SIZE * position, scratch, X_SIZE * count)
+                    add_16(X_SIZE, tile_row, scratch)
+                write_16(size, tile_row, scratch)
+                copy_bytes(scratch, load_word(job + OUT) + size * position, size * count)
 
 
 @compiled
-def _expect(job, panel, entry):
+def _prefetch_results(job, panel, entry):
     """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
     if LOW and load_word(job + LOW_A) != 0:
-        low_rank.expect_factors(job, panel, entry)
-    size, width, residual = (
-        load_word(job + OUT_SIZE),
-        load_word(job + WIDTH),
-        load_word(job + RESIDUAL),
-    )
-    row, columns = load_word(entry), load_word(entry + 8)
-    first, _ = halves(job, panel, 0)
+        low_rank.prefetch_factors(job, panel, entry)
+    size = load_word(job + OUT_SIZE)
+    width = load_word(job + WIDTH)
+    residual = load_word(job + RESIDUAL)
+    row = load_word(entry)
+    columns = load_word(entry + 8)
+    first, _ = half_outputs(job, panel, 0)
     at = first - load_word(job + FIRST)
     for i in range(columns):
         place = at + token_at(job, row + i) * width
@@ -304,14 +309,18 @@ def _expect(job, panel, entry):
 
 @compiled
 def _depth(steps):
-    """Returns the steps of a tile that are computed while its sums stay in registers: equal parts of all steps."""
-    return -(-steps // -(-steps // DEEP))
+    """Returns the steps of a tile that are computed while its sums stay in registers.
+
+    They are equal parts of all steps.
+    """
+    return -(-steps // -(-steps // MAX_DEPTH))
 
 
 @compiled
 def _weight_of(job, item):
     """Returns the address of the first panel of an item."""
-    chunks, tile_table = load_word(job + CHUNKS), load_word(job + TABLE)
+    chunks = load_word(job + CHUNKS)
+    tile_table = load_word(job + TABLE)
     first_tile = load_word(load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks))
     matrix = load_word(tile_table + 8 * TILE_WORDS * first_tile + 16)
     panel = (
@@ -323,35 +332,41 @@ def _weight_of(job, item):
 
 
 @compiled
-def _item(job, item, sums):
+def _compute_item(job, item, sums):
     """Computes a group of panels by a chunk of tiles.
 
-    A tile is multiplied with all panels of the group, which stay in a core's cache, before the next one. So
-    neighbouring numbers of the result are written one after the other.
+    A tile is multiplied with all panels of the group, which stay in a core's cache, before the next
+    one. So neighbouring numbers of the result are written one after the other.
     """
     chunks = load_word(job + CHUNKS)
     group = load_word(job + GROUP)
     chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
-    first_tile, tiles = load_word(chunk), load_word(chunk + 8)
+    first_tile = load_word(chunk)
+    tiles = load_word(chunk + 8)
     first = load_word(job + FIRST_PANEL) + group * (item // chunks)
-    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + WANTED))
-    table, packed = load_word(job + TABLE), load_word(job + PACKED)
-    tile_bytes, panel_bytes = load_word(job + TILE_BYTES), load_word(job + PANEL_BYTES)
-    steps, words = load_word(job + STEPS), load_word(job + WORDS)
+    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + COMPUTED_PANELS))
+    table = load_word(job + TABLE)
+    packed = load_word(job + PACKED)
+    tile_bytes = load_word(job + TILE_BYTES)
+    panel_bytes = load_word(job + PANEL_BYTES)
+    steps = load_word(job + STEPS)
+    words = load_word(job + WORDS)
     step_bytes = PANEL if KIND == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
     weight = _weight_of(job, item)
-    # Each tile fetches a part of the panels of the item that this thread takes next, if threads are equally fast. The
-    # last group may have fewer panels: addresses behind the weight are not read, and a fetch of them does not fail.
+    # Each tile fetches a part of the panels of the item that this thread takes next, if threads are
+    # equally fast. The last group may have fewer panels: addresses behind the weight are not read,
+    # and a fetch of them does not fail.
     next_weight = _weight_of(job, min(item + load_word(job + WORKERS), load_word(job + ITEMS) - 1))
-    share, stride = -(-panel_bytes // tiles), -(-step_bytes // tiles)
+    share = -(-panel_bytes // tiles)
+    stride = -(-step_bytes // tiles)
     depth = _depth(steps)
     apart = SUMS if depth < steps else 0  # sums that wait for the rest of their steps
     edges = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if apart > 0 else 1)
     finishes = load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0
     if finishes:
         for panel in range(first, last):
-            _edges(job, panel, matrix, edges + EDGES * (panel - first))
+            _load_edges(job, panel, matrix, edges + EDGES * (panel - first))
     for start in range(0, steps, depth):
         count = min(depth, steps - start)
         next_start = step_bytes * start // tiles
@@ -361,31 +376,35 @@ def _item(job, item, sums):
             x = packed + tile * tile_bytes + 4 * columns * words * start
             fetched = next_weight + (tile - first_tile) * share + next_start
             for panel in range(first, last):
-                here = sums + apart * ((tile - first_tile) * group + panel - first)
+                tile_sums = sums + apart * ((tile - first_tile) * group + panel - first)
                 w = weight + (panel - first) * panel_bytes + step_bytes * start
-                ahead = fetched + (panel - first) * panel_bytes
+                fetched_panel = fetched + (panel - first) * panel_bytes
                 if start == 0:
-                    clear(here, columns)
+                    clear(tile_sums, columns)
                 if start + count == steps:
-                    _expect(job, panel, entry)
-                _multiply_tile(columns, w, x, count, here, ahead, stride)
+                    _prefetch_results(job, panel, entry)
+                _multiply_tile(columns, w, x, count, tile_sums, fetched_panel, stride)
                 if start + count == steps:
-                    _finish(job, panel, entry, here, edges + EDGES * (panel - first))
+                    _finish_tile(job, panel, entry, tile_sums, edges + EDGES * (panel - first))
 
 
 @compiled
 def _scratch_bytes(k, steps):
-    """Returns the bytes of scratch memory of a thread: rows of x, and weights of the norm; or sums of an item."""
-    sums = SUMS * (1 if steps <= DEEP else CHUNK_TILES * GROUP_PANELS)
+    """Returns the bytes of scratch memory of a thread.
+
+    First it holds rows of x and weights of the norm, then sums of an item.
+    """
+    sums = SUMS * (1 if steps <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
     return max((FULL + 1) * bytes_of_row(k), sums + EDGES * GROUP_PANELS) + 128
 
 
 @compiled_apart
-def _share(job):
-    """Computes items until none is left, then waits for those that other threads have begun."""
+def _run_items(job):
+    """Packs tiles until none is left, waits for those of other threads, and computes items."""
     room = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
-    scratch = up(room, 64)
-    tiles, items = load_word(job + TILES), load_word(job + ITEMS)
+    scratch = rounded_up(room, 64)
+    tiles = load_word(job + TILES)
+    items = load_word(job + ITEMS)
     norm = scratch + FULL * bytes_of_row(load_word(job + K))
     ready = False
     while True:
@@ -393,29 +412,30 @@ def _share(job):
         if tile >= tiles:
             break
         if not ready:
-            _norm_weights(job, norm)
+            _load_norm_weights(job, norm)
             ready = True
-        _pack(job, tile, norm, scratch)
+        _pack_tile(job, tile, norm, scratch)
         fetch_add(job + TILES_DONE, 1)
-    while load_word(job + NEXT) < items and fetch_add(job + TILES_DONE, 0) < tiles:
+    while load_word(job + NEXT_ITEM) < items and fetch_add(job + TILES_DONE, 0) < tiles:
         sched_yield()
     while True:
-        item = fetch_add(job + NEXT, 1)
+        item = fetch_add(job + NEXT_ITEM, 1)
         if item >= items:
             break
-        _item(job, item, scratch)
-        fetch_add(job + DONE, 1)
+        _compute_item(job, item, scratch)
+        fetch_add(job + ITEMS_DONE, 1)
     free(room)
 
 
 @compiled
-def _work(job):
-    if fetch_add(job + NEXT, 0) < load_word(job + ITEMS):
-        _share(job)
+def _help(job):
+    """Runs items in a helper's thread, if it has not begun too late."""
+    if fetch_add(job + NEXT_ITEM, 0) < load_word(job + ITEMS):
+        _run_items(job)
     release(job)
 
 
-# --- the handler ------------------------------------------------------------------------------------------------------
+# --- the handler ----------------------------------------------------------------------------------
 
 
 @compiled
@@ -436,117 +456,147 @@ def _tiles(rows):
 
 
 @compiled
-def _split(tiles, wanted, panel_bytes, steps, matrices, workers):
-    """Returns (chunks of the tiles of a matrix at most, panels of a group): an item is a group by a chunk.
+def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
+    """Returns (chunks of the tiles of a matrix at most, panels of a group).
 
-    Several items for each worker, so that workers end together, in as few chunks as that allows: each chunk reads the
-    weight.
+    An item is a group by a chunk. Each worker gets several items, so that workers end together.
+    There are as few chunks as that allows, because each chunk reads the weight.
     """
-    group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
-    least = 4 * workers  # items
-    several = max(1, min(tiles, -(-least // wanted))) if workers > 1 else 1
-    if tiles >= 2 * LEAST_TILES and matrices == 1 and steps <= DEEP:
-        # a core's cache has no room for the tiles: all panels of a group use a tile before the next one is read
-        longer = max(1, min(tiles // LEAST_TILES, -(-4 * least * group // wanted)))
-        if longer * wanted >= least:
-            group = max(1, min(group, longer * wanted // least))
-            return longer, -(-wanted // -(-wanted // group))
-    elif steps > DEEP:
-        several = max(several, -(-tiles // CHUNK_TILES))
-    return several, max(1, min(group, wanted // (64 * workers)))
+    group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, MAX_DEPTH * 4 * PANEL)))
+    min_items = 4 * workers
+    chunks = max(1, min(tiles, -(-min_items // computed_panels))) if workers > 1 else 1
+    if tiles >= 2 * MIN_TILES and matrices == 1 and steps <= MAX_DEPTH:
+        # a core's cache has no room for the tiles: all panels of a group use a tile before the next
+        # one is read
+        long_chunks = max(1, min(tiles // MIN_TILES, -(-4 * min_items * group // computed_panels)))
+        if long_chunks * computed_panels >= min_items:
+            group = max(1, min(group, long_chunks * computed_panels // min_items))
+            return long_chunks, -(-computed_panels // -(-computed_panels // group))
+    elif steps > MAX_DEPTH:
+        chunks = max(chunks, -(-tiles // CHUNK_TILES))
+    return chunks, max(1, min(group, computed_panels // (64 * workers)))
 
 
 @compiled
-def _job(frame, workers):
-    """Lists the work of a call. Operands: see `implementation.py`."""
-    x, weight, sizes, options = (
-        argument(frame, 0),
-        argument(frame, 1),
-        argument(frame, 6),
-        data(argument(frame, 7)),
-    )
-    rows, k = dim(x, 0), dim(x, 1)
-    matrices = max(dim(sizes, 0), 1)
-    steps = dim(weight, 1)
-    panels = dim(weight, 0) // matrices
-    outputs, first, last = load_int(options), load_int(options + 4), load_int(options + 8)
-    tiles, chunks = 0, 0
+def _matrix_rows(frame, matrix):
+    """Returns how many rows of x a matrix multiplies; all of them if the call has no sizes."""
+    sizes = argument(frame, 6)
+    return dim(argument(frame, 0), 0) if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
+
+
+@compiled
+def _all_tiles(frame, matrices):
+    tiles = 0
     for matrix in range(matrices):
-        count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
-        tiles += _tiles(count)
-    gated = load_int(options + 12) != 0
-    first_panel = 0 if gated else first // PANEL
-    wanted = (panels if gated else -(-last // PANEL)) - first_panel
-    panel_bytes = steps * (PANEL if KIND == INT8 else 4 * PANEL)
-    several, group = _split(tiles, wanted, panel_bytes, steps, matrices, workers)
-    most = max(1, -(-tiles // several))
-    table_at = JOB_BYTES
-    chunks_at = table_at + 8 * TILE_WORDS * tiles
-    low_at = up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
-    job = malloc(low_at + (low_rank.room(frame, rows) if LOW else 0))
-    at, tile = 0, 0
+        tiles += _tiles(_matrix_rows(frame, matrix))
+    return tiles
+
+
+@compiled
+def _list_tiles(frame, job, matrices, chunk_tiles):
+    """Writes the tables of the tiles of all matrices, and of their chunks.
+
+    chunk_tiles: tiles of a chunk at most. Returns (chunks, rows of all tiles).
+    """
+    place = 0
+    tile = 0
+    chunks = 0
     for matrix in range(matrices):
-        count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
-        number = _tiles(count)
-        parts = -(-number // most)
-        for part in range(parts):
-            begin, end = part * number // parts, (part + 1) * number // parts
-            chunk = job + chunks_at + 8 * CHUNK_WORDS * chunks
+        rows = _matrix_rows(frame, matrix)
+        tiles = _tiles(rows)
+        matrix_chunks = -(-tiles // chunk_tiles)
+        for i in range(matrix_chunks):
+            begin = i * tiles // matrix_chunks
+            end = (i + 1) * tiles // matrix_chunks
+            chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * chunks
             store_word(chunk, tile + begin)
             store_word(chunk + 8, end - begin)
             chunks += 1
-        for i in range(number):
-            columns = count // number + (1 if i < count % number else 0)
-            entry = job + table_at + 8 * TILE_WORDS * tile
-            store_word(entry, at)
+        for i in range(tiles):
+            columns = rows // tiles + (1 if i < rows % tiles else 0)
+            entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
+            store_word(entry, place)
             store_word(entry + 8, columns)
             store_word(entry + 16, matrix)
-            at += columns
+            place += columns
             tile += 1
-    store_word(job + HOLDERS, 1)
-    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE):
-        store_word(job + counter, 0)
-    store_word(job + TILES, tiles)
-    store_word(job + ITEMS, chunks * (-(-wanted // group)))
+    return chunks, place
+
+
+@compiled
+def _store_operands(frame, job):
+    """Writes what the job needs of the call's operands, but for the weight's panels."""
+    x = argument(frame, 0)
+    options = data(argument(frame, 7))
+    out = result(frame, 0)
     store_word(job + X, data(x))
-    store_word(job + K, k)
+    store_word(job + K, dim(x, 1))
     store_word(job + NORM, load_int(options + 16))
     store_word(job + NORM_WEIGHT, data(argument(frame, 4)))
     store_float(job + EPS, load_float(data(argument(frame, 8))))
-    store_word(job + WEIGHT, data(weight))
-    store_word(job + PANELS, panels)
-    store_word(job + PANEL_BYTES, panel_bytes)
-    store_word(job + FIRST, first)
-    store_word(job + LAST, last)
+    store_word(job + FIRST, load_int(options + 4))
+    store_word(job + LAST, load_int(options + 8))
     store_word(job + SCALES, _optional(argument(frame, 2)))
     store_word(job + BIAS, _optional(argument(frame, 3)))
     store_word(job + ACTIVATION, load_int(options + 12))
     store_word(job + RESIDUAL, _optional(argument(frame, 5)))
-    store_word(job + OUTPUTS, outputs)
-    out = result(frame, 0)
+    store_word(job + OUTPUTS, load_int(options))
     store_word(job + OUT, data(out))
     store_word(job + OUT_SIZE, _size(out))
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
-    store_word(job + TILE_BYTES, 4 * (COLUMNS * up(k, FULL) + 2 * FULL))
+    store_word(job + TILE_BYTES, 4 * (COLUMNS * rounded_up(dim(x, 1), FULL) + 2 * FULL))
     store_word(job + WORDS, 1 if PAIRS or KIND != BFLOAT16 else 2)
+
+
+@compiled
+def _make_job(frame, workers):
+    """Lists the work of a call. Operands: see `implementation.py`."""
+    weight = argument(frame, 1)
+    options = data(argument(frame, 7))
+    matrices = max(dim(argument(frame, 6), 0), 1)
+    steps = dim(weight, 1)
+    panels = dim(weight, 0) // matrices
+    tiles = _all_tiles(frame, matrices)
+    gated = load_int(options + 12) != 0
+    first_panel = 0 if gated else load_int(options + 4) // PANEL
+    computed_panels = (panels if gated else -(-load_int(options + 8) // PANEL)) - first_panel
+    panel_bytes = steps * (PANEL if KIND == INT8 else 4 * PANEL)
+    max_chunks, group = _split(tiles, computed_panels, panel_bytes, steps, matrices, workers)
+    chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
+    low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
+    job = malloc(low_at + (low_rank.room(frame, dim(argument(frame, 0), 0)) if LOW else 0))
+    store_word(job + TABLE, job + JOB_BYTES)
+    store_word(job + CHUNK_TABLE, job + chunks_at)
+    chunks, rows = _list_tiles(frame, job, matrices, max(1, -(-tiles // max_chunks)))
+    store_word(job + HOLDERS, 1)
+    for counter in (NEXT_TILE, TILES_DONE, NEXT_ITEM, ITEMS_DONE):
+        store_word(job + counter, 0)
+    store_word(job + TILES, tiles)
+    store_word(job + ITEMS, chunks * (-(-computed_panels // group)))
+    store_word(job + WEIGHT, data(weight))
+    store_word(job + PANELS, panels)
+    store_word(job + PANEL_BYTES, panel_bytes)
     store_word(job + STEPS, steps)
     store_word(job + WORKERS, workers)
     store_word(job + CHUNKS, chunks)
     store_word(job + FIRST_PANEL, first_panel)
-    store_word(job + WANTED, wanted)
+    store_word(job + COMPUTED_PANELS, computed_panels)
     store_word(job + GROUP, group)
-    store_word(job + TABLE, job + table_at)
-    store_word(job + CHUNK_TABLE, job + chunks_at)
+    _store_operands(frame, job)
     if LOW:
-        low_rank.begin(job, frame, at, job + low_at)
+        low_rank.begin(job, frame, rows, job + low_at)
     return job
 
 
 @compiled
 def _clear_padding(frame):
-    """Sets the results of tokens behind those of all matrices to zero. XLA does not clear the result's memory."""
-    sizes, out = argument(frame, 6), result(frame, 0)
+    """Sets the results of tokens behind those of all matrices to zero.
+
+    XLA does not clear the result's memory.
+    """
+    sizes = argument(frame, 6)
+    out = result(frame, 0)
     used = 0
     for matrix in range(dim(sizes, 0)):
         used += load_int(data(sizes) + 4 * matrix)
@@ -559,12 +609,12 @@ def _clear_padding(frame):
 def handle(frame):
     """What XLA calls, with a call frame. Returns 0: no error."""
     workers = threads(frame)
-    job = _job(frame, workers)
+    job = _make_job(frame, workers)
     items = load_word(job + ITEMS)
-    ask_for_help(frame, address_of(_work), job, min(workers, items) - 1)
+    ask_for_help(frame, address_of(_help), job, min(workers, items) - 1)
     _clear_padding(frame)
-    _share(job)
-    while fetch_add(job + DONE, 0) < items:
+    _run_items(job)
+    while fetch_add(job + ITEMS_DONE, 0) < items:
         sched_yield()
     release(job)
     return 0

@@ -1,8 +1,10 @@
-"""Products of low rank beside those with the weight: tokens in the order of their slots, so that a tile has few slots.
+"""Products of low rank beside those with the weight.
+
+Tokens come in the order of their slots, so that a tile has few slots.
 
 begin             the order of the tokens, when the work of a call is listed
 multiply_rows     a tile's tokens by the rows of `a`, when it is packed
-expect_factors    fetches rows of `b` before the sums of a tile are computed
+prefetch_factors    fetches rows of `b` before the sums of a tile are computed
 add_sums          adds the products with the rows of `b` to them
 """
 
@@ -22,7 +24,7 @@ from pallas_kernels.linear.cpu.job import (
     X_SIZE,
     K,
     bytes_of_row,
-    halves,
+    half_outputs,
 )
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
@@ -44,52 +46,61 @@ LINE_BYTES = 64  # of a cache line
 
 @compiled
 def _run(job, place, end):
-    """Returns (slot, tokens): the slot of the token at a place, and how many from there have it, at most TOGETHER."""
-    slots, order = load_word(job + SLOTS), load_word(job + ORDER)
-    slot, tokens = load_int(slots + 4 * load_int(order + 4 * place)), 1
-    most = min(TOGETHER, end - place)
-    while tokens < most and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot:
+    """Returns (slot, tokens): the slot of the token at a place, and how many tokens have it.
+
+    They are counted from the place on, to TOGETHER at most.
+    """
+    slots = load_word(job + SLOTS)
+    order = load_word(job + ORDER)
+    slot = load_int(slots + 4 * load_int(order + 4 * place))
+    tokens = 1
+    max_tokens = min(TOGETHER, end - place)
+    while (
+        tokens < max_tokens and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot
+    ):
         tokens += 1
     return slot, tokens
 
 
 @compiled
 def multiply_rows(job, first, columns, x):
-    """The products of a tile's normalised rows with the rows of `a` of their slots. first: place of the tile."""
-    number = load_word(job + LOW_ROWS)
+    """Multiplies a tile's normalised rows with the rows of `a` of their slots.
+
+    first: place of the tile.
+    """
+    factor_rows = load_word(job + LOW_ROWS)
     length = load_word(job + LOW_K)
     row_bytes = X_SIZE * length
-    stride, at = bytes_of_row(load_word(job + K)), 0
-    while at < columns:
-        slot, tokens = _run(job, first + at, first + columns)
+    stride = bytes_of_row(load_word(job + K))
+    column = 0
+    while column < columns:
+        slot, tokens = _run(job, first + column, first + columns)
         if slot != 0:
-            rows = load_word(job + LOW_A) + row_bytes * number * slot
-            out = load_word(job + LOW_X) + 4 * number * (first + at)
-            for i in range(0, number, DOTS):
-                own, row, to = x + stride * at, rows + row_bytes * i, out + 4 * i
+            rows = load_word(job + LOW_A) + row_bytes * factor_rows * slot
+            out = load_word(job + LOW_X) + 4 * factor_rows * (first + column)
+            for i in range(0, factor_rows, DOTS):
+                token_rows = x + stride * column
+                row = rows + row_bytes * i
+                products = out + 4 * i
                 if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16:
                     dots(
-                        tokens,
-                        BFLOAT16,
-                        own,
-                        stride,
-                        X_SIZE,
-                        row,
-                        row_bytes,
-                        length,
-                        to,
-                        4 * number,
-                    )
+                        tokens, BFLOAT16, token_rows, stride, X_SIZE, row, row_bytes, length,
+                        products, 4 * factor_rows,
+                    )  # fmt: skip
                 else:
-                    dots(tokens, 4, own, stride, X_SIZE, row, row_bytes, length, to, 4 * number)
-        at += tokens
+                    dots(
+                        tokens, 4, token_rows, stride, X_SIZE, row, row_bytes, length,
+                        products, 4 * factor_rows,
+                    )  # fmt: skip
+        column += tokens
 
 
 @compiled
 def _factors(job, panel, half, slot):
-    """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
+    """Returns (address in `b`, first row, rows) for a slot and the 16 outputs of half a panel."""
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
-    first, last = load_int(ranks), load_int(ranks + 4)
+    first = load_int(ranks)
+    last = load_int(ranks + 4)
     row = (
         load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
     )
@@ -99,49 +110,54 @@ def _factors(job, panel, half, slot):
 @compiled
 def add_sums(job, panel, entry, sums):
     """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
-    place, columns = load_word(entry), load_word(entry + 8)
-    number, at = load_word(job + LOW_ROWS), 0
-    while at < columns:
-        slot, tokens = _run(job, place + at, place + columns)
+    place = load_word(entry)
+    columns = load_word(entry + 8)
+    factor_rows = load_word(job + LOW_ROWS)
+    column = 0
+    while column < columns:
+        slot, tokens = _run(job, place + column, place + columns)
         for half in range(2 if slot != 0 else 0):
-            first, last = halves(job, panel, half)
+            first, last = half_outputs(job, panel, half)
             if last > first:
                 rows, start, count = _factors(job, panel, half, slot)
-                factors = load_word(job + LOW_X) + 4 * (number * (place + at) + start)
-                own = sums + 4 * (PANEL * at + FULL * half)
-                add_rows(tokens, X_SIZE, own, factors, 4 * number, rows, count)
-        at += tokens
+                factors = load_word(job + LOW_X) + 4 * (factor_rows * (place + column) + start)
+                token_sums = sums + 4 * (PANEL * column + FULL * half)
+                add_rows(tokens, X_SIZE, token_sums, factors, 4 * factor_rows, rows, count)
+        column += tokens
 
 
 @compiled
-def expect_factors(job, panel, entry):
+def prefetch_factors(job, panel, entry):
     """Fetches the rows of `b` for a tile's sums."""
-    place, columns = load_word(entry), load_word(entry + 8)
-    row_bytes, at = X_SIZE * FULL, 0
-    while at < columns:
-        slot, tokens = _run(job, place + at, place + columns)
+    place = load_word(entry)
+    columns = load_word(entry + 8)
+    row_bytes = X_SIZE * FULL
+    column = 0
+    while column < columns:
+        slot, tokens = _run(job, place + column, place + columns)
         for half in range(2 if slot != 0 else 0):
-            first, last = halves(job, panel, half)
+            first, last = half_outputs(job, panel, half)
             if last > first:
                 rows, _, count = _factors(job, panel, half, slot)
                 for byte in range(0, row_bytes * count, LINE_BYTES):
                     prefetch(rows + byte)
-        at += tokens
+        column += tokens
 
 
 @compiled
 def _sort_by_slot(slots, count, number, order):
-    """order [count] int32 = the tokens in the order of their slots. Returns how many have a slot.
+    """Writes the tokens in the order of their slots to `order` [count] int32.
 
-    number: of slots. Behind the order is room for `number` + 1 counters.
+    number: of slots. Behind the order is room for `number` + 1 counters. Returns how many tokens
+    have a slot.
     """
     starts = order + 4 * count
     for slot in range(number + 1):
         store_int(starts + 4 * slot, 0)
     for token in range(count):
-        after = starts + 4 * (load_int(slots + 4 * token) + 1)
-        store_int(after, load_int(after) + 1)
-    none = load_int(starts + 4)
+        next_start = starts + 4 * (load_int(slots + 4 * token) + 1)
+        store_int(next_start, load_int(next_start) + 1)
+    without_slot = load_int(starts + 4)
     for slot in range(1, number):
         store_int(
             starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1))
@@ -151,7 +167,7 @@ def _sort_by_slot(slots, count, number, order):
         place = load_int(start)
         store_int(order + 4 * place, token)
         store_int(start, place + 1)
-    return count - none
+    return count - without_slot
 
 
 @compiled
@@ -169,14 +185,12 @@ def begin(job, frame, tokens, place):
     """
     store_word(job + LOW_A, 0)
     store_word(job + ORDER, 0)
-    a, b, slots, ranks = (
-        argument(frame, 9),
-        argument(frame, 10),
-        argument(frame, 11),
-        argument(frame, 12),
-    )
-    number = dim(a, 1)
-    order = place + 4 * number * dim(slots, 0)
+    a = argument(frame, 9)
+    b = argument(frame, 10)
+    slots = argument(frame, 11)
+    ranks = argument(frame, 12)
+    factor_rows = dim(a, 1)
+    order = place + 4 * factor_rows * dim(slots, 0)
     if _sort_by_slot(data(slots), tokens, dim(a, 0), order) == 0:
         return
     store_word(job + ORDER, order)
@@ -185,6 +199,6 @@ def begin(job, frame, tokens, place):
     store_word(job + SLOTS, data(slots))
     store_word(job + RANKS, data(ranks))
     store_word(job + LOW_X, place)
-    store_word(job + LOW_ROWS, number)
+    store_word(job + LOW_ROWS, factor_rows)
     store_word(job + LOW_K, dim(a, 2))
     store_word(job + LOW_HALVES, dim(b, 1))

@@ -1,7 +1,8 @@
 """Arithmetic of the products on arrays at addresses.
 
-A tile is `columns` tokens, at most COLUMNS, by the 32 outputs of a panel. Its sums stay in registers while the inputs
-are added one after the other, so an output has the same bits in a tile of any width.
+A tile is `columns` tokens, at most COLUMNS, by the 32 outputs of a panel. Its sums stay in
+registers while the inputs are added one after the other, so an output has the same bits in a tile
+of any width.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from llvmlite import ir
 
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
-from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, declared, instruction
+from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
+    columns_of,
     constant,
     dot_pairs,
     each_case,
     each_index,
-    every,
     exponential,
     floats,
     fold,
@@ -29,7 +30,7 @@ from pallas_kernels.shared.cpu.vectors import (
     multiply_add,
     splat,
     store,
-    transposed,
+    uniform,
     variable,
 )
 
@@ -39,7 +40,10 @@ WIDE_CPU = has("avx512f")
 COLUMNS = 12 if WIDE_CPU else 6
 VECTORS = 2 if WIDE_CPU else 1  # of 16 outputs that are summed together
 PAIRS = has("avx512bf16") and WIDE_CPU  # the CPU multiplies pairs of bfloat16 numbers
-FLOAT32, BFLOAT16, INT8 = 4, 2, 1  # a weight's dtype, as the bytes of a number
+# A weight's dtype, as the bytes of a number
+FLOAT32 = 4
+BFLOAT16 = 2
+INT8 = 1
 
 
 def _at(builder, address, index, size):
@@ -65,8 +69,8 @@ def _pairs(builder, w, index, vector):
 
 def _widened_pairs(builder, w, index, vector):
     bits = _pairs(builder, w, index, vector)
-    even = builder.shl(bits, every(bits.type, 16))
-    odd = builder.and_(bits, every(bits.type, 0xFFFF0000))
+    even = builder.shl(bits, uniform(bits.type, 16))
+    odd = builder.and_(bits, uniform(bits.type, 0xFFFF0000))
     return [builder.bitcast(x, floats(FULL)) for x in (even, odd)]
 
 
@@ -74,17 +78,17 @@ def _fetch(builder, address, written, level):
     """Fetches a line; written: for a store. level: 3 is the nearest cache, 2 the one behind it."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-    fetch = declared(builder.module, kind, "llvm.prefetch.p0")
+    fetch = external_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(
         fetch,
         [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))],
     )
 
 
-def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
+def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
     """Generates the sums of a tile, see `multiply`."""
     native = kind == BFLOAT16 and PAIRS
-    each = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
+    step_inputs = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
     weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
     zero = ir.Constant(WORD, 0)
     for first in range(0, 2, VECTORS):
@@ -98,12 +102,12 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
             for total, place in zip(row, at, strict=True):
                 builder.store(load(builder, place, zero, FULL), total)
         with each_index(builder, count) as index:
-            line = builder.add(ahead, builder.mul(index, stride))
-            for more in (0, 64):
-                _fetch(builder, builder.add(line, ir.Constant(WORD, more)), 0, 2)
+            line = builder.add(next_weight, builder.mul(index, stride))
+            for line_offset in (0, 64):
+                _fetch(builder, builder.add(line, ir.Constant(WORD, line_offset)), 0, 2)
             rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
-            at = builder.mul(index, ir.Constant(WORD, columns * each))
-            for part, c in itertools.product(range(each), range(columns)):
+            at = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
+            for part, c in itertools.product(range(step_inputs), range(columns)):
                 number = load_one(
                     builder, x, builder.add(at, ir.Constant(WORD, part * columns + c))
                 )
@@ -120,16 +124,16 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
 
 
 @instruction
-def multiply(builder, kind, columns, w, x, count, sums, ahead, stride):
+def multiply(builder, kind, columns, w, x, count, sums, next_weight, stride):
     """sums [columns, 32] += x [count, columns] . w [count, 32], as float32.
 
     kind: of the weight, a constant. x: float32, or pairs of bfloat16 if the CPU multiplies those.
     count: of inputs; of pairs of them if the weight is bfloat16.
-    ahead: memory that is needed next; every step fetches two lines, `stride` bytes further.
+    next_weight: memory that is needed next; every step fetches two lines, `stride` bytes further.
     """
 
     def add_tile(width):
-        _add_tile(builder, kind.constant, width, w, x, count, sums, ahead, stride)
+        _add_tile(builder, kind.constant, width, w, x, count, sums, next_weight, stride)
 
     each_case(builder, columns, range(1, COLUMNS + 1), add_tile)
 
@@ -143,13 +147,14 @@ def _prefetch(written):
     return fetch
 
 
-prefetch, prefetch_written = _prefetch(0), _prefetch(1)
+prefetch = _prefetch(0)
+prefetch_written = _prefetch(1)
 
 
-# --- before the products: rows of inputs ------------------------------------------------------------------------------
+# --- before the products: rows of inputs ----------------------------------------------------------
 
 
-def _each(builder, size, piece):
+def _each_vector(builder, size, piece):
     """Calls piece(index) for every 16 of `size` numbers; the last ones may be past `size`."""
     with each_index(builder, size, step=FULL) as index:
         piece(index)
@@ -160,7 +165,7 @@ def widen(builder, size, source, out, count):
     """out [count] = source [count] as float32, for a multiple of 16 numbers. size: 4 or 2 bytes."""
 
     def widen_all(size):
-        _each(
+        _each_vector(
             builder, count, lambda i: store(builder, load(builder, source, i, FULL, size), out, i)
         )
 
@@ -176,14 +181,14 @@ def sum_of_squares(builder, x, count):
         y = load(builder, x, i, FULL)
         builder.store(multiply_add(builder, y, y, builder.load(total)), total)
 
-    _each(builder, count, piece)
+    _each_vector(builder, count, piece)
     return fold(builder, builder.load(total), builder.fadd)
 
 
 @instruction
 def square_root(builder, x):
     kind = ir.FunctionType(FLOAT, [FLOAT])
-    return builder.call(declared(builder.module, kind, "llvm.sqrt.f32"), [x])
+    return builder.call(external_function(builder.module, kind, "llvm.sqrt.f32"), [x])
 
 
 @instruction
@@ -195,20 +200,23 @@ def scale_by(builder, x, factor, weights, count):
         y = builder.fmul(load(builder, x, i, FULL), factor)
         store(builder, builder.fmul(y, load(builder, weights, i, FULL)), x, i)
 
-    _each(builder, count, piece)
+    _each_vector(builder, count, piece)
 
 
 def _rounded(builder, x):
-    """16 float32 numbers -> the bits of the nearest bfloat16 numbers, ties to even; a NaN stays one."""
+    """Returns the bits of the bfloat16 numbers that are nearest to 16 float32 numbers.
+
+    Ties go to even; a NaN stays one.
+    """
     integers = ir.VectorType(INT32, FULL)
     bits = builder.bitcast(x, integers)
-    odd = builder.and_(builder.lshr(bits, every(integers, 16)), every(integers, 1))
-    nearest = builder.add(bits, builder.add(odd, every(integers, 0x7FFF)))
+    odd = builder.and_(builder.lshr(bits, uniform(integers, 16)), uniform(integers, 1))
+    nearest = builder.add(bits, builder.add(odd, uniform(integers, 0x7FFF)))
     nearest = builder.select(
-        builder.fcmp_unordered("uno", x, x), every(integers, 0x7FC00000), nearest
+        builder.fcmp_unordered("uno", x, x), uniform(integers, 0x7FC00000), nearest
     )
     return builder.trunc(
-        builder.lshr(nearest, every(integers, 16)), ir.VectorType(ir.IntType(16), FULL)
+        builder.lshr(nearest, uniform(integers, 16)), ir.VectorType(ir.IntType(16), FULL)
     )
 
 
@@ -221,25 +229,26 @@ def narrow(builder, x, out, count):
         address = builder.add(out, builder.mul(i, ir.Constant(WORD, 2)))
         builder.store(narrow, pointer(builder, address, narrow.type), align=2)
 
-    _each(builder, count, piece)
+    _each_vector(builder, count, piece)
 
 
 @instruction
 def transpose(builder, rows, row_bytes, out, columns):
-    """16 rows of 16 words, `row_bytes` apart -> 16 rows of `columns` words of which each is followed by the next.
+    """Transposes 16 rows of 16 words to 16 rows of `columns` words.
 
-    Every row is written whole and the next one over its end, so up to 16 words behind the last one are changed.
+    The rows are `row_bytes` apart; the new ones follow each other. A whole vector is written of
+    each, and the next one over its end, so up to 16 words behind the last one are changed.
     """
     starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(WORD, i))) for i in range(FULL)]
     vectors = [load(builder, start, ir.Constant(WORD, 0), FULL) for start in starts]
-    for i, vector in enumerate(transposed(builder, vectors)):
+    for i, vector in enumerate(columns_of(builder, vectors)):
         store(builder, vector, out, builder.mul(columns, ir.Constant(WORD, i)))
 
 
-# --- products of low rank ---------------------------------------------------------------------------------------------
+# --- products of low rank -------------------------------------------------------------------------
 
-# Tokens of one slot, at most TOGETHER, are computed together, so that factors are read once for all of them. A token's
-# numbers are added in the same order in any company.
+# Tokens of one slot, at most TOGETHER, are computed together, so that factors are read once for all
+# of them. A token's numbers are added in the same order in any company.
 TOGETHER = 4
 DOTS = 4  # rows of `a` at a time
 
@@ -250,35 +259,37 @@ def _rows_at(builder, address, stride, number):
 
 @instruction
 def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride):
-    """out [tokens, 4] = the products of rows x [tokens, count] with 4 rows, for a multiple of 16 numbers.
+    """out [tokens, 4] = the products of rows x [tokens, count] with 4 rows.
 
+    count: a multiple of 16.
     x_size, size: bytes of a number of x and of the rows, constants. Strides are in bytes.
     """
 
     def sums(number):
-        own, starts = _rows_at(builder, x, x_stride, number), _rows_at(builder, rows, stride, DOTS)
-        totals = [[variable(builder, floats(FULL)) for _ in starts] for _ in own]
+        token_rows = _rows_at(builder, x, x_stride, number)
+        starts = _rows_at(builder, rows, stride, DOTS)
+        totals = [[variable(builder, floats(FULL)) for _ in starts] for _ in token_rows]
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
 
         def piece(i):
             factors = [load(builder, start, i, FULL, size.constant) for start in starts]
-            for token, own_totals in zip(own, totals, strict=True):
+            for token, row_totals in zip(token_rows, totals, strict=True):
                 numbers = load(builder, token, i, FULL, x_size.constant)
-                for factor, total in zip(factors, own_totals, strict=True):
+                for factor, total in zip(factors, row_totals, strict=True):
                     builder.store(
                         multiply_add(builder, numbers, factor, builder.load(total)), total
                     )
 
-        _each(builder, count, piece)
-        for place, own_totals in zip(
+        _each_vector(builder, count, piece)
+        for place, row_totals in zip(
             _rows_at(builder, out, out_stride, number), totals, strict=True
         ):
-            for i, total in enumerate(own_totals):
-                found = fold(builder, builder.load(total), builder.fadd)
+            for i, total in enumerate(row_totals):
+                dot = fold(builder, builder.load(total), builder.fadd)
                 builder.store(
-                    found,
-                    pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type),
+                    dot,
+                    pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), dot.type),
                 )
 
     each_case(builder, tokens, range(1, TOGETHER + 1), sums)
@@ -286,16 +297,18 @@ def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, o
 
 @instruction
 def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
-    """sums [tokens, 32][:, :16] += factors [tokens, count] . rows [count, 16], for an even number of rows.
+    """sums [tokens, 32][:, :16] += factors [tokens, count] . rows [count, 16].
 
-    size: bytes of a number of the rows, a constant. stride: of the tokens' factors (float32), in bytes.
+    count: an even number.
+    size: bytes of a number of the rows, a constant. stride: of the tokens' factors (float32), in
+        bytes.
     """
     zero = ir.Constant(WORD, 0)
 
     def products(number):
-        own = _rows_at(builder, factors, stride, number)
+        token_factors = _rows_at(builder, factors, stride, number)
         totals = [
-            [variable(builder, floats(FULL)) for _ in range(2)] for _ in own
+            [variable(builder, floats(FULL)) for _ in range(2)] for _ in token_factors
         ]  # even, odd rows
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
@@ -305,7 +318,7 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
                 row = load(
                     builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, size.constant
                 )
-                for token, total in zip(own, totals, strict=True):
+                for token, total in zip(token_factors, totals, strict=True):
                     factor = splat(builder, load_one(builder, token, at), FULL)
                     sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
                     builder.store(sum_, total[parity])
@@ -317,28 +330,27 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
     each_case(builder, tokens, range(1, TOGETHER + 1), products)
 
 
-# --- after the products: sums of a tile -------------------------------------------------------------------------------
+# --- after the products: sums of a tile -----------------------------------------------------------
 
 
 @instruction
 def scale_and_add(builder, sums, scales, bias, columns):
     """sums [columns, 32] = sums * scales [32] + bias [32], in place."""
     starts = [ir.Constant(WORD, 0), ir.Constant(WORD, FULL)]
-    factors, added = (
-        [load(builder, each, start, FULL) for start in starts] for each in (scales, bias)
+    factors, offsets = (
+        [load(builder, vector, start, FULL) for start in starts] for vector in (scales, bias)
     )
     with each_index(builder, columns) as index:
         row = builder.add(sums, builder.mul(index, ir.Constant(WORD, 4 * PANEL)))
-        for start, factor, more in zip(starts, factors, added, strict=True):
-            y = builder.fadd(builder.fmul(load(builder, row, start, FULL), factor), more)
+        for start, factor, offset in zip(starts, factors, offsets, strict=True):
+            y = builder.fadd(builder.fmul(load(builder, row, start, FULL), factor), offset)
             store(builder, y, row, start)
 
 
-SILU, GELU_TANH = 1, 2
-GELU = (
-    2 * math.sqrt(2 / math.pi),
-    0.044715,
-)  # gelu_tanh(x) = x * sigmoid(GELU[0] * (x + GELU[1] * x**3))
+SILU = 1
+GELU_TANH = 2
+# gelu_tanh(x) = x * sigmoid(GELU[0] * (x + GELU[1] * x**3))
+GELU = (2 * math.sqrt(2 / math.pi), 0.044715)
 
 
 def _sigmoid(builder, x):
@@ -351,7 +363,10 @@ def _sigmoid(builder, x):
 
 @instruction
 def gate(builder, kind, sums, columns):
-    """sums [columns, 0 : 16] = activation(sums[:, 0 : 16]) * sums[:, 16 : 32], in place. kind: SILU or GELU_TANH."""
+    """sums [columns, 0 : 16] = activation(sums[:, 0 : 16]) * sums[:, 16 : 32], in place.
+
+    kind: SILU or GELU_TANH.
+    """
     curved = builder.icmp_signed("==", kind, ir.Constant(WORD, GELU_TANH))
     with each_index(builder, columns) as index:
         row = builder.add(sums, builder.mul(index, ir.Constant(WORD, 4 * PANEL)))
@@ -363,12 +378,14 @@ def gate(builder, kind, sums, columns):
 
 
 @instruction
-def add_16(builder, size, sums, more):
-    """sums [16] += more [16], which has numbers of 4 or 2 bytes."""
+def add_16(builder, size, sums, addends):
+    """sums [16] += addends [16], which has numbers of 4 or 2 bytes."""
     start = ir.Constant(WORD, 0)
 
     def add(size):
-        y = builder.fadd(load(builder, sums, start, FULL), load(builder, more, start, FULL, size))
+        y = builder.fadd(
+            load(builder, sums, start, FULL), load(builder, addends, start, FULL, size)
+        )
         store(builder, y, sums, start)
 
     each_case(builder, size, (4, 2), add)
@@ -376,10 +393,13 @@ def add_16(builder, size, sums, more):
 
 def _write(builder, size, x, out):
     """Stores 16 float32 numbers at an address, as float32 or bfloat16 by the size of a number."""
-    with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (whole, half):
-        with whole:
+    with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (
+        float32_branch,
+        bfloat16_branch,
+    ):
+        with float32_branch:
             store(builder, x, out, ir.Constant(WORD, 0))
-        with half:
+        with bfloat16_branch:
             narrow = _rounded(builder, x)
             builder.store(narrow, pointer(builder, out, narrow.type), align=2)
 
@@ -392,7 +412,10 @@ def write_16(builder, size, sums, out):
 
 @instruction
 def write_columns(builder, size, sums, out, stride, columns):
-    """out [columns, 16] = sums [columns, 32][:, :16], whose rows are `stride` bytes apart in the result."""
+    """out [columns, 16] = sums [columns, 32][:, :16].
+
+    The rows are `stride` bytes apart in the result.
+    """
     with each_index(builder, columns) as index:
         x = load(builder, sums, builder.mul(index, ir.Constant(WORD, PANEL)), FULL)
         _write(builder, size, x, builder.add(out, builder.mul(index, stride)))

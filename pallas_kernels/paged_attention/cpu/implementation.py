@@ -1,4 +1,4 @@
-"""Paged attention on a CPU by a compiled kernel that reads the pages in place, for decodes and prompt chunks."""
+"""Paged attention on a CPU by a compiled kernel that reads the pages in place."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ HEAD_SIZES = 8  # and its multiples
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.paged_attention.cpu.7"
 BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-PAIRED = (
-    "bfloat16_bfloat16"  # bfloat16 queries over bfloat16 pages: their chunks have another product
-)
+# bfloat16 queries over bfloat16 pages: their chunks have another product
+PAIRED = "bfloat16_bfloat16"
 
 
 def _handler(pages: str, invariant: bool) -> Handler:
@@ -46,9 +45,8 @@ _HANDLERS[PAIRED, False] = _handler(PAIRED, False)
 
 def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
     """Returns the handler for keys and values, and queries, of these dtypes."""
-    is_paired = (
-        dtype == query_dtype == "bfloat16" and not invariant
-    )  # an invariant chunk multiplies as a decode does
+    # an invariant chunk multiplies as a decode does
+    is_paired = dtype == query_dtype == "bfloat16" and not invariant
     return _HANDLERS[PAIRED if is_paired else dtype, invariant]
 
 
@@ -65,7 +63,9 @@ def paged_attention(
     soft_cap=None,
     invariant=False,
 ) -> jax.Array:
-    """See `api.paged_attention`. Tokens before the windows of all of an item's queries are not read.
+    """See `api.paged_attention`.
+
+    Tokens before the windows of all of an item's queries are not read.
 
     Args:
         invariant: see `Implementation.invariant`.
@@ -74,22 +74,25 @@ def paged_attention(
         ValueError: `unsupported` gives a reason.
     """
     dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
-    wrong = unsupported(jax.default_backend(), dtype, q.shape[-1])
-    if not wrong and v_pages.dtype != k_pages.dtype:
-        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
-    if wrong:
-        raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
+    reason = unsupported(jax.default_backend(), dtype, q.shape[-1])
+    if not reason and v_pages.dtype != k_pages.dtype:
+        reason = (
+            "needs k_pages and v_pages of one dtype, "
+            f"and they are {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if reason:
+        raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
     handler = handler_of(dtype, q.dtype.name, invariant)
     handler.register()
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
-    factor = (
-        scale if q.dtype == jnp.bfloat16 else 0
-    )  # the kernel divides by it, to have the bfloat16 numbers again
+    # the kernel divides by it, to have the bfloat16 numbers again
+    factor = scale if q.dtype == jnp.bfloat16 else 0
     options = (
         jnp.full(1, window or 0, jnp.int32),
-        *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)),
+        jnp.full(1, soft_cap or 0, jnp.float32),
+        jnp.full(1, factor or 0, jnp.float32),
     )
     attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
@@ -97,7 +100,10 @@ def paged_attention(
 
 
 def unsupported(platform: str, dtype: str, head_size: int) -> str:
-    """Returns why this implementation cannot serve a cache, as the rest of a sentence; empty if it can."""
+    """Returns why this implementation cannot serve a cache; empty if it can.
+
+    The reason is the rest of a sentence.
+    """
     if platform != "cpu":
         return f"runs on platform 'cpu' and not on {platform!r}"
     if sys.platform == "win32":

@@ -1,7 +1,8 @@
 """A work item of a short row: a decode, which is one query token, and one more for each draft.
 
-`attend` computes the scores of a span of visible tokens, their softmax, and the weighted sum of the values. All query
-tokens read each page once, and each is computed as if it were alone, so drafts change no bit of it.
+`attend` computes the scores of a span of visible tokens, their softmax, and the weighted sum of the
+values. All query tokens read each page once, and each is computed as if it were alone, so drafts
+change no bit of it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ SHORT = 8  # query tokens of a short row at most
 
 @compiled
 def first_seen(length, window, count):
-    """Returns the first context token of a row's first span: the first one that any of its query tokens sees.
+    """Returns the first context token of a row's first span.
 
-    In an invariant call, spans begin at multiples of SPAN, so they are the same for every query token.
+    It is the first one that any of the row's query tokens sees.
+    In an invariant call, spans begin at multiples of SPAN, so they are the same for every query
+    token.
     """
     first = max(length - (window + count - 1), 0)
     return first - first % SPAN if INVARIANT else first
@@ -49,9 +52,9 @@ def first_seen(length, window, count):
 
 @compiled
 def _softmax(scores, begin, count, total, cap) -> tuple[np.float32, np.float32]:
-    """scores [total] -> exp(scores - their maximum) of those from `begin` to `count`, and 0 of the others, in place.
+    """Replaces scores [total] by exp(score - the largest score) from `begin` to `count`, 0 outside.
 
-    Returns (maximum, sum); without a score (minus infinity, 0). Writes up to the next 16.
+    Returns (largest score, sum); without a score (minus infinity, 0). Writes up to the next 16.
     """
     end = -(-total // FULL) * FULL
     if count <= begin:
@@ -83,35 +86,39 @@ def attend(
     q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats,
     count, length, window, token_bytes, heads,
 ):  # fmt: skip
-    """Computes the queries of `count` tokens, G each, over the context tokens first : stop of one key head.
+    """Computes the queries of `count` tokens, G each, over context tokens first : stop of one head.
 
-    q: [G, D] float32 of the first token; those of the next one are token_bytes behind. out, stats: of the first token;
-        those of the next one are K times as far.
+    q: [G, D] float32 of the first token; those of the next one are token_bytes behind.
+    out, stats: of the first token; those of the next one are K times as far.
     out: [G, D] float32, the sum of the values, weighted by exp(score - the largest score).
-    stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of items.
-    k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
+    stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of
+        items.
+    k, v: addresses of this head in page 0.
+    table: [M] int32 pages of the row.
+    cap: address of the soft cap, or of 0.
     scores: [count, G, SPAN] float32, scratch.
-    length, window: context tokens of the row; the last token sees the last `window` of them, each token before it one
-        less.
+    length, window: context tokens of the row; the last token sees the last `window` of them, each
+        token before it one less.
     """
-    row, part = SIZE * d, 4 * group * d * heads
-    visible = max(
-        first, length - (window + count - 1)
-    )  # an aligned span may begin before the window
+    row = SIZE * d
+    part = 4 * group * d * heads
+    # an aligned span may begin before the window
+    visible = max(first, length - (window + count - 1))
     at = visible
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)
         base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
-        ahead = v + load_int(table + 4 * (visible // s)) * page_bytes + visible % s * row
+        next_rows = v + load_int(table + 4 * (visible // s)) * page_bytes + visible % s * row
         if at + run < stop:
-            ahead = k + load_int(table + 4 * (at // s + 1)) * page_bytes
-        to = scores + 4 * (at - first)
+            next_rows = k + load_int(table + 4 * (at // s + 1)) * page_bytes
+        span_scores = scores + 4 * (at - first)
         i = 0
         while i + TOGETHER <= run:
-            _fetch(ahead + i * row, TOGETHER * row)
+            _fetch(next_rows + i * row, TOGETHER * row)
             for token in range(count):
-                query, score = q + token * token_bytes, to + 4 * (token * group * SPAN + i)
+                query = q + token * token_bytes
+                score = span_scores + 4 * (token * group * SPAN + i)
                 g = 0
                 while g + SHARED <= group:
                     scores_shared(
@@ -127,17 +134,16 @@ def attend(
         while i < run:
             for token in range(count):
                 for g in range(group):
-                    query, score = (
-                        q + token * token_bytes + 4 * g * d,
-                        to + 4 * ((token * group + g) * SPAN + i),
-                    )
+                    query = q + token * token_bytes + 4 * g * d
+                    score = span_scores + 4 * ((token * group + g) * SPAN + i)
                     score_one(SIZE, query, base + i * row, d, score, SPAN)
             i += 1
         at += run
 
     for token in range(count):
-        seen = length - (count - 1 - token)
-        begin, end = max(seen - window - first, 0), min(seen, stop) - first
+        visible_end = length - (count - 1 - token)
+        begin = max(visible_end - window - first, 0)
+        end = min(visible_end, stop) - first
         for g in range(group):
             top, norm = _softmax(
                 scores + 4 * (token * group + g) * SPAN, begin, end, stop - first, load_float(cap)
@@ -151,15 +157,16 @@ def attend(
         offset = at % s
         run = min(s - offset, stop - at)
         base = v + load_int(table + 4 * (at // s)) * page_bytes + offset * row
-        ahead = base
+        next_rows = base
         if at + run < stop:
-            ahead = v + load_int(table + 4 * (at // s + 1)) * page_bytes
-        to = scores + 4 * (at - first)
+            next_rows = v + load_int(table + 4 * (at // s + 1)) * page_bytes
+        span_scores = scores + 4 * (at - first)
         i = 0
         while i + TOGETHER <= run:
-            _fetch(ahead + i * row, TOGETHER * row)
+            _fetch(next_rows + i * row, TOGETHER * row)
             for token in range(count):
-                weights, sums = to + 4 * (token * group * SPAN + i), out + token * part
+                weights = span_scores + 4 * (token * group * SPAN + i)
+                sums = out + token * part
                 g = 0
                 while g + SHARED <= group:
                     address = sums + 4 * g * d
@@ -177,10 +184,8 @@ def attend(
         while i < run:
             for token in range(count):
                 for g in range(group):
-                    weights, sums = (
-                        to + 4 * ((token * group + g) * SPAN + i),
-                        out + token * part + 4 * g * d,
-                    )
+                    weights = span_scores + 4 * ((token * group + g) * SPAN + i)
+                    sums = out + token * part + 4 * g * d
                     add_weighted_values_one(SIZE, weights, base + i * row, d, sums, SPAN)
             i += 1
         at += run

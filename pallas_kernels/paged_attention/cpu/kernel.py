@@ -1,21 +1,23 @@
 """Paged attention that reads pages in place: compiled code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers, works, waits for
-              the items that helpers have begun, and merges short rows of more than one span.
-    work      computes items until none is left. An item of a row with up to SHORT query tokens (a decode, with or
-              without drafts) is (span of SPAN visible tokens, key head); an item of a row with more (a chunk) is (tile
-              of LANES queries, key head).
-              Helpers and the handler's thread run the same loop, so a long context is shared by threads and short ones
-              do not wait.
+    handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers,
+              works, waits for the items that helpers have begun, and merges short rows of more than
+              one span.
+    work      computes items until none is left. An item of a row with up to SHORT query tokens (a
+              decode, with or without drafts) is (span of SPAN visible tokens, key head); an item of
+              a row with more (a chunk) is (tile of LANES queries, key head).
+              Helpers and the handler's thread run the same loop, so a long context is shared by
+              threads and short ones do not wait.
 
-The handler never waits for a helper that has not begun: its thread then computes all items. So it cannot deadlock, for
-any number of engines that share the pool. A helper that begins too late finds no item. It reads only the job, a block
-of memory that the last user frees.
+The handler never waits for a helper that has not begun: its thread then computes all items. So it
+cannot deadlock, for any number of engines that share the pool. A helper that begins too late finds
+no item. It reads only the job, a block of memory that the last user frees.
 
-Head sizes are multiples of 8. Shapes are read from the call frame, so one program serves all of them, with and without
-a window and a soft cap. A variant (`options.py`) has code for pages of one dtype, and for one kind of chunks. Items are
-in `items.py`, `tile_items.py` and `pieces.py`. `object_files.py` stores the object code on disk; a process that finds
-it does not import this module.
+Head sizes are multiples of 8. Shapes are read from the call frame, so one program serves all of
+them, with and without a window and a soft cap. A variant (`options.py`) has code for pages of one
+dtype, and for one kind of chunks. Items are in `items.py`, `tile_items.py` and `pieces.py`.
+`object_files.py` stores the object code on disk; a process that finds it does not import this
+module.
 """
 
 from __future__ import annotations
@@ -51,36 +53,48 @@ from pallas_kernels.shared.cpu.xla_call import (
     threads,
 )
 
-# --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
+# --- a job: all items of a call, shared by the threads --------------------------------------------
 
-# Words of a job, a block of memory: counters that the threads share, then constants that the handler wrote.
-NEXT, DONE, ITEMS = 8, 16, 24  # behind HOLDERS
-Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = (
-    32,
-    40,
-    48,
-    56,
-    64,
-    72,
-    80,
-)  # addresses of arguments and result
-ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
-WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
-FACTOR = (
-    160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
-)
-STATS, PARTS = (
-    168,
-    176,
-)  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
-SLOTS = 184  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
-STARTS = 200  # [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
+# Words of a job, a block of memory: counters that the threads share, then constants that the
+# handler wrote.
+NEXT_ITEM = 8  # behind HOLDERS
+ITEMS_DONE = 16
+ITEMS = 24
+# Addresses of the arguments and the result
+Q = 32
+KEYS = 40
+VALUES = 48
+TABLES = 56
+LENGTHS = 64
+OFFSETS = 72
+OUT = 80
+ROWS = 88  # B
+WIDTH = 96  # M
+HEADS = 104  # K
+GROUP = 112  # G
+DIM = 120  # D
+BLOCK = 128  # S
+WINDOW = 144  # NO_WINDOW where there is none
+CAP = 152  # a float32, 0 where there is none
+# A float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
+FACTOR = 160
+# Addresses within the job, of short rows' parts: [slots, K, G, 2] and [slots, K, G, D] float32
+STATS = 168
+PARTS = 176
+# Address within the job: [B + 1] slots of all rows before this one. A slot is (span, query token)
+# of a short row.
+SLOTS = 184
+# [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
+STARTS = 200
 NO_WINDOW = 1 << 31  # longer than any context
 
 
 @compiled
 def _units(length, window, count, group):
-    """Returns a row's units: spans of visible tokens if it is short, else pieces or tiles of its queries."""
+    """Returns the number of a row's units.
+
+    They are spans of visible tokens if it is short, else pieces or tiles of its queries.
+    """
     if count <= SHORT:
         return _spans(length, window, count)
     return -(-count // SHORT) if INVARIANT else -(-count * group // LANES)
@@ -109,73 +123,70 @@ def _row(job, row):
 @compiled
 def _merge(job):
     """Merges the parts of short rows of more than one span."""
-    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
+    queries = load_word(job + HEADS) * load_word(job + GROUP)
+    d = load_word(job + DIM)
     for row in range(load_word(job + ROWS)):
         first, count, _ = _row(job, row)
-        start, end = (
-            load_word(load_word(job + SLOTS) + 8 * row),
-            load_word(load_word(job + SLOTS) + 8 * (row + 1)),
-        )
+        start = load_word(load_word(job + SLOTS) + 8 * row)
+        end = load_word(load_word(job + SLOTS) + 8 * (row + 1))
         if end - start <= count:
             continue
         for query in range(count * queries):
             out = load_word(job + OUT) + 4 * d * (first * queries + query)
             place = start * queries + query
-            stats, parts = (
-                load_word(job + STATS) + 8 * place,
-                load_word(job + PARTS) + 4 * d * place,
-            )
+            stats = load_word(job + STATS) + 8 * place
+            parts = load_word(job + PARTS) + 4 * d * place
             merge_parts(out, stats, parts, (end - start) // count, count * queries, d)
 
 
 @compiled_apart
 def _work(job):
     """Computes items until none is left, then releases the job."""
-    heads, group, d, s = (
-        load_word(job + HEADS),
-        load_word(job + GROUP),
-        load_word(job + DIM),
-        load_word(job + BLOCK),
-    )
-    window, cap, factor = load_word(job + WINDOW), job + CAP, load_float(job + FACTOR)
+    heads = load_word(job + HEADS)
+    group = load_word(job + GROUP)
+    d = load_word(job + DIM)
+    s = load_word(job + BLOCK)
+    window = load_word(job + WINDOW)
+    cap = job + CAP
+    factor = load_float(job + FACTOR)
     head_bytes = SIZE * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
     room = 0
     row = 0
     while True:
-        item = fetch_add(job + NEXT, 1)
+        item = fetch_add(job + NEXT_ITEM, 1)
         if item >= load_word(job + ITEMS):
             break
         if room == 0:
             room = malloc(scratch_bytes(group, d))
-        unit, head = item // heads, item % heads
+        unit = item // heads
+        head = item % heads
         while load_word(job + STARTS + 8 * (row + 1)) <= unit:
             row += 1
         first, count, length = _row(job, row)
         index = unit - load_word(job + STARTS + 8 * row)
         at = first * token_bytes + 4 * group * d * head
-        q, out = load_word(job + Q) + at, load_word(job + OUT) + at
-        k, v = (
-            load_word(job + KEYS) + head_bytes * head,
-            load_word(job + VALUES) + head_bytes * head,
-        )
+        q = load_word(job + Q) + at
+        out = load_word(job + OUT) + at
+        k = load_word(job + KEYS) + head_bytes * head
+        v = load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
         if count > SHORT and INVARIANT:
             begin = SHORT * index
-            several = min(SHORT, count - begin)
+            tokens = min(SHORT, count - begin)
             at = begin * token_bytes
             attend_piece(
-                q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, several,
-                length - (count - begin - several), window, token_bytes, heads,
+                q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, tokens,
+                length - (count - begin - tokens), window, token_bytes, heads,
             )  # fmt: skip
         elif count > SHORT:
             begin = LANES * index
             lanes = min(LANES, group * count - begin)
             before = length - count
             attend_tile(
-                q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes, group, d, s,
-                room, out,
+                q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes,
+                group, d, s, room, out,
             )  # fmt: skip
         else:
             slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
@@ -195,37 +206,49 @@ def _work(job):
                     for g in range(group):
                         norm = load_float(stats + 8 * (token * group * heads + g) + 4)
                         scale(out + token * token_bytes + 4 * g * d, np.float32(1) / norm, d)
-        fetch_add(job + DONE, 1)
+        fetch_add(job + ITEMS_DONE, 1)
     if room != 0:
         free(room)
     release(job)
 
 
 @compiled
-def _job(frame):
-    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
-    scale of bfloat16 queries [1]."""
-    q, keys, tables = argument(frame, 0), argument(frame, 1), argument(frame, 3)
-    lengths, offsets = argument(frame, 4), argument(frame, 5)
-    rows, heads, group, d = dim(lengths, 0), dim(q, 1), dim(q, 2), dim(q, 3)
-    length, offset = data(lengths), data(offsets)
+def _make_job(frame):
+    """Lists the work of a call.
+
+    Operands: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
+    scale of bfloat16 queries [1].
+    """
+    q = argument(frame, 0)
+    keys = argument(frame, 1)
+    tables = argument(frame, 3)
+    lengths = argument(frame, 4)
+    offsets = argument(frame, 5)
+    rows = dim(lengths, 0)
+    heads = dim(q, 1)
+    group = dim(q, 2)
+    d = dim(q, 3)
+    length = data(lengths)
+    offset = data(offsets)
     window = load_int(data(argument(frame, 6)))
     window = window if window > 0 else NO_WINDOW
-    units, all_slots, several = 0, 0, False
+    units = 0
+    all_slots = 0
+    has_parts = False
     for row in range(rows):
         count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
         context = load_int(length + 4 * row)
         units += _units(context, window, count, group)
         slots = _slots(context, window, count)
         all_slots += slots
-        several = several or slots > count
+        has_parts = has_parts or slots > count
     slots_at = STARTS + 8 * (rows + 1)
     stats = slots_at + 8 * (rows + 1)
     parts = stats + 8 * all_slots * heads * group
-    job = malloc(parts + (4 * all_slots * heads * group * d if several else 0))
+    job = malloc(parts + (4 * all_slots * heads * group * d if has_parts else 0))
     store_word(job + HOLDERS, 2)  # the handler and its own call of the work
-    store_word(job + NEXT, 0)
-    store_word(job + DONE, 0)
+    store_word(job + NEXT_ITEM, 0)
+    store_word(job + ITEMS_DONE, 0)
     store_word(job + ITEMS, units * heads)
     for index in range(6):
         store_word(job + Q + 8 * index, data(argument(frame, index)))
@@ -242,7 +265,8 @@ def _job(frame):
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     store_word(job + SLOTS, job + slots_at)
-    units, slots = 0, 0
+    units = 0
+    slots = 0
     for row in range(rows):
         store_word(job + STARTS + 8 * row, units)
         store_word(job + slots_at + 8 * row, slots)
@@ -265,12 +289,12 @@ def _clear_padding(frame, job):
 @compiled
 def handle(frame):
     """What XLA calls, with a call frame. Returns 0: no error."""
-    job = _job(frame)
+    job = _make_job(frame)
     items = load_word(job + ITEMS)
     ask_for_help(frame, address_of(_work), job, min(threads(frame), items) - 1)
     _clear_padding(frame, job)
     _work(job)
-    while fetch_add(job + DONE, 0) < items:
+    while fetch_add(job + ITEMS_DONE, 0) < items:
         sched_yield()
     _merge(job)
     release(job)

@@ -6,8 +6,7 @@ from typing import Any
 
 from pallas_kernels.shared.cpu.translate import Option
 
-SIZE: Any = Option(
-    "size"
-)  # bytes of a number in the pages: 4 of float32, 2 of bfloat16, 1 of float8_e4m3fn
+# Bytes of a number in the pages: 4 of float32, 2 of bfloat16, 1 of float8_e4m3fn
+SIZE: Any = Option("size")
 PAIRED: Any = Option("paired")  # 1 if queries and pages are bfloat16
 INVARIANT: Any = Option("invariant")  # 1 if a token's result has the same bits in any chunk

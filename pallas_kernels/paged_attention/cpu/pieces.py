@@ -1,7 +1,9 @@
-"""A work item of a chunk in a batch-invariant call: a piece of up to SHORT query tokens, with one key head.
+"""A work item of a chunk in a batch-invariant call.
 
-Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN, whose parts are
-merged in the order of the context. So a token has the same bits whether it is computed as a decode or in any chunk.
+It is a piece of up to SHORT query tokens, with one key head.
+Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN,
+whose parts are merged in the order of the context. So a token has the same bits whether it is
+computed as a decode or in any chunk.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 def merge_parts(out, stats, parts, count, stride, d):
     """Merges `count` parts of a query's result by their log-sum-exp, in the order of the context.
 
-    out: [D] float32. stats: (largest score, sum of the weights) of the first part, parts: [D] of it; those of the next
-        part are `stride` places of 2 and of D numbers behind. The first of the stats is overwritten.
+    out: [D] float32. stats: (largest score, sum of the weights) of the first part, parts: [D] of
+        it; those of the next part are `stride` places of 2 and of D numbers behind. The first of
+        the stats is overwritten.
     """
     clear(out, d)
-    top, norm = np.float32(-np.inf), np.float32(0)
+    top = np.float32(-np.inf)
+    norm = np.float32(0)
     for i in range(count):
         top = max(top, load_float(stats + 8 * stride * i))
     for i in range(count):
@@ -38,14 +42,16 @@ def merge_parts(out, stats, parts, count, stride, d):
 
 @compiled_apart
 def attend_piece(
-    q, k, v, page_bytes, table, cap, group, d, s, scores, out, count, length, window, token_bytes, heads,
+    q, k, v, page_bytes, table, cap, group, d, s, scores, out, count, length, window, token_bytes,
+    heads,
 ):  # fmt: skip
     """Computes the queries of `count` tokens, G each, over all that they see of one key head.
 
     length: context tokens of the piece's last token. The other arguments are those of `attend`.
     out: [G, D] float32 of the first token; those of the next one are token_bytes behind.
     """
-    first, queries = first_seen(length, window, count), count * group
+    first = first_seen(length, window, count)
+    queries = count * group
     spans = -(-(length - first) // SPAN)
     stats = malloc(4 * spans * queries * (2 + d))
     parts = stats + 8 * spans * queries
@@ -53,7 +59,8 @@ def attend_piece(
         begin = first + SPAN * i
         attend(
             q, k, v, page_bytes, table, begin, min(begin + SPAN, length), cap, group, d, s, scores,
-            parts + 4 * d * queries * i, stats + 8 * queries * i, count, length, window, token_bytes, 1,
+            parts + 4 * d * queries * i, stats + 8 * queries * i, count, length, window,
+            token_bytes, 1,
         )  # fmt: skip
     for query in range(queries):
         to = out + query // group * token_bytes + 4 * d * (query % group)

@@ -1,11 +1,13 @@
-"""A work item of a chunk: a tile of queries, by an online softmax (FlashAttention, Dao et al. 2022).
+"""A work item of a chunk: a tile of queries.
 
-`attend_tile` goes over steps of CONTEXT_TILE context tokens, as two small matrix products whose sums stay in registers.
-If queries and pages are bfloat16 and the CPU multiplies pairs of those, so do the products; weights are then rounded to
-bfloat16, as FlashAttention implementations do. Sums and softmax are float32.
+It is computed by an online softmax (FlashAttention, Dao et al. 2022). `attend_tile` goes over steps
+of CONTEXT_TILE context tokens, as two small matrix products whose sums stay in registers. If
+queries and pages are bfloat16 and the CPU multiplies pairs of those, so do the products; weights
+are then rounded to bfloat16, as FlashAttention implementations do. Sums and softmax are float32.
 
-A tile's queries are the row's (token, query head) pairs of one key head in order, so that any number of query heads
-fills vectors. Scores are [token, query], 16 queries a vector, so their softmax needs no sums across lanes.
+A tile's queries are the row's (token, query head) pairs of one key head in order, so that any
+number of query heads fills vectors. Scores are [token, query], 16 queries a vector, so their
+softmax needs no sums across lanes.
 """
 
 from __future__ import annotations
@@ -53,15 +55,18 @@ from pallas_kernels.shared.cpu.vectors import FULL
 CONTEXT_TILE = 64  # context tokens of a step; above LANES, so that windows begin in the first step
 
 
-NEVER = np.float32(
-    -1e30
-)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
+# The largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
+NEVER = np.float32(-1e30)
 
 
 @compiled
-def _take(pages, page_bytes, table, first, count, d, s, out):
-    """out [count, D] float32 = the keys or values of one key head of the context tokens from `first`."""
-    at, stop = first, first + count
+def _copy_rows(pages, page_bytes, table, first, count, d, s, out):
+    """Copies the keys or values of context tokens from `first`, of one head, to out [count, D].
+
+    They become float32.
+    """
+    at = first
+    stop = first + count
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)
@@ -74,7 +79,8 @@ def _take(pages, page_bytes, table, first, count, d, s, out):
 def _score(q, k, d, count, lanes, out):
     """out [count, LANES] = k [count, D] . q [D, LANES]. Writes up to the next KEYS_AT_ONCE."""
     for i in range(0, count, KEYS_AT_ONCE):
-        keys, to = k + 4 * d * i, out + 4 * LANES * i
+        keys = k + 4 * d * i
+        to = out + 4 * LANES * i
         if lanes <= 16:
             score_16(q, keys, d, to)
         elif lanes <= 32:
@@ -84,9 +90,10 @@ def _score(q, k, d, count, lanes, out):
 
 
 @compiled
-def _find(pages, page_bytes, table, first, count, row, s, out):
-    """out [count] = addresses of the keys or values of one key head of the context tokens from `first`."""
-    at, stop = first, first + count
+def _find_rows(pages, page_bytes, table, first, count, row, s, out):
+    """Writes the addresses of keys or values of context tokens from `first` to out [count]."""
+    at = first
+    stop = first + count
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)
@@ -100,7 +107,8 @@ def _find(pages, page_bytes, table, first, count, row, s, out):
 def _score_pairs(q, rows, words, factor, count, lanes, out):
     """As `_score`, with the addresses of the keys."""
     for i in range(0, count, KEYS_AT_ONCE):
-        keys, to = rows + 8 * i, out + 4 * LANES * i
+        keys = rows + 8 * i
+        to = out + 4 * LANES * i
         if lanes <= 16:
             score_pairs_16(q, keys, words, factor, to)
         elif lanes <= 32:
@@ -110,9 +118,16 @@ def _score_pairs(q, rows, words, factor, count, lanes, out):
 
 
 @compiled
-def _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d):
-    """Places the queries of a tile. Returns (the first token that any of them sees, the one behind the last)."""
-    token, head = first // group, first % group  # incremented below: divisions are slow
+def _place_queries(
+    places, visible, top, norm, first, number, before, window, token_bytes, group, d
+):
+    """Places the queries of a tile.
+
+    Returns (the first token that any of them sees, the one behind the last).
+    """
+    # incremented below: divisions are slow
+    token = first // group
+    head = first % group
     begin = max(before + token + 1 - window, 0)
     for lane in range(LANES):
         store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
@@ -122,12 +137,13 @@ def _begin(places, visible, top, norm, first, number, before, window, token_byte
         if lane + 1 < number:  # the last one again fills the vector
             head += 1
             if head == group:
-                token, head = token + 1, 0
+                token += 1
+                head = 0
     return begin, before + token + 1
 
 
 @compiled
-def _advance(visible):
+def _advance_visible(visible):
     """Counts the tokens that queries see from the next step's first one."""
     for lane in range(LANES):
         store_int(visible + 4 * lane, load_int(visible + 4 * lane) - CONTEXT_TILE)
@@ -176,28 +192,26 @@ def _attend_pairs(
     scratch,
     out,
 ):
-    """As `attend_tile`, by products of pairs of bfloat16 numbers, for queries and pages of bfloat16.
+    """As `attend_tile`, by products of pairs of bfloat16 numbers.
 
-    factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are the bfloat16 numbers
-        that they were. The scores are multiplied by it instead.
+    q and the pages have been bfloat16.
+    factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are
+        the bfloat16 numbers that they were. The scores are multiplied by it instead.
     """
     scratch += -scratch % 64
-    visible, top, norm, rescale = (
-        scratch,
-        scratch + 4 * LANES,
-        scratch + 8 * LANES,
-        scratch + 12 * LANES,
-    )
+    visible = scratch
+    top = scratch + 4 * LANES
+    norm = scratch + 8 * LANES
+    rescale = scratch + 12 * LANES
     places = scratch + 16 * LANES
-    weights = (
-        places + 8 * LANES
-    )  # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
+    # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
+    weights = places + 8 * LANES
     transposed = weights + 4 * CONTEXT_TILE * LANES  # [D / 2, LANES] pairs, D / 2 up to the next 16
     tokens = transposed + 4 * LANES * (d // 2 + FULL)  # [CONTEXT_TILE / 2, D] pairs of values
     sums = tokens + 2 * d * CONTEXT_TILE
     rows = sums + 4 * d * LANES  # [CONTEXT_TILE] addresses of keys, then of values
     zeros = rows + 8 * CONTEXT_TILE  # [D] bfloat16
-    begin, stop = _begin(
+    begin, stop = _place_queries(
         places, visible, top, norm, first, number, before, window, token_bytes, group, d
     )
     for lane in range(LANES):
@@ -210,7 +224,7 @@ def _attend_pairs(
 
     for start in range(begin, stop, CONTEXT_TILE):
         count = min(CONTEXT_TILE, stop - start)
-        _find(k, page_bytes, table, start, count, 2 * d, s, rows)
+        _find_rows(k, page_bytes, table, start, count, 2 * d, s, rows)
         for i in range(count, -(-count // KEYS_AT_ONCE) * KEYS_AT_ONCE):
             store_word(rows + 8 * i, load_word(rows))  # any key, whose scores no query sees
         _score_pairs(transposed, rows, d // 2, factor, count, number, weights)
@@ -225,8 +239,8 @@ def _attend_pairs(
             if load_int(visible) < even:
                 hide(weights + at, even, visible + at)
             online_softmax_step_pairs(weights + at, even, top + at, norm + at, rescale + at)
-        _advance(visible)
-        _find(v, page_bytes, table, start, count, 2 * d, s, rows)
+        _advance_visible(visible)
+        _find_rows(v, page_bytes, table, start, count, 2 * d, s, rows)
         if count % 2:
             store_word(rows + 8 * count, zeros)  # memory behind the context may hold a NaN
         for i in range(0, even, 2):
@@ -259,34 +273,33 @@ def attend_tile(
     scratch,
     out,
 ):
-    """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
+    """Computes queries first : first + number of a row for one key head, over what they see.
 
-    q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
+    number: LANES at most.
+    q, out: addresses of this head's first query of the row, float32. before: context tokens before
+        the row's first.
     window: the number of tokens up to itself that a query sees. k, v, table, cap: as in `attend`.
     factor: the scale that bfloat16 queries have been multiplied by, 0 if they are float32.
     scratch: `scratch_bytes` bytes.
     """
     if PAIRS and PAIRED:
         _attend_pairs(
-            q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d,
-            s, scratch, out,
+            q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes,
+            group, d, s, scratch, out,
         )  # fmt: skip
         return
     scratch += -scratch % 64  # no vector across two cache lines
-    visible, top, norm, rescale = (
-        scratch,
-        scratch + 4 * LANES,
-        scratch + 8 * LANES,
-        scratch + 12 * LANES,
-    )
-    places = (
-        scratch + 16 * LANES
-    )  # [LANES] words: offsets of a query and its result from the row's first
+    visible = scratch
+    top = scratch + 4 * LANES
+    norm = scratch + 8 * LANES
+    rescale = scratch + 12 * LANES
+    # [LANES] words: offsets of a query and its result from the row's first
+    places = scratch + 16 * LANES
     weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
     transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
     tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
     sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; before that, the queries
-    begin, stop = _begin(
+    begin, stop = _place_queries(
         places, visible, top, norm, first, number, before, window, token_bytes, group, d
     )
     for lane in range(LANES):
@@ -296,7 +309,7 @@ def attend_tile(
 
     for start in range(begin, stop, CONTEXT_TILE):
         count = min(CONTEXT_TILE, stop - start)
-        _take(k, page_bytes, table, start, count, d, s, tokens)
+        _copy_rows(k, page_bytes, table, start, count, d, s, tokens)
         _score(transposed, tokens, d, count, number, weights)
         if load_float(cap) > 0:
             for lane in range(0, number, FULL):
@@ -308,8 +321,8 @@ def attend_tile(
             if load_int(visible) < count:  # the first query sees the fewest
                 hide(weights + at, count, visible + at)
             online_softmax_step(weights + at, count, top + at, norm + at, rescale + at)
-        _advance(visible)
-        _take(v, page_bytes, table, start, count, d, s, tokens)
+        _advance_visible(visible)
+        _copy_rows(v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
             add_weighted_values_tile(
                 weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane

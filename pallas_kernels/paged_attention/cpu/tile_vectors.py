@@ -1,4 +1,4 @@
-"""Arithmetic of a chunk's item on arrays at addresses: scores and weighted sums of a tile, and their softmax."""
+"""Arithmetic of a chunk's item on arrays at addresses: scores, softmax and weighted sums."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ from llvmlite import ir
 
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
-from pallas_kernels.shared.cpu.translate import INT32, WORD, declared, instruction
+from pallas_kernels.shared.cpu.translate import INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     POWERS,
     BFloat,
+    columns_of,
     constant,
     dot_pairs,
     each_index,
-    every,
+    each_piece,
     exponential,
     floats,
     load,
     load_one,
     multiply_add,
-    pieces,
     shuffle,
     splat,
     store,
-    transposed,
+    uniform,
     variable,
 )
 
 LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key head
-# The sums of a chunk that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16 (half as long)
-# without.
+# The sums of a chunk that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16
+# (half as long) without.
 WIDE_CPU = has("avx512f")
-PAIRS = has("avx512bf16") and has(
-    "avx512vl"
-)  # the CPU multiplies pairs of bfloat16 numbers, in vectors of any length
+# The CPU multiplies pairs of bfloat16 numbers, in vectors of any length.
+PAIRS = has("avx512bf16") and has("avx512vl")
 KEYS_AT_ONCE = 8 if WIDE_CPU else 2  # by LANES queries
 QUERIES_AT_ONCE = 6  # by LONGEST numbers of a value
 LONGEST = 64 if WIDE_CPU else 16
@@ -45,7 +44,10 @@ def _shorts(lanes):
 
 
 def _paired(builder, a, b):
-    """Two vectors of 16 bits a lane -> one of 32 bits a lane, as float32; those of a are the lower halves."""
+    """Returns two vectors of 16 bits a lane as one of 32 bits a lane, in the type of float32.
+
+    The lanes of `a` are the lower halves.
+    """
     lanes = a.type.count
     pairs = shuffle(builder, a, b, [i + side for i in range(lanes) for side in (0, lanes)])
     return builder.bitcast(pairs, floats(lanes))
@@ -63,7 +65,7 @@ def round_to_bfloat16(builder, source, factor, out, d):
         address = builder.add(out, builder.mul(index, ir.Constant(WORD, 2)))
         builder.store(bits, pointer(builder, address, bits.type), align=2)
 
-    pieces(builder, d, piece)
+    each_piece(builder, d, piece)
 
 
 @instruction
@@ -77,7 +79,7 @@ def interleave(builder, first, second, out, d):
         ]
         store(builder, _paired(builder, *(builder.load(row, align=2) for row in rows)), out, index)
 
-    pieces(builder, d, piece)
+    each_piece(builder, d, piece)
 
 
 @instruction
@@ -85,12 +87,12 @@ def transpose(builder, rows, stride, out):
     """16 x 16 float32 numbers, rows `stride` numbers apart -> columns LANES numbers apart."""
     starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(FULL)]
     vectors = [load(builder, rows, start, FULL) for start in starts]
-    for i, vector in enumerate(transposed(builder, vectors)):
+    for i, vector in enumerate(columns_of(builder, vectors)):
         store(builder, vector, out, ir.Constant(WORD, i * LANES))
 
 
 def _sums_of_tile(builder, vectors, q, keys, words, add):
-    """Returns the sums over `words` words of the products of keys with `vectors` x 16 lanes of q [words, LANES]."""
+    """Returns sums over `words` words: keys by `vectors` x 16 lanes of q [words, LANES]."""
     parts = range(vectors)
     zeros = ir.Constant(floats(FULL), None)
     sums = [[variable(builder, floats(FULL), zeros) for _ in parts] for _ in keys]
@@ -115,7 +117,10 @@ def _store_tile(builder, sums, out):
 def _score_tile(vectors):
     @instruction
     def score_tile(builder, q, k, d, out):
-        """out [keys, LANES] = k [keys, D] . q [D, LANES], of KEYS_AT_ONCE keys and of `vectors` x 16 lanes."""
+        """out [keys, LANES] = k [keys, D] . q [D, LANES].
+
+        It is computed for KEYS_AT_ONCE keys and `vectors` x 16 lanes.
+        """
         keys = [
             builder.add(k, builder.mul(d, ir.Constant(WORD, 4 * i))) for i in range(KEYS_AT_ONCE)
         ]
@@ -127,9 +132,11 @@ def _score_tile(vectors):
 def _score_pairs(vectors):
     @instruction
     def score_pairs(builder, q, keys, words, factor, out):
-        """out [keys, LANES] = factor * k [keys, D] . q [D, LANES], as `score_tile`, for bfloat16 numbers.
+        """out [keys, LANES] = factor * k [keys, D] . q [D, LANES], for bfloat16 numbers.
 
-        q: [words, LANES] pairs of neighbours in D. keys: addresses of KEYS_AT_ONCE keys. words: D / 2.
+        q: [words, LANES] pairs of neighbours in D.
+        keys: addresses of KEYS_AT_ONCE keys.
+        words: D / 2.
         """
         places = [builder.add(keys, ir.Constant(WORD, 8 * i)) for i in range(KEYS_AT_ONCE)]
         keys = [builder.load(pointer(builder, place, WORD)) for place in places]
@@ -147,9 +154,10 @@ score_pairs_16, score_pairs_32, score_pairs_48 = (_score_pairs(vectors) for vect
 def _add_values(add):
     @instruction
     def add_values(builder, weights, v, d, count, rescale, out):
-        """out [queries, D] = rescale [queries] * out + weights [count, LANES]^T . v [count, D], of QUERIES_AT_ONCE.
+        """out [queries, D] = rescale [queries] * out + weights [count, LANES]^T . v [count, D].
 
-        Pairs of bfloat16 numbers are of two tokens, and `count` is that of the pairs.
+        It is computed for QUERIES_AT_ONCE queries. Pairs of bfloat16 numbers are of two tokens, and
+        `count` is that of the pairs.
         """
         queries = range(QUERIES_AT_ONCE)
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in queries]
@@ -159,9 +167,9 @@ def _add_values(add):
             sums = []
             for i in queries:
                 old = load(builder, out, places[i], lanes)
-                kept = splat(builder, load_one(builder, rescale, ir.Constant(WORD, i)), lanes)
+                decay = splat(builder, load_one(builder, rescale, ir.Constant(WORD, i)), lanes)
                 sums.append(variable(builder, floats(lanes)))
-                builder.store(builder.fmul(old, kept), sums[i])
+                builder.store(builder.fmul(old, decay), sums[i])
             with each_index(builder, count) as token:
                 y = load(builder, v, builder.add(builder.mul(d, token), index), lanes)
                 first = builder.mul(token, ir.Constant(WORD, LANES))
@@ -172,27 +180,28 @@ def _add_values(add):
             for i in queries:
                 store(builder, builder.load(sums[i]), out, places[i])
 
-        pieces(builder, d, piece, LONGEST)
+        each_piece(builder, d, piece, LONGEST)
 
     return add_values
 
 
-add_weighted_values_tile, add_weighted_values_pairs = (
-    _add_values(multiply_add),
-    _add_values(dot_pairs),
-)
+add_weighted_values_tile = _add_values(multiply_add)
+add_weighted_values_pairs = _add_values(dot_pairs)
 
 
 @instruction
 def hide(builder, scores, count, visible):
     """scores [count, LANES] of 16 queries become minus infinity where a token is not visible.
 
-    visible [16] int32: how many of these tokens, from the first, a query sees; it may be negative or above count.
+    visible [16] int32: how many of these tokens, from the first, a query sees; it may be negative
+    or above count.
     """
-    integers, hidden = ir.VectorType(INT32, FULL), constant(float("-inf"))
+    integers = ir.VectorType(INT32, FULL)
+    hidden = constant(float("-inf"))
     ends = builder.load(pointer(builder, visible, integers), align=4)
     with each_index(builder, count) as index:
-        at, token = builder.mul(index, ir.Constant(WORD, LANES)), builder.trunc(index, INT32)
+        at = builder.mul(index, ir.Constant(WORD, LANES))
+        token = builder.trunc(index, INT32)
         tokens = builder.insert_element(
             ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0)
         )
@@ -206,8 +215,9 @@ def hide(builder, scores, count, visible):
 def _online_softmax_step(write):
     @instruction
     def step(builder, scores, count, top, norm, rescale):
-        """One step of the online softmax of 16 queries: scores [count, LANES] -> exp(score - top), in place.
+        """Computes one step of the online softmax of 16 queries.
 
+        scores: [count, LANES] become exp(score - top), in place.
         top, norm [16]: the largest score and the sum of the weights so far.
         rescale [16]: the factor of earlier weights.
         """
@@ -219,7 +229,8 @@ def _online_softmax_step(write):
             return load(builder, scores, builder.mul(index, ir.Constant(WORD, LANES)), FULL)
 
         with each_index(builder, count) as index:
-            x, above = score(index), builder.load(highest)
+            x = score(index)
+            above = builder.load(highest)
             builder.store(builder.select(builder.fcmp_ordered(">", x, above), x, above), highest)
         new = builder.load(highest)
         total = write(builder, scores, count, lambda index: builder.fsub(score(index), new))
@@ -246,27 +257,27 @@ SHORT_POWERS = POWERS[-5:]  # for a weight that is rounded to 8 bits: the error 
 
 
 def _write_pairs(builder, scores, count, power):
-    """scores [count / 2, LANES] = exp(power(token)) of pairs of tokens, as bfloat16, for an even count.
+    """scores [count / 2, LANES] = exp(power(token)) of pairs of tokens, as bfloat16.
 
-    A pair replaces a score that has been read. Returns the sums of the rounded weights: so the rounding changes the
-    shares of the values, and the shares still add up to 1. One instruction adds both weights of a pair.
+    count: an even number. A pair replaces a score that has been read. Returns the sums of the
+        rounded weights: so the rounding changes the shares of the values, and the shares still add
+        up to 1. One instruction adds both weights of a pair.
     """
     total = variable(builder, floats(FULL), constant(0))
-    ones = builder.bitcast(every(ir.VectorType(INT32, FULL), 0x3F803F80), floats(FULL))
+    ones = builder.bitcast(uniform(ir.VectorType(INT32, FULL), 0x3F803F80), floats(FULL))
     kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * FULL), [floats(FULL), floats(FULL)])
-    rounded = declared(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    rounded = external_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
     with each_index(builder, builder.udiv(count, ir.Constant(WORD, 2))) as index:
         first = builder.mul(index, ir.Constant(WORD, 2))
         even, odd = (
             exponential(builder, power(at), SHORT_POWERS)
             for at in (first, builder.add(first, ir.Constant(WORD, 1)))
         )
-        both = builder.bitcast(
-            builder.call(rounded, [odd, even]), _shorts(2 * FULL)
-        )  # the even ones in front
-        pairs = _paired(
-            builder, *(shuffle(builder, both, both, range(i, i + FULL)) for i in (0, FULL))
-        )
+        # the even ones in front
+        shorts = builder.bitcast(builder.call(rounded, [odd, even]), _shorts(2 * FULL))
+        evens = shuffle(builder, shorts, shorts, range(FULL))
+        odds = shuffle(builder, shorts, shorts, range(FULL, 2 * FULL))
+        pairs = _paired(builder, evens, odds)
         builder.store(dot_pairs(builder, pairs, ones, builder.load(total)), total)
         store(builder, pairs, scores, builder.mul(index, ir.Constant(WORD, LANES)))
     return builder.load(total)

@@ -9,40 +9,43 @@ import math
 
 from llvmlite import ir
 
-from pallas_kernels.shared.cpu.translate import INT32, WORD, declared, instruction
+from pallas_kernels.shared.cpu.translate import INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     HALF,
     POWERS,
     constant,
     each_index,
+    each_piece,
     exponential,
     floats,
     fold,
+    integer_and_fraction,
     load,
     load_one,
     multiply_add,
-    pieces,
     polynomial,
     shuffle,
     splat,
     store,
     two_to,
     variable,
-    whole_and_part,
 )
 
 
 def _add_pairs(builder, a, b):
-    """Sums of neighbours: a's in the lower half, b's in the upper."""
+    """Returns the sums of neighbours: a's in the lower half, b's in the upper."""
     return builder.fadd(*(shuffle(builder, a, b, range(first, 2 * FULL, 2)) for first in (0, 1)))
 
 
 def _scores(count, queries):
     @instruction
     def scores(builder, size, q, k, d, out, stride):
-        """out [queries, count] = q [queries, D] . k [count, D]: one pass over the keys, which all queries share; sums
-        over lanes share their shuffles. Queries follow each other; their results are `stride` numbers apart."""
+        """out [queries, count] = q [queries, D] . k [count, D].
+
+        All queries share one pass over the keys; sums over lanes share their shuffles. Queries
+        follow each other; their results are `stride` numbers apart.
+        """
         zeros = ir.Constant(floats(FULL), None)
         sums = [
             [variable(builder, floats(FULL), zeros) for _ in range(count)] for _ in range(queries)
@@ -50,12 +53,12 @@ def _scores(count, queries):
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
         def piece(index, lanes):
-            several = [load(builder, q, builder.add(row, index), lanes) for row in rows]
+            query_parts = [load(builder, q, builder.add(row, index), lanes) for row in rows]
             for token in range(count):
                 at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
                 y = load(builder, k, at, lanes, size.constant)
-                for x, mine in zip(several, sums, strict=True):
-                    old = builder.load(mine[token])
+                for x, query_sums in zip(query_parts, sums, strict=True):
+                    old = builder.load(query_sums[token])
                     if lanes == FULL:
                         new = multiply_add(builder, x, y, old)
                     else:
@@ -66,20 +69,20 @@ def _scores(count, queries):
                             range(FULL),
                         )
                         new = builder.fadd(part, old)
-                    builder.store(new, mine[token])
+                    builder.store(new, query_sums[token])
 
-        pieces(builder, d, piece)
-        for i, mine in enumerate(sums):
-            vectors = [builder.load(accumulated) for accumulated in mine]
+        each_piece(builder, d, piece)
+        for i, query_sums in enumerate(sums):
+            vectors = [builder.load(accumulated) for accumulated in query_sums]
             while len(vectors) > 1:
                 vectors = [
                     _add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)
                 ]
-            # one key alone has its lanes added in the same order, so a score has the same bits either way
+            # one key alone has its lanes added in the same order, so a score has the same bits
+            # either way
             result = vectors[0]
-            for _ in range(
-                4 if count == 1 else 1
-            ):  # sums are left side by side: all lanes of a key, or two
+            # until the sums are side by side: of all lanes of one key, or of two
+            for _ in range(4 if count == 1 else 1):
                 result = _add_pairs(builder, result, result)
             if count == 1:
                 result = builder.extract_element(result, ir.Constant(INT32, 0))
@@ -93,8 +96,10 @@ def _scores(count, queries):
 def _add_weighted_values(count, queries):
     @instruction
     def add_weighted_values(builder, size, weights, v, d, out, stride):
-        """out [queries, D] += weights [queries, count] . v [count, D]. Results follow each other; weights of queries
-        are `stride` numbers apart."""
+        """out [queries, D] += weights [queries, count] . v [count, D].
+
+        Results follow each other; weights of queries are `stride` numbers apart.
+        """
         starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(queries)]
         scalars = [
             [
@@ -111,14 +116,14 @@ def _add_weighted_values(count, queries):
             for token in range(count):
                 at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
                 y = load(builder, v, at, lanes, size.constant)
-                for i, mine in enumerate(scalars):
+                for i, query_weights in enumerate(scalars):
                     totals[i] = multiply_add(
-                        builder, splat(builder, mine[token], lanes), y, totals[i]
+                        builder, splat(builder, query_weights[token], lanes), y, totals[i]
                     )
             for total, place in zip(totals, places, strict=True):
                 store(builder, total, out, place)
 
-        pieces(builder, d, piece)
+        each_piece(builder, d, piece)
 
     return add_weighted_values
 
@@ -130,21 +135,18 @@ def copy(builder, size, source, out, d):
     def piece(index, lanes):
         store(builder, load(builder, source, index, lanes, size.constant), out, index)
 
-    pieces(builder, d, piece)
+    each_piece(builder, d, piece)
 
 
 TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
-SHARED = 3  # queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
-scores_shared, scores_together, score_one = (
-    _scores(TOGETHER, SHARED),
-    _scores(TOGETHER, 1),
-    _scores(1, 1),
-)
+# Queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
+SHARED = 3
+scores_shared = _scores(TOGETHER, SHARED)
+scores_together = _scores(TOGETHER, 1)
+score_one = _scores(1, 1)
 add_weighted_values_shared = _add_weighted_values(TOGETHER, SHARED)
-add_weighted_values_together, add_weighted_values_one = (
-    _add_weighted_values(TOGETHER, 1),
-    _add_weighted_values(1, 1),
-)
+add_weighted_values_together = _add_weighted_values(TOGETHER, 1)
+add_weighted_values_one = _add_weighted_values(1, 1)
 
 
 @instruction
@@ -155,13 +157,13 @@ def scale(builder, out, factor, d):
         old = load(builder, out, index, lanes)
         store(builder, builder.fmul(old, splat(builder, factor, lanes)), out, index)
 
-    pieces(builder, d, piece)
+    each_piece(builder, d, piece)
 
 
 @instruction
 def clear(builder, out, d):
     """out [D] = 0."""
-    pieces(
+    each_piece(
         builder,
         d,
         lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index),
@@ -180,9 +182,11 @@ FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
 
 @instruction
 def apply_soft_cap(builder, numbers, count, stride, cap):
-    """count vectors of 16 float32 numbers x, `stride` numbers apart -> cap * tanh(x / cap), in place.
+    """Replaces `count` vectors of 16 float32 numbers x by cap * tanh(x / cap).
 
-    tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it is exact near 0 too.
+    The vectors are `stride` numbers apart.
+    tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it
+    is exact near 0 too.
     """
     cap = splat(builder, cap, FULL)
     factor = builder.fdiv(constant(2 / math.log(2)), cap)
@@ -193,17 +197,18 @@ def apply_soft_cap(builder, numbers, count, stride, cap):
             power = builder.select(
                 builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power
             )
-        whole, part = whole_and_part(builder, power)
-        two = two_to(builder, whole)
-        small = builder.fmul(polynomial(builder, part, POWERS[:-1]), part)  # 2**part - 1
-        e = multiply_add(builder, two, small, builder.fsub(two, constant(1)))
-        bent = builder.fdiv(e, builder.fadd(e, constant(2)))
-        store(builder, builder.fmul(bent, cap), numbers, at)
+        integer, fraction = integer_and_fraction(builder, power)
+        power_of_two = two_to(builder, integer)
+        # 2**fraction - 1
+        small = builder.fmul(polynomial(builder, fraction, POWERS[:-1]), fraction)
+        e = multiply_add(builder, power_of_two, small, builder.fsub(power_of_two, constant(1)))
+        capped = builder.fdiv(e, builder.fadd(e, constant(2)))
+        store(builder, builder.fmul(capped, cap), numbers, at)
 
 
 @instruction
 def exponentials(builder, numbers, top):
-    """16 float32 numbers x -> exp(x - top), in place, and their sum."""
+    """Replaces 16 float32 numbers x by exp(x - top). Returns their sum."""
     start = ir.Constant(WORD, 0)
     x = load(builder, numbers, start, FULL)
     result = exponential(builder, builder.fsub(x, splat(builder, top, FULL)))
@@ -219,6 +224,6 @@ def prefetch(builder, address):
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-    function = declared(builder.module, kind, "llvm.prefetch.p0")
+    function = external_function(builder.module, kind, "llvm.prefetch.p0")
     read, second, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
     builder.call(function, [builder.inttoptr(address, byte), read, second, data])

@@ -1,15 +1,17 @@
 """Attention of prompt chunks over pages, causal within each row: Pallas, Mosaic GPU, Hopper.
 
-    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that fit 64 rows of
-               WGMMA
+    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that
+               fit 64 rows of WGMMA
     grid       (key head, item), as many items as the batch can need; the unused ones end at once
-    producer   a warpgroup that copies the item's queries, and the pages of its context into a ring of tiles
-    consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
-               2022); row g * tokens + i of a product is query head g of the run's token i
+    producer   a warpgroup that copies the item's queries, and the pages of its context into a ring
+               of tiles
+    consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax
+               (FlashAttention, Dao et al. 2022); row g * tokens + i of a product is query head g of
+               the run's token i
 
-Queries and results are read and written in place, [T, N, D]. A run at its row's end is stored in pieces of powers of
-two, so it never overwrites another row's tokens. Only tiles that the item sees are read; partly visible tiles are
-masked.
+Queries and results are read and written in place, [T, N, D]. A run at its row's end is stored in
+pieces of powers of two, so it never overwrites another row's tokens. Only tiles that the item sees
+are read; partly visible tiles are masked.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
-    capped,
-    numbered,
+    index_along,
+    log2_scores,
     produce,
     product,
-    swizzled,
+    swizzled_memory,
 )
 from pallas_kernels.tiles import Tiles
 
@@ -37,7 +39,10 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def shared_bytes(d: int, itemsize: int, tiles: Tiles) -> int:
-    """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
+    """Returns the bytes of shared memory of one block of threads.
+
+    Barriers and the compiler's scratch memory are not counted.
+    """
     return itemsize * (
         2 * tiles.chunk_stages * tiles.chunk_tile * d + GROUPS * LANES * (2 * d + tiles.chunk_tile)
     )
@@ -57,64 +62,69 @@ def chunks(
     soft_cap,
     tiles: Tiles,
 ) -> jax.Array:
-    """Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D], the last of its context of seq_lens[b] tokens.
+    """Computes the attention of chunks of the rows' contexts.
 
-    Returns [T, N, D]: zeros after the last row's tokens, undefined before the first row and between two rows.
+    Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D]. They are the last ones of its
+    context of seq_lens[b] tokens.
+
+    Returns [T, N, D]: zeros after the last row's tokens, undefined before the first row and between
+    two rows.
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    b, dtype, group, wanted = len(seq_lens), k_pages.dtype, n // heads, q.dtype
-    tile, stages = tiles.chunk_tile, tiles.chunk_stages
+    b = len(seq_lens)
+    dtype = k_pages.dtype
+    group = n // heads
+    query_dtype = q.dtype
+    tile = tiles.chunk_tile
+    stages = tiles.chunk_stages
     tokens = LANES // group  # of a run
     total = max(t, tokens)  # a run is loaded whole
     q = jnp.pad(q.astype(dtype), ((0, total - t), (0, 0), (0, 0)))
 
     end = first[-1] + q_lens[-1]
-    firsts, counts = (
-        jnp.append(first, end),
-        jnp.append(q_lens, total - end),
-    )  # padding is a row without a context
+    # padding is a row without a context
+    firsts = jnp.append(first, end)
+    counts = jnp.append(q_lens, total - end)
     seq_lens = jnp.append(seq_lens, 0)
     items_of = -(-counts // (GROUPS * tokens))
     ends = jnp.cumsum(items_of)
-    items = (
-        -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1
-    )  # rows of two tokens or more, each with one item begun
+    # rows have two tokens or more, and one item of each may not be full
+    items = -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1
     item = jnp.arange(items, dtype=jnp.int32)
-    row = jnp.minimum(
-        (item[:, None] >= ends).sum(1, dtype=jnp.int32), b
-    )  # `searchsorted` would be a loop of launches
-    offset = (
-        (item - (ends - items_of)[row]) * GROUPS * tokens
-    )  # of the item's first token in its row
-    number = jnp.clip(
-        jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens
-    )  # of its tokens
-    position = (seq_lens - counts)[row] + offset  # of its first token in the row's context
-    length = jnp.where(
-        number > 0, jnp.clip(position + number, 0, seq_lens[row]), 0
-    )  # context it sees
+    # `searchsorted` would be a loop of launches
+    row = jnp.minimum((item[:, None] >= ends).sum(1, dtype=jnp.int32), b)
+    # of the item's first token in its row, then in the row's context
+    offset = (item - (ends - items_of)[row]) * GROUPS * tokens
+    item_tokens = jnp.clip(jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens)
+    position = (seq_lens - counts)[row] + offset
+    # the context that the item sees
+    length = jnp.where(item_tokens > 0, jnp.clip(position + item_tokens, 0, seq_lens[row]), 0)
     row_of_table = jnp.minimum(row, b - 1)
     of_items = [
-        a.astype(jnp.int32) for a in (row_of_table, firsts[row] + offset, number, position, length)
+        array.astype(jnp.int32)
+        for array in (row_of_table, firsts[row] + offset, item_tokens, position, length)
     ]
 
     def paged_chunks(
         q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch
     ):
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
-        head, item, me = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
+        head, item, group_id = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
         length = lengths[item]
         earliest = jnp.int32(0) if window is None else lax.max(positions[item] + 1 - window, 0)
         begin = earliest // tile
         count = lax.max(pl.cdiv(length, tile) - begin, 0)
 
-        def run_of(me):
-            """Returns the run's first token in q, and the token from which it is loaded, so as not to pass the end."""
-            mine = begins[item] + me * tokens
-            return mine, lax.min(mine, total - tokens)
+        def run_of(group_id):
+            """Returns the run's first token in q, and the token from which it is loaded.
 
-        @pl.when((me == GROUPS) & (numbers[item] > 0))
+            A run is loaded whole, so the load begins earlier if the run would pass the end of q.
+            """
+            run_begin = begins[item] + group_id * tokens
+            return run_begin, lax.min(run_begin, total - tokens)
+
+        @pl.when((group_id == GROUPS) & (numbers[item] > 0))
         def fetch_all():
             plgpu.set_max_registers(40, action="decrease")
             for run in range(GROUPS):
@@ -127,21 +137,23 @@ def chunks(
             rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
             produce(rings, head, tables, rows[item], begin, count, length)
 
-        @pl.when((me < GROUPS) & (numbers[item] > 0))
+        @pl.when((group_id < GROUPS) & (numbers[item] > 0))
         def consume():
             plgpu.set_max_registers(232, action="increase")
-            mine, loaded = run_of(me)
-            nearest = positions[item] + me * tokens  # the run's first token in its context
-            queries, weights, io = q_s.at[me], p_s.at[me], io_s.at[me]
-            plgpu.barrier_wait(q_full.at[me])
-            queries[...] = plgpu.layout_cast(
-                io[...], WGMMA
-            )  # from rows as they lie to tiles that WGMMA reads
+            run_begin, load_begin = run_of(group_id)
+            nearest = positions[item] + group_id * tokens  # the run's first token in its context
+            queries = q_s.at[group_id]
+            weights = p_s.at[group_id]
+            io = io_s.at[group_id]
+            plgpu.barrier_wait(q_full.at[group_id])
+            # from rows as they are stored to tiles that WGMMA reads
+            queries[...] = plgpu.layout_cast(io[...], WGMMA)
             plgpu.commit_smem()
 
             def attend(i, carry):
                 o, top, norm = carry
-                slot, start = lax.rem(i, jnp.int32(stages)), (begin + i) * tile
+                slot = lax.rem(i, jnp.int32(stages))
+                start = (begin + i) * tile
                 last_use = i + stages >= count
 
                 plgpu.barrier_wait(k_full.at[slot])
@@ -149,23 +161,25 @@ def chunks(
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(k_free.at[slot]))
 
                 def masked(x):
-                    token = lax.rem(numbered((LANES, tile), 0), jnp.int32(tokens))
-                    query = token + (nearest + loaded - mine)
-                    key = numbered((LANES, tile), 1) + start
-                    seen = (key <= query) & (key < length)
+                    token = lax.rem(index_along((LANES, tile), 0), jnp.int32(tokens))
+                    query = token + (nearest + load_begin - run_begin)
+                    key = index_along((LANES, tile), 1) + start
+                    visible = (key <= query) & (key < length)
                     if window is not None:
-                        seen &= key > query - window
-                    return jnp.where(seen, x, -jnp.inf)
+                        visible &= key > query - window
+                    return jnp.where(visible, x, -jnp.inf)
 
-                partly = start + tile - 1 > nearest
+                is_partly_visible = start + tile - 1 > nearest
                 if window is not None:
-                    partly |= start <= nearest + tokens - 1 - window
-                x = lax.cond(partly, masked, lambda x: x, capped(x, scale, soft_cap))
+                    is_partly_visible |= start <= nearest + tokens - 1 - window
+                x = lax.cond(
+                    is_partly_visible, masked, lambda x: x, log2_scores(x, scale, soft_cap)
+                )
                 new = jnp.maximum(top, x.max(axis=1))
                 base = jnp.where(new == -jnp.inf, 0.0, new)  # of a query that has seen nothing yet
-                kept = jnp.exp2(top - base)
+                decay = jnp.exp2(top - base)
                 p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [0]))
-                norm = norm * kept + p.sum(axis=1)
+                norm = norm * decay + p.sum(axis=1)
                 weights[...] = p.astype(dtype)
                 plgpu.commit_smem()
 
@@ -178,9 +192,9 @@ def chunks(
                     else (start + tile > length) | (start < earliest)
                 )
                 def clear():
-                    @pl.when(me == 0)
+                    @pl.when(group_id == 0)
                     def write():
-                        at = numbered((tile, d), 0) + start
+                        at = index_along((tile, d), 0) + start
                         real = at < length if window is None else (at >= earliest) & (at < length)
                         v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                         plgpu.commit_smem()
@@ -190,7 +204,7 @@ def chunks(
 
                 y = product((LANES, d), weights, v_s.at[slot])
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(v_free.at[slot]))
-                return o * lax.broadcast_in_dim(kept, o.shape, [0]) + y, new, norm
+                return o * lax.broadcast_in_dim(decay, o.shape, [0]) + y, new, norm
 
             o = plgpu.layout_cast(jnp.full((LANES, d), 0.0, jnp.float32), WGMMA)
             top = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
@@ -199,32 +213,33 @@ def chunks(
             o = o * lax.broadcast_in_dim(1.0 / jnp.where(norm > 0, norm, 1.0), o.shape, [0])
             io[...] = o.astype(dtype)
             plgpu.commit_smem()
-            own = lax.clamp(0, numbers[item] - me * tokens, tokens)
+            run_tokens = lax.clamp(0, numbers[item] - group_id * tokens, tokens)
 
             def store(g, _):
                 for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
-                    before = own // (2 * size) * (2 * size)  # stored in larger pieces
+                    before = run_tokens // (2 * size) * (2 * size)  # stored in larger pieces
 
-                    @pl.when(own - before >= size)
+                    @pl.when(run_tokens - before >= size)
                     def piece(size=size, before=before):
-                        piece = io.at[pl.ds(g * tokens + mine - loaded + before, size)]
+                        piece = io.at[pl.ds(g * tokens + run_begin - load_begin + before, size)]
                         plgpu.copy_smem_to_gmem(
-                            piece, o_ref.at[pl.ds(mine + before, size), head * group + g]
+                            piece, o_ref.at[pl.ds(run_begin + before, size), head * group + g]
                         )
 
             lax.fori_loop(0, group, store, None)
             plgpu.wait_smem_to_gmem(0)
 
-    ring, runs = swizzled((stages, tile, d), dtype), (GROUPS, LANES, d)
+    ring = swizzled_memory((stages, tile, d), dtype)
+    runs = (GROUPS, LANES, d)
     kernel = plgpu.kernel(
         paged_chunks,
         out_type=jax.ShapeDtypeStruct((total, n, d), dtype),
         scratch_types=(
             plgpu.SMEM(runs, dtype),
-            swizzled(runs, dtype),
+            swizzled_memory(runs, dtype),
             ring,
             ring,
-            swizzled((GROUPS, LANES, tile), dtype),
+            swizzled_memory((GROUPS, LANES, tile), dtype),
             plgpu.Barrier(num_arrivals=group, num_barriers=GROUPS),
             barrier_of_pages(tile, s, stages),
             barrier_of_pages(tile, s, stages),
@@ -242,4 +257,4 @@ def chunks(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(wanted)
+    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(query_dtype)

@@ -1,19 +1,24 @@
 """Decode attention over pages, one query token a row or a few: Pallas, Mosaic GPU, Hopper.
 
     grid       (part of the context, key head, row)
-    producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens, keys and values
-    consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao et al. 2022)
+    producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens,
+               keys and values
+    consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao
+               et al. 2022)
 
-Queries are columns. With G query heads a key head and Q query tokens, G * Q padded to 8, 16, 32 or 64,
+Queries are columns. With G query heads a key head and Q query tokens, G * Q padded to 8, 16, 32 or
+64,
 
         s [tile, GQ] = k [tile, D] . q^T [D, GQ]          o [D, GQ] += v^T [D, tile] . p [tile, GQ]
 
-so that the long side of both products is the side of which WGMMA needs 64 rows. The padding is 8 columns, not 64 rows.
-A page is read once for all columns. Only tiles that some query does not see whole are masked.
+so that the long side of both products is the side of which WGMMA needs 64 rows. The padding is 8
+columns, not 64 rows. A page is read once for all columns. A tile is masked only if some query does
+not see all of it.
 
-A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised sum and the log of
-its weights, and XLA merges them. A context that is not split, of one query token, is written where it belongs in the
-result, so that a decode is one launch. All arithmetic of the softmax is in powers of two.
+A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised
+sum and the log of its weights, and XLA merges them. A context that is not split, of one query
+token, is written where it belongs in the result, so that a decode is one launch. All arithmetic of
+the softmax is in powers of two.
 """
 
 from __future__ import annotations
@@ -27,11 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
-    capped,
-    numbered,
+    index_along,
+    log2_scores,
     produce,
     product,
-    swizzled,
+    swizzled_memory,
 )
 from pallas_kernels.tiles import Tiles
 
@@ -40,42 +45,56 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
-    """Returns the number of parts of a context: as many as fit on the device at once, of at least `min_split` tokens.
+    """Returns the number of parts of a context.
 
-    One more would not fit beside the others, and its blocks of threads would begin when these end.
+    They are as many as fit on the device at once, each of at least `min_split` tokens. One more
+    would not fit beside the others, and its blocks of threads would begin when these end.
     """
-    wanted = 2 * tiles.multiprocessors // (rows * heads)
-    return max(1, min(wanted, longest // tiles.min_split))
+    parts_that_fit = 2 * tiles.multiprocessors // (rows * heads)
+    return max(1, min(parts_that_fit, longest // tiles.min_split))
 
 
 def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles, queries: int = 1) -> int:
-    """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
-    columns, tile = _columns(group * queries), _tile(d, group, queries, tiles)
+    """Returns the bytes of shared memory of one block of threads.
+
+    Barriers and the compiler's scratch memory are not counted.
+    """
+    columns = _columns(group * queries)
+    tile = _tile(d, group, queries, tiles)
     return itemsize * (2 * tiles.decode_stages * tile * d + columns * (d + tile)) + 4 * columns * (
         d + 1
     )
 
 
 def _tile(d: int, group: int, queries: int, tiles: Tiles) -> int:
-    """Returns the context tokens of a tile. With more columns it is as short as WGMMA takes it, to save registers."""
+    """Returns the context tokens of a tile.
+
+    With more columns it is as short as WGMMA takes it, to save registers.
+    """
     tile = dict(tiles.decode_tile)[d]
     return min(tile, 64) if _columns(group * queries) > _columns(group) else tile
 
 
 def _columns(queries: int) -> int:
-    """Returns the columns of a product: a power of two, with which the compiler needs the fewest registers."""
+    """Returns the columns of a product.
+
+    They are a power of two, with which the compiler needs the fewest registers.
+    """
     return max(COLUMNS, 1 << (queries - 1).bit_length())
 
 
 def decode(
     q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles
 ) -> jax.Array:
-    """q [B, N, D], one token a row, the last of its context -> [B, N, D]; zeros where seq_lens [B] is 0."""
+    """Computes the attention of q [B, N, D], one token a row, the last of its context.
+
+    Returns [B, N, D]; zeros where seq_lens [B] is 0.
+    """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
     return _decode(q[:, None], k_pages, v_pages, block_tables, seq_lens, **options)[:, 0]
 
 
-def decode_several(
+def decode_short(
     q,
     k_pages,
     v_pages,
@@ -89,8 +108,9 @@ def decode_several(
     soft_cap,
     tiles: Tiles,
 ) -> jax.Array:
-    """Row rows[i] of the tables has the query tokens q[i, : counts[i]] of q [I, Q, N, D], the last of its context.
+    """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
 
+    Row rows[i] of the tables has the query tokens q[i, : counts[i]], the last of its context.
     Returns [I, Q, N, D], undefined for other tokens. A row with a count of 0 costs next to nothing.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
@@ -112,45 +132,47 @@ def _decode(
 ):
     b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    dtype, wanted, group = k_pages.dtype, q.dtype, n // heads
-    tile, stages, columns = (
-        _tile(d, group, queries, tiles),
-        tiles.decode_stages,
-        _columns(group * queries),
-    )
+    dtype = k_pages.dtype
+    query_dtype = q.dtype
+    group = n // heads
+    tile = _tile(d, group, queries, tiles)
+    stages = tiles.decode_stages
+    columns = _columns(group * queries)
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
-    several = bool(rows_and_counts)
-    whole = parts == 1 and not several  # the result needs no merge
+    is_short = bool(rows_and_counts)
+    is_one_part = parts == 1 and not is_short  # the result needs no merge
 
     def paged_decode(q_ref, k_ref, v_ref, tables, lengths, *refs):
-        rows, counts = refs[:2] if several else (None, None)
+        rows, counts = refs[:2] if is_short else (None, None)
         first_scratch = len(rows_and_counts) + len(out_s)
-        results, scratch = refs[len(rows_and_counts) : first_scratch], refs[first_scratch:]
+        results = refs[len(rows_and_counts) : first_scratch]
+        scratch = refs[first_scratch:]
         q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
         earliest = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0)
         begin = earliest // tile
-        each = pl.cdiv(pl.cdiv(length, tile) - begin, parts)
-        first = begin + part * each
-        count = lax.clamp(0, pl.cdiv(length, tile) - first, each)
+        part_tiles = pl.cdiv(pl.cdiv(length, tile) - begin, parts)
+        first = begin + part * part_tiles
+        count = lax.clamp(0, pl.cdiv(length, tile) - first, part_tiles)
 
-        used = True if counts is None else counts[row] > 0
+        is_used = True if counts is None else counts[row] > 0
 
-        @pl.when((lax.axis_index("warpgroup") == 1) & used)
+        @pl.when((lax.axis_index("warpgroup") == 1) & is_used)
         def fetch_all():
             rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
             produce(rings, head, tables, row if rows is None else rows[row], first, count, length)
 
-        @pl.when((lax.axis_index("warpgroup") == 0) & used)
+        @pl.when((lax.axis_index("warpgroup") == 0) & is_used)
         def consume():
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_s, q_full)
             plgpu.barrier_wait(q_full)
 
             def attend(i, carry):
                 o, top, weights = carry
-                slot, start = lax.rem(i, jnp.int32(stages)), (first + i) * tile
+                slot = lax.rem(i, jnp.int32(stages))
+                start = (first + i) * tile
                 last_use = i + stages >= count
 
                 plgpu.barrier_wait(k_full.at[slot])
@@ -158,36 +180,34 @@ def _decode(
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(k_free.at[slot]))
 
                 def masked(x):
-                    token = numbered((tile, columns), 0) + start
-                    if several:
-                        query = (numbered((tile, columns), 1) & (queries - 1)) + nearest
-                        seen = (token <= query) & (token < length)
-                        seen = seen if window is None else seen & (token > query - window)
+                    token = index_along((tile, columns), 0) + start
+                    if is_short:
+                        query = (index_along((tile, columns), 1) & (queries - 1)) + nearest
+                        visible = (token <= query) & (token < length)
+                        visible = visible if window is None else visible & (token > query - window)
                     else:
-                        seen = (
+                        visible = (
                             token < length
                             if window is None
                             else (token < length) & (token >= length - window)
                         )
-                    return jnp.where(seen, x, -jnp.inf)
+                    return jnp.where(visible, x, -jnp.inf)
 
-                x = capped(x, scale, soft_cap)
-                if several:
+                x = log2_scores(x, scale, soft_cap)
+                if is_short:
                     partly = start + tile - 1 > nearest
                     partly = partly if window is None else partly | (start < length - window)
                     x = lax.cond(partly, masked, lambda x: x, x)
                     new = jnp.maximum(top, x.max(axis=0))
-                    base = jnp.where(
-                        new == -jnp.inf, 0.0, new
-                    )  # of a query that has seen nothing yet
+                    # minus infinity is of a query that has seen nothing yet
+                    base = jnp.where(new == -jnp.inf, 0.0, new)
                 else:
                     x = masked(x)  # a tile has a token that is seen
                     base = new = jnp.maximum(top, x.max(axis=0))
-                kept = jnp.exp2(top - base)
+                decay = jnp.exp2(top - base)
                 p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
-                weights = (
-                    weights * lax.broadcast_in_dim(kept, x.shape, [1]) + p
-                )  # summed after the loop
+                # summed after the loop
+                weights = weights * lax.broadcast_in_dim(decay, x.shape, [1]) + p
                 p_s.transpose((1, 0))[...] = p.astype(dtype)
                 plgpu.commit_smem()
 
@@ -200,45 +220,47 @@ def _decode(
                     else (start + tile > length) | (start < earliest)
                 )
                 def clear():
-                    at = numbered((tile, d), 0) + start
+                    at = index_along((tile, d), 0) + start
                     real = at < length if window is None else (at >= earliest) & (at < length)
                     v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                     plgpu.commit_smem()
 
                 y = product((d, columns), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(v_free.at[slot]))
-                return o * lax.broadcast_in_dim(kept, o.shape, [1]) + y, new, weights
+                return o * lax.broadcast_in_dim(decay, o.shape, [1]) + y, new, weights
 
             o = plgpu.layout_cast(jnp.full((d, columns), 0.0, jnp.float32), WGMMA)
             weights = plgpu.layout_cast(jnp.full((tile, columns), 0.0, jnp.float32), WGMMA)
             top = plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), WGMMA.reduce(0))
             o, top, weights = lax.fori_loop(0, count, attend, (o, top, weights))
             norm = weights.sum(axis=0)
-            some = norm > 0
-            safe = jnp.where(some, norm, 1.0)
+            has_weights = norm > 0
+            safe = jnp.where(has_weights, norm, 1.0)
             o = o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1])
-            if whole:
-                (o_ref,), (o_s,) = results, results_s
-                o_s.transpose((1, 0))[...] = o.astype(wanted)
+            if is_one_part:
+                (o_ref,) = results
+                (o_s,) = results_s
+                o_s.transpose((1, 0))[...] = o.astype(query_dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     o_s.at[pl.ds(0, group)], o_ref.at[row, pl.ds(head * group, group)]
                 )
             else:
-                (o_ref, log_ref), (o_s, log_s) = results, results_s
+                o_ref, log_ref = results
+                o_s, log_s = results_s
                 o_s[...] = o
-                log_s[...] = jnp.where(some, top + jnp.log2(safe), -jnp.inf)
+                log_s[...] = jnp.where(has_weights, top + jnp.log2(safe), -jnp.inf)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_s, o_ref.at[row, head, part])
                 plgpu.copy_smem_to_gmem(log_s, log_ref.at[row, head, part])
             plgpu.wait_smem_to_gmem(0)
 
-    ring = swizzled((stages, tile, d), dtype)
-    if whole:
-        out_type = (jax.ShapeDtypeStruct((b, n, d), wanted),)
-        out_s = (plgpu.SMEM((columns, d), wanted),)
+    ring = swizzled_memory((stages, tile, d), dtype)
+    if is_one_part:
+        out_type = (jax.ShapeDtypeStruct((b, n, d), query_dtype),)
+        out_s = (plgpu.SMEM((columns, d), query_dtype),)
     else:
-        shapes = (d, columns), (columns,)
+        shapes = ((d, columns), (columns,))
         out_type = tuple(
             jax.ShapeDtypeStruct((b, heads, parts, *shape), jnp.float32) for shape in shapes
         )
@@ -247,10 +269,10 @@ def _decode(
         paged_decode,
         out_type=out_type,
         scratch_types=(
-            swizzled((columns, d), dtype),
+            swizzled_memory((columns, d), dtype),
             ring,
             ring,
-            swizzled((columns, tile), dtype),
+            swizzled_memory((columns, tile), dtype),
             *out_s,
             plgpu.Barrier(),
             barrier_of_pages(tile, s, stages),
@@ -276,14 +298,17 @@ def _decode(
     )
     of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
     results = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
-    if whole:
+    if is_one_part:
         return results[0][:, None]
     out = _merge(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
     return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
 
 
 def _merge(o, logs):
-    """o [B, K, parts, D, G], logs [B, K, parts, G] base 2 -> [B, K, D, G]; zeros where all parts are empty."""
+    """Merges the parts o [B, K, parts, D, G] by the logs of their weights [B, K, parts, G], base 2.
+
+    Returns [B, K, D, G]; zeros where all parts are empty.
+    """
     top = logs.max(axis=2, keepdims=True)
     weights = jnp.exp2(logs - jnp.where(top == -jnp.inf, 0.0, top))
     norm = weights.sum(axis=2, keepdims=True)

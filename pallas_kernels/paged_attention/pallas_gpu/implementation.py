@@ -1,9 +1,10 @@
-"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels for Mosaic GPU.
+"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels.
 
-A row with one query token goes to `decode.py`, and so does a short row, of 2 to 4 or of 5 to 8, with more columns. All
-other rows go to `chunks.py`. Every call runs all programs that its tokens can need, because only the device knows the
-rows' lengths. A call of decodes alone says so, and is the decode kernel alone. All read pages in place, multiply in 16
-bit and add in float32.
+Mosaic GPU compiles them. A row with one query token goes to `decode.py`, and so does a short row,
+of 2 to 4 or of 5 to 8, with more columns. All other rows go to `chunks.py`. Every call runs all
+programs that its tokens can need, because only the device knows the rows' lengths. A call of
+decodes alone says so, and is the decode kernel alone. All read pages in place, multiply in 16 bit
+and add in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
-from pallas_kernels.paged_attention.rows import gathered, scattered, sizes_of_short_rows, slots_of
+from pallas_kernels.paged_attention.rows import (
+    sizes_of_short_rows,
+    slot_queries,
+    slots_of,
+    with_results,
+)
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import Tiles
 
@@ -24,9 +30,8 @@ DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads of a key head
-MOST_COLUMNS = (
-    64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
-)
+# Query heads times query tokens of a short row: with more, its sums do not fit in registers.
+MAX_COLUMNS = 64
 
 
 def paged_attention(
@@ -48,8 +53,9 @@ def paged_attention(
     Args:
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2).
-        short_rows: rows of 2 to 8 tokens have programs of their own. Without drafts to verify such rows are rare, the
-            ends of prompts, and those programs would run in every mixed step; False takes these rows as chunks.
+        short_rows: rows of 2 to 8 tokens have programs of their own. Without drafts to verify such
+            rows are rare, the ends of prompts, and those programs would run in every mixed step;
+            False takes these rows as chunks.
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
@@ -57,38 +63,42 @@ def paged_attention(
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    wrong = unsupported(str(k_pages.dtype), d, s, n // heads)
-    if not wrong and v_pages.dtype != k_pages.dtype:
-        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
-    if wrong:
-        raise ValueError(f"impl 'pallas_gpu' {wrong}; impl 'xla' has no such limit")
+    reason = unsupported(str(k_pages.dtype), d, s, n // heads)
+    if not reason and v_pages.dtype != k_pages.dtype:
+        reason = (
+            "needs k_pages and v_pages of one dtype, "
+            f"and they are {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if reason:
+        raise ValueError(f"impl 'pallas_gpu' {reason}; impl 'xla' has no such limit")
 
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode  # they import Mosaic GPU
 
     tiles = tiles or Tiles.of(device_kind())
-    pages, options = (
-        (k_pages, v_pages, block_tables),
-        {"scale": scale, "window": window, "soft_cap": soft_cap},
-    )
+    pages = (k_pages, v_pages, block_tables)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if cu_q_lens is None:  # one launch
         return decode.decode(q, *pages, seq_lens, tiles=tiles, **options)
-    first, q_lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
+    first = cu_q_lens[:-1]
+    q_lens = jnp.diff(cu_q_lens)
     single = q_lens == 1
     rows = q[jnp.minimum(first, t - 1)]
     decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
-    out, shorts = (
-        jnp.zeros_like(q),
-        sizes_of_short_rows(t, MOST_COLUMNS // (n // heads)) if short_rows else [],
-    )
-    longest = max((most for _, most in shorts), default=1)  # query tokens of a row that is no chunk
+    out = jnp.zeros_like(q)
+    shorts = sizes_of_short_rows(t, MAX_COLUMNS // (n // heads)) if short_rows else []
+    # query tokens of a row that is no chunk
+    longest = max((size for _, size in shorts), default=1)
     if t > longest:
         chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)
         out = chunks.chunks(q, *pages, seq_lens, first, chunk_lens, tiles=tiles, **options)
-    for least, most in shorts:
-        chosen = (q_lens >= least) & (q_lens <= most)
-        row, begin, number = slots_of(chosen, cu_q_lens, min(len(seq_lens), t // least))
-        several = gathered(q, begin, most), *pages, seq_lens, row, number
-        out = scattered(out, decode.decode_several(*several, tiles=tiles, **options), begin, number)
+    for fewest, size in shorts:
+        chosen = (q_lens >= fewest) & (q_lens <= size)
+        row, begin, number = slots_of(chosen, cu_q_lens, min(len(seq_lens), t // fewest))
+        queries = slot_queries(q, begin, size)
+        results = decode.decode_short(
+            queries, *pages, seq_lens, row, number, tiles=tiles, **options
+        )
+        out = with_results(out, results, begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
@@ -96,7 +106,10 @@ def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
     """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
     if jax.__version_info__ < JAX_NEEDED:
         needed = ".".join(map(str, JAX_NEEDED))
-        return f"needs JAX {needed} or newer, which needs Python 3.12, and this is JAX {jax.__version__}"
+        return (
+            f"needs JAX {needed} or newer, which needs Python 3.12, "
+            f"and this is JAX {jax.__version__}"
+        )
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if head_size not in HEAD_SIZES:
@@ -116,7 +129,10 @@ def wrong_device(device: Any) -> str:
         return f"runs on platform 'gpu' and not on {device.platform!r}"
     capability = str(getattr(device, "compute_capability", ""))
     if not capability.startswith("9."):
-        return f"is compiled for Hopper GPUs (compute capability 9.0), and {device.device_kind} has {capability}"
+        return (
+            "is compiled for Hopper GPUs (compute capability 9.0), "
+            f"and {device.device_kind} has {capability}"
+        )
     return ""
 
 
@@ -131,12 +147,12 @@ def obstacle(
     heads: int,
 ) -> str:
     """See `Implementation`."""
-    wrong = wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
-    if not wrong and dtype != query_dtype:
-        wrong = (
+    reason = wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
+    if not reason and dtype != query_dtype:
+        reason = (
             f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
         )
-    return wrong
+    return reason
 
 
 IMPLEMENTATION = Implementation(

@@ -14,30 +14,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LOG2E = math.log2(math.e)
 
 
-def swizzled(shape, dtype):
-    """Shared memory in WGMMA's layout: tiles of 8 rows of 64 numbers of 16 bits, 128 bytes a row."""
+def swizzled_memory(shape, dtype):
+    """Returns shared memory in WGMMA's layout.
+
+    It has tiles of 8 rows of 64 numbers of 16 bits, 128 bytes a row.
+    """
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     )
 
 
 def copies(tile: int, block_size: int) -> int:
-    """Returns the number of copies of a tile: one for each of its pages, or one if a page is larger."""
+    """Returns the number of copies of a tile: one for each of its pages, one if a page is
+    larger."""
     return tile // min(tile, block_size)
 
 
 def barrier_of_pages(tile: int, block_size: int, stages: int):
-    """One barrier a stage, complete when all copies of its tile have arrived."""
+    """Returns one barrier a stage, complete when all copies of its tile have arrived."""
     return plgpu.Barrier(num_arrivals=copies(tile, block_size), num_barriers=stages)
 
 
 def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple:
-    """Returns the page of each copy of the tile that starts at context token `start`, a multiple of the tile's size.
+    """Returns the page of each copy of the tile that starts at context token `start`.
 
-    After the row's last page, that page is repeated: the whole tile in shared memory is written, by the row's own
-    pages.
+    start: a multiple of the tile's size. The row's last page is repeated after itself, so that the
+    whole tile in shared memory is written, by pages of the row.
     """
-    rows, last = min(tile, block_size), lax.max(length - 1, 0) // block_size
+    rows = min(tile, block_size)
+    last = lax.max(length - 1, 0) // block_size
     tokens = (start + piece * rows for piece in range(copies(tile, block_size)))
     return tuple(tables[row, lax.min(token // block_size, last)] for token in tokens)
 
@@ -52,7 +57,10 @@ class Ring(NamedTuple):
 
 
 def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> None:
-    """The whole producer: copies `count` tiles of a row's context, from tile `begin`, into the slots of the rings."""
+    """Copies `count` tiles of a row's context, from tile `begin`, into the slots of the rings.
+
+    This is all that a producer does.
+    """
     stages, tile, _ = rings[0].tiles.shape
     block_size = rings[0].pages.shape[2]
     rows = min(tile, block_size)
@@ -76,8 +84,11 @@ def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> N
     lax.fori_loop(0, count, fetch, pages_of(0))
 
 
-def capped(x, scale: float, soft_cap: float | None):
-    """Returns scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+def log2_scores(x, scale: float, soft_cap: float | None):
+    """Returns scores as powers of two.
+
+    exp2 of the result is exp of the product, which is scaled and perhaps capped.
+    """
     if soft_cap is None:
         return x * (scale * LOG2E)
     return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
@@ -90,9 +101,10 @@ def product(shape, a, b):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    sums = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, sums)
 
 
-def numbered(shape, axis: int):
+def index_along(shape, axis: int):
     """Returns int32 [shape] in a product's layout: each element's index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

@@ -1,19 +1,21 @@
 """Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles in four sizes.
 
     decode    a row with one query token is one tile
-    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to verify
-    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So a tile may
-              contain the end of one row and the beginning of the next, with an item for each, and queries need no
-              gathering
+    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to
+              verify
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first
+              token. So a tile may contain the end of one row and the beginning of the next, with an
+              item for each, and queries need no gathering
 
 Every call runs all sizes that its tokens can need, because only the device knows the rows' lengths.
 
-Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes in the same order,
-which a TPU stores without padding. A cache in this layout is used in place; any other is copied, which on a TPU is a
-pass over all of it.
+Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes
+in the same order, which a TPU stores without padding. A cache in this layout is used in place; any
+other is copied, which on a TPU is a pass over all of it.
 
-No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what the kernel computes,
-that it reads nothing before it has arrived, and that it compiles for TPUs from v4 to 7x.
+No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what
+the kernel computes, that it reads nothing before it has arrived, and that it compiles for TPUs from
+v4 to 7x.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
 from pallas_kernels.paged_attention.rows import (
     SHORT,
-    gathered,
-    scattered,
     sizes_of_short_rows,
+    slot_queries,
     slots_of,
+    with_results,
 )
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.tpu import LANES, row_size
@@ -42,9 +44,8 @@ HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
-SMEM = (
-    2**20 - 2**17
-)  # bytes of scalar memory for block tables and items; the compiler needs the rest
+# Bytes of scalar memory for block tables and items; the compiler needs the rest
+SMEM = 2**20 - 2**17
 
 
 def paged_attention(
@@ -72,34 +73,42 @@ def paged_attention(
         ValueError: `unsupported` or `too_much` gives a reason.
     """
     t, n, d = q.shape
-    heads, s = k_pages.shape[1], k_pages.shape[2] * k_pages.shape[3] // d
+    heads = k_pages.shape[1]
+    s = k_pages.shape[2] * k_pages.shape[3] // d
     b, width = block_tables.shape
-    wrong = unsupported(
+    reason = unsupported(
         str(k_pages.dtype), d, s, n // heads, interpret=bool(interpret)
     ) or too_much(b, width)
-    if not wrong and v_pages.dtype != k_pages.dtype:
-        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
-    if wrong:
-        raise ValueError(f"impl 'pallas_tpu' {wrong}; impl 'xla' has no such limit")
+    if not reason and v_pages.dtype != k_pages.dtype:
+        reason = (
+            "needs k_pages and v_pages of one dtype, "
+            f"and they are {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if reason:
+        raise ValueError(f"impl 'pallas_tpu' {reason}; impl 'xla' has no such limit")
     lanes = row_size(d)
-    k_pages, v_pages = (a.reshape(a.shape[0], heads, -1, lanes) for a in (k_pages, v_pages))
+    k_pages, v_pages = (
+        pages.reshape(pages.shape[0], heads, -1, lanes) for pages in (k_pages, v_pages)
+    )
     shape = Shape(heads, n // heads, d, s, k_pages.dtype.itemsize, q.dtype.itemsize)
-    scores, tiles = Scores(scale, window, soft_cap), tiles or TpuTiles.of(device_kind())
+    scores = Scores(scale, window, soft_cap)
+    tiles = tiles or TpuTiles.of(device_kind())
     call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret)
 
-    q_lens, first = jnp.diff(cu_q_lens), cu_q_lens[:-1]
+    q_lens = jnp.diff(cu_q_lens)
+    first = cu_q_lens[:-1]
     single = (q_lens == 1) & (seq_lens > 0)
     decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
-    out, several = jnp.zeros_like(q), (q_lens > 1) & (seq_lens >= q_lens)
+    out = jnp.zeros_like(q)
+    has_several = (q_lens > 1) & (seq_lens >= q_lens)
     if t > SHORT[-1]:
-        out = chunks(call, q, seq_lens, cu_q_lens, several & (q_lens > SHORT[-1]))
-    for least, most in sizes_of_short_rows(t):
+        out = chunks(call, q, seq_lens, cu_q_lens, has_several & (q_lens > SHORT[-1]))
+    for fewest, size in sizes_of_short_rows(t):
         row, begin, number = slots_of(
-            several & (q_lens >= least) & (q_lens <= most), cu_q_lens, min(b, t // least)
+            has_several & (q_lens >= fewest) & (q_lens <= size), cu_q_lens, min(b, t // fewest)
         )
-        out = scattered(
-            out, short(call, gathered(q, begin, most), seq_lens, row, number), begin, number
-        )
+        results = short(call, slot_queries(q, begin, size), seq_lens, row, number)
+        out = with_results(out, results, begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
@@ -115,16 +124,27 @@ class Call(NamedTuple):
     interpret: Any
 
     def __call__(self, q: jax.Array, work: Work, sizes: Sizes) -> jax.Array:
-        options = {"vmem_limit": self.tiles.vmem_limit, "interpret": self.interpret}
-        tables, width = self.block_tables.reshape(-1), self.block_tables.shape[1]
         return attend(
-            q, self.k_pages, self.v_pages, tables, work, sizes, self.scores, width=width, **options
+            q,
+            self.k_pages,
+            self.v_pages,
+            self.block_tables.reshape(-1),
+            work,
+            sizes,
+            self.scores,
+            width=self.block_tables.shape[1],
+            vmem_limit=self.tiles.vmem_limit,
+            interpret=self.interpret,
         )
 
 
 def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """q [B, N, D], one token a row, the last of its context -> [B, N, D]; undefined where seq_lens [B] is 0."""
-    (b, n, d), shape = q.shape, call.shape
+    """Computes the attention of q [B, N, D], one token a row, the last of its context.
+
+    Returns [B, N, D]; undefined where seq_lens [B] is 0.
+    """
+    b, n, d = q.shape
+    shape = call.shape
     sizes = decode_sizes(shape, call.tiles)
     tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
     out = call(tiles, decode_work(seq_lens, sizes, call.scores.window), sizes)
@@ -134,12 +154,15 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
 def short(
     call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array
 ) -> jax.Array:
-    """q [I, Q, N, D], of which number[i] tokens are row[i]'s, the last of its context -> the same shape.
+    """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
 
-    Undefined for other tokens. A slot with the number 0 is no item.
+    number[i] of q[i] are tokens of row[i], the last of its context. Returns the same shape,
+    undefined for other tokens. A slot with the number 0 is no item.
     """
-    (slots, queries, n, d), shape = q.shape, call.shape
-    sizes, rows = decode_sizes(shape, call.tiles, queries), shape.group * queries
+    slots, queries, n, d = q.shape
+    shape = call.shape
+    sizes = decode_sizes(shape, call.tiles, queries)
+    rows = shape.group * queries
     grouped = q.reshape(slots, queries, shape.heads, shape.group, d).transpose(0, 2, 3, 1, 4)
     tiles = decode_tiles(grouped.reshape(slots, shape.heads, rows, d), sizes)
     out = call(tiles, short_work(seq_lens, row, number, sizes, call.scores.window), sizes)
@@ -152,8 +175,12 @@ def short(
 def chunks(
     call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array
 ) -> jax.Array:
-    """q [T, N, D] -> [T, N, D] of the rows that are `chosen` [B]; zeros for all other tokens."""
-    (t, n, d), shape = q.shape, call.shape
+    """Computes the attention of q [T, N, D] for the rows that are `chosen` [B].
+
+    Returns [T, N, D]; zeros for all other tokens.
+    """
+    t, n, d = q.shape
+    shape = call.shape
     sizes = chunk_sizes(shape, call.tiles)
     work = chunk_work(chosen, seq_lens, cu_q_lens, t, sizes, call.scores.window)
     out = call(chunk_tiles(q.reshape(t, shape.heads, shape.group, d), sizes), work, sizes)
@@ -175,21 +202,26 @@ class Shape(NamedTuple):
         return row_size(self.d) // self.d
 
 
-# --- queries as tiles -------------------------------------------------------------------------------------------------
+# --- queries as tiles -----------------------------------------------------------------------------
 
 
 def streams_of(q: jax.Array, streams: int) -> jax.Array:
-    """[..., R, D] -> [..., streams * R, streams * D]: each stream's queries in the stream's lanes, zeros elsewhere."""
+    """Returns queries [..., R, D] as [..., streams * R, streams * D].
+
+    Each stream's queries are in the stream's lanes, and zeros elsewhere.
+    """
     *front, rows, d = q.shape
     eye = jnp.eye(streams, dtype=q.dtype)
-    wide = jnp.einsum(
-        "...rd,xy->...xryd", q, eye, precision="highest"
-    )  # by default a TPU rounds q to bfloat16
+    # by default a TPU rounds q to bfloat16
+    wide = jnp.einsum("...rd,xy->...xryd", q, eye, precision="highest")
     return wide.reshape(*front, streams * rows, streams * d)
 
 
 def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """[B, K, G * Q, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register; R as in `chunk_tiles`."""
+    """Returns queries [B, K, G * Q, D] as tiles [blocks, U, K, R, L], R as in `chunk_tiles`.
+
+    Rows are padded to the 8 of a register.
+    """
     b, _, rows, _ = q.shape
     padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -rows % 8), (0, 0)))
     wide = streams_of(padded, sizes.streams)
@@ -197,7 +229,10 @@ def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
 
 
 def chunk_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """[T, K, G, D] -> [tiles, 1, K, R, L], R in the order (stream, query head, token)."""
+    """Returns queries [T, K, G, D] as tiles [tiles, 1, K, R, L].
+
+    R is in the order (stream, query head, token).
+    """
     t, heads, group, d = q.shape
     padded = jnp.pad(q, ((0, -t % sizes.tokens), (0, 0), (0, 0), (0, 0)))
     tiled = padded.reshape(-1, sizes.tokens, heads, group, d).transpose(0, 2, 3, 1, 4)
@@ -205,17 +240,20 @@ def chunk_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
 
 
 def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Array:
-    """[tiles, 1, K, G * tokens, L] -> [T, N, D]."""
+    """Returns the results of tiles [tiles, 1, K, G * tokens, L] as [T, N, D]."""
     tiles, _, heads, _, lanes = out.shape
     tiled = out.reshape(tiles, heads, n // heads, tokens, lanes)[..., :d].transpose(0, 3, 1, 2, 4)
     return tiled.reshape(-1, n, d)[:t]
 
 
-# --- sizes and items --------------------------------------------------------------------------------------------------
+# --- sizes and items ------------------------------------------------------------------------------
 
 
 def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
-    """Sizes whose step has as many context tokens as fit in `decode_step` bytes, a power of two within bounds."""
+    """Returns sizes whose step has as many context tokens as fit in `decode_step` bytes.
+
+    They are a power of two within bounds.
+    """
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
     span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
     kernel = "decode" if queries == 1 else f"short{queries}"
@@ -228,11 +266,11 @@ def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
         tiles.decode_stages,
         kernel,
     )
-    return fitted(shape, sizes, tiles.vmem_limit)
+    return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
-    """Sizes whose tiles have `chunk_rows` rows for each key head."""
+    """Returns sizes whose tiles have `chunk_rows` rows for each key head."""
     tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
     sizes = Sizes(
         1,
@@ -243,33 +281,44 @@ def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
         tiles.chunk_stages,
         "chunks",
     )
-    return fitted(shape, sizes, tiles.vmem_limit)
+    return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
 
-def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
-    """Halves sizes in turn until they fit in VMEM, for many key heads. The compiler refuses what never fits."""
-    span, tokens = max(LANES, shape.s), min(sizes.tokens, MIN_TOKENS)
-    for field, least in (
+def sizes_that_fit(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
+    """Halves sizes in turn until they fit in VMEM, for many key heads.
+
+    The compiler refuses what never fits.
+    """
+    span = max(LANES, shape.s)
+    tokens = min(sizes.tokens, MIN_TOKENS)
+    for field, minimum in (
         ("span", 2 * span),
         ("units", 1),
         ("tokens", 2 * tokens),
         ("span", span),
         ("tokens", tokens),
     ):
-        while vmem(shape, sizes) > limit and getattr(sizes, field) > least:
-            sizes = sizes._replace(**{field: getattr(sizes, field) // 2})
+        while vmem(shape, sizes) > limit and getattr(sizes, field) > minimum:
+            halved = {field: getattr(sizes, field) // 2}
+            sizes = sizes._replace(**halved)
     return sizes
 
 
 def vmem(shape: Shape, sizes: Sizes) -> int:
-    """Returns the bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
+    """Returns the bytes of VMEM that a kernel needs.
+
+    They hold its ring, its running sums, queries and results.
+    """
     rows = -(-shape.group * sizes.tokens // 8) * 8
     q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
     return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
 
 
 def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row b has counts[b] items. Returns (row, index within the row, valid) of `size` items."""
+    """Lists items, of which row b has counts[b].
+
+    Returns (row, index within the row, valid) of `size` items.
+    """
     end = jnp.cumsum(counts)
     item = jnp.arange(size, dtype=jnp.int32)
     row = jnp.minimum((item[:, None] >= end).sum(1, dtype=jnp.int32), counts.shape[0] - 1)
@@ -288,23 +337,37 @@ def _work(
 
 
 def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
-    """An item for each row that has a context; row b is tile b."""
+    """Returns an item for each row that has a context; row b is tile b."""
     b = len(seq_lens)
     row, _, valid = _items((seq_lens > 0).astype(jnp.int32), b)
     zero = jnp.zeros_like(row)
-    where = row // sizes.units, valid, row % sizes.units, row
+    block = row // sizes.units
     return _work(
-        -(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window
+        -(-b // sizes.units),
+        block,
+        valid,
+        row % sizes.units,
+        row,
+        zero,
+        zero + 1,
+        seq_lens[row] - 1,
+        sizes.span,
+        window,
     )
 
 
 def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
-    """An item for each slot that is used; slot i is tile i, and the used ones come first."""
-    slot, zero = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row)
-    where = slot // sizes.units, number > 0, slot % sizes.units, row
+    """Returns an item for each slot that is used; slot i is tile i, and the used ones come
+    first."""
+    slot = jnp.arange(len(row), dtype=jnp.int32)
+    zero = jnp.zeros_like(row)
+    block = slot // sizes.units
     return _work(
         -(-len(row) // sizes.units),
-        *where,
+        block,
+        number > 0,
+        slot % sizes.units,
+        row,
         zero,
         number,
         seq_lens[row] - number,
@@ -314,9 +377,11 @@ def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
-    """An item for each pair of a tile and a `chosen` row with query tokens in it."""
-    tokens, tiles = sizes.tokens, -(-t // sizes.tokens)
-    first, past = cu_q_lens[:-1], cu_q_lens[1:]
+    """Returns an item for each pair of a tile and a `chosen` row with query tokens in it."""
+    tokens = sizes.tokens
+    tiles = -(-t // sizes.tokens)
+    first = cu_q_lens[:-1]
+    past = cu_q_lens[1:]
     counts = jnp.where(chosen, (past - 1) // tokens - first // tokens + 1, 0)
     row, index, valid = _items(counts, tiles + min(len(seq_lens), t // 2))
     tile = first[row] // tokens + index
@@ -326,7 +391,7 @@ def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | 
     return _work(tiles, tile, valid, jnp.zeros_like(row), row, begin, end, base, sizes.span, window)
 
 
-# --- what it can serve ------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 def unsupported(
@@ -340,14 +405,10 @@ def unsupported(
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if interpret:
-        whole = (
-            head_size % LANES == 0 or LANES % head_size == 0
-        ) and block_size * head_size % LANES == 0
-        return (
-            ""
-            if whole
-            else f"needs pages of whole rows of {LANES}, and they are [{block_size}, {head_size}]"
-        )
+        fits_lanes = head_size % LANES == 0 or LANES % head_size == 0
+        if fits_lanes and block_size * head_size % LANES == 0:
+            return ""
+        return f"needs pages of whole rows of {LANES}, and they are [{block_size}, {head_size}]"
     if head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
     if block_size not in BLOCK_SIZES:
@@ -365,7 +426,8 @@ def too_much(rows: int, width: int) -> str:
     if needed <= SMEM:
         return ""
     return (
-        f"stores block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} blocks take {needed:,}; "
+        f"stores block tables in {SMEM:,} bytes of scalar memory, "
+        f"and {rows} rows of {width} blocks take {needed:,}; "
         "lower max_num_seqs or max_model_len, or raise block_size"
     )
 

@@ -1,20 +1,28 @@
-"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks are sizes of one kernel.
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU.
 
-    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
-    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
-    step        an item's next `span` context tokens: its pages, each copied whole from HBM by one DMA
-    ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items ahead of the
-                computation, across tiles and blocks, so that a short context is copied while another is computed
+Decodes, short rows and chunks are sizes of one kernel.
 
-A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page has L lanes, 128 or
-D if it is larger, so L / D tokens share it. The tile has the query once for each of these tokens, a *stream*:
+    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and
+                results out
+    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the
+                context they see
+    step        an item's next `span` context tokens: its pages, each copied whole from HBM by one
+                DMA
+    ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items
+                ahead of the computation, across tiles and blocks, so that a short context is copied
+                while another is computed
+
+A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page
+has L lanes, 128 or D if it is larger, so L / D tokens share it. The tile has the query once for
+each of these tokens, a *stream*:
 
         row of a page    | token 2 i       | token 2 i + 1   |          D = 64
         stream 0         | q               | 0               |          scores of the even tokens
         stream 1         | 0               | q               |          scores of the odd ones
 
-Each stream has its own softmax. They are merged at the item's end like the parts of a split context (Flash-Decoding).
-So no lane is padding, neither in HBM nor in a copy. Exponentials are powers of two.
+Each stream has its own softmax. They are merged at the item's end like the parts of a split context
+(Flash-Decoding). So no lane is padding, neither in HBM nor in a copy. Exponentials are powers of
+two.
 """
 
 from __future__ import annotations
@@ -31,14 +39,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.shared.tpu import LANES, pinned
 
-NEG = (
-    -1e30
-)  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
+# A finite minus infinity: exp2(NEG - NEG) is a number, and beside a real score its weight is 0
+NEG = -1e30
 UNROLLED = 4  # key heads in one body of the loop over them
 LOG2E = math.log2(math.e)
-ITEM, STEP, SENT, USED = range(
-    4
-)  # of the cursor: the item and step that is copied next, spans copied, spans used
+# Places in the cursor
+ITEM = 0  # the item and the step that are copied next
+STEP = 1
+SENT = 2  # spans whose copies have been started
+USED = 3  # spans that have been used
 
 
 class Work(NamedTuple):
@@ -49,7 +58,8 @@ class Work(NamedTuple):
     row: jax.Array  # [I] the row of the block tables
     begin: jax.Array  # [I] the tile's query tokens begin : end are the row's
     end: jax.Array  # [I]
-    base: jax.Array  # [I] position in the row's context of the tile's token 0; below 0 if that token is another row's
+    # [I] position in the row's context of the tile's token 0; below 0 if another row has that token
+    base: jax.Array
     start: jax.Array  # [I] its steps are start : stop of the row's context, at least one
     stop: jax.Array  # [I]
 
@@ -96,10 +106,12 @@ class Refs(NamedTuple):
 
 
 def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
-    """Returns bytes of VMEM: the ring, the running sums, scores, and queries and results twice, as Pallas copies ahead.
+    """Returns the bytes of VMEM that a kernel needs.
 
-    The compiler's memory for scores is an estimate: for the heads that are computed in a row, four numbers of 32 bits a
-    score, or six if pages are in float32, which needs several passes of the matrix unit.
+    They hold the ring, the running sums, scores, and queries and results twice, because Pallas
+    copies the next ones while these are computed. The compiler's memory for scores is an estimate:
+    for the heads that are computed in a row, four numbers of 32 bits a score, or six if pages are
+    in float32, which needs several passes of the matrix unit.
 
     Args:
         q_shape: [blocks, U, K, R, L].
@@ -141,13 +153,16 @@ def attend(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Returns:
-        [blocks, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query head, query token).
-        Queries without an item have zeros.
+        [blocks, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query
+        head, query token). Queries without an item have zeros.
     """
     blocks, units, heads, rows, lanes = q.shape
     ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
-    kept = rows // sizes.streams
-    block = lambda rows: pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))  # noqa: E731
+    result_rows = rows // sizes.streams
+
+    def block(rows):
+        return pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))
+
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     call = pl.pallas_call(
         partial(_kernel, sizes, scores, width),
@@ -155,7 +170,7 @@ def attend(
             num_scalar_prefetch=len(work) + 1,
             grid=(blocks,),
             in_specs=[block(rows), in_hbm, in_hbm],
-            out_specs=block(kept),
+            out_specs=block(result_rows),
             scratch_shapes=[
                 pltpu.VMEM(ring, k_pages.dtype),
                 pltpu.VMEM(ring, v_pages.dtype),
@@ -166,7 +181,7 @@ def attend(
                 pltpu.SemaphoreType.DMA((sizes.stages,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((blocks, units, heads, kept, lanes), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((blocks, units, heads, result_rows, lanes), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
         ),
@@ -177,39 +192,43 @@ def attend(
 
 
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
-    """One block of the grid."""
-    scalars = len(Work._fields)
-    r = Refs(sizes, scores, width, Work(*refs[:scalars]), *refs[scalars:])
-    block, total = pl.program_id(0), r.work.first[pl.num_programs(0)]
+    """Computes one block of the grid."""
+    scalar_count = len(Work._fields)
+    r = Refs(sizes, scores, width, Work(*refs[:scalar_count]), *refs[scalar_count:])
+    block = pl.program_id(0)
+    total = r.work.first[pl.num_programs(0)]
 
     @pl.when(block == 0)
     def begin():
-        r.cursor[ITEM], r.cursor[STEP] = 0, r.work.start[0]
-        r.cursor[SENT], r.cursor[USED] = 0, 0
+        r.cursor[ITEM] = 0
+        r.cursor[STEP] = r.work.start[0]
+        r.cursor[SENT] = 0
+        r.cursor[USED] = 0
         lax.fori_loop(0, sizes.stages - 1, lambda _, none: _send(r, total), None)
 
     r.out[...] = jnp.zeros_like(r.out)
     lax.fori_loop(
-        r.work.first[block], r.work.first[block + 1], lambda i, _: _item(r, i, total), None
+        r.work.first[block], r.work.first[block + 1], lambda i, _: _compute_item(r, i, total), None
     )
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
-def _seen(r: Refs, item):
+def _visible_range(r: Refs, item):
     """Returns (first, last + 1) of the context tokens that the item's queries see."""
-    w, first = r.work, jnp.int32(0)
+    w = r.work
+    first = jnp.int32(0)
     if r.scores.window is not None:
         first = lax.max(w.base[item] + w.begin[item] + 1 - r.scores.window, first)
     return first, w.base[item] + w.end[item]
 
 
-def page_range(r: Refs, step, seen) -> tuple[Any, Any]:
-    """Returns (first, last + 1) of a step's pages with visible tokens; 0 is the step's first page."""
+def page_range(r: Refs, step, visible) -> tuple[Any, Any]:
+    """Returns (first, last + 1) of a step's pages with visible tokens; 0 is the step's first."""
     start = step * r.sizes.span
-    first = lax.max(seen[0] - start, 0) // r.sizes.block_size
-    return first, pl.cdiv(lax.min(seen[1] - start, r.sizes.span), r.sizes.block_size)
+    first = lax.max(visible[0] - start, 0) // r.sizes.block_size
+    return first, pl.cdiv(lax.min(visible[1] - start, r.sizes.span), r.sizes.block_size)
 
 
 def page_of(r: Refs, item, step, page):
@@ -218,19 +237,21 @@ def page_of(r: Refs, item, step, page):
 
 
 def _copies(r: Refs, slot, item, step, act) -> None:
-    """Calls `act` for the copy of each page of a step, keys and values, into a slot of the rings."""
+    """Calls `act` for the copy of each page of a step, keys and values, into a slot of the
+    rings."""
 
-    def one(page, _):
+    def copy_page(page, _):
         source = page_of(r, item, step, page)
         for pages, ring in ((r.k_pages, r.k_ring), (r.v_pages, r.v_ring)):
             act(pltpu.make_async_copy(pages.at[source], ring.at[slot, page], r.arrived.at[slot]))
 
-    lax.fori_loop(*page_range(r, step, _seen(r, item)), one, None)
+    lax.fori_loop(*page_range(r, step, _visible_range(r, item)), copy_page, None)
 
 
 def _send(r: Refs, total) -> None:
     """Starts the copies of the cursor's step, if there is one, and moves the cursor to the next."""
-    item, step = r.cursor[ITEM], r.cursor[STEP]
+    item = r.cursor[ITEM]
+    step = r.cursor[STEP]
 
     @pl.when(item < total)
     def send():
@@ -253,7 +274,7 @@ def wait(r: Refs, slot, item, step) -> None:
     _copies(r, slot, item, step, lambda copy: copy.wait())
 
 
-# --- computation ------------------------------------------------------------------------------------------------------
+# --- computation ----------------------------------------------------------------------------------
 
 
 def bodies(heads: int) -> int:
@@ -262,44 +283,48 @@ def bodies(heads: int) -> int:
 
 
 def _over_heads(heads: int, body) -> None:
-    """Calls body(head) for each key head, a few in a row: products of one run beside exponentials of another."""
+    """Calls body(head) for each key head, a few in a row.
+
+    Products of one then run beside exponentials of another.
+    """
     at_once = heads // bodies(heads)
 
-    def some(i, _):
+    def run_heads(i, _):
         for j in range(at_once):
             body(i * at_once + j)
 
     if at_once == heads:
-        some(0, None)
+        run_heads(0, None)
     else:
-        lax.fori_loop(0, heads // at_once, some, None)
+        lax.fori_loop(0, heads // at_once, run_heads, None)
 
 
-def _item(r: Refs, item, total) -> None:
+def _compute_item(r: Refs, item, total) -> None:
     r.acc[...] = jnp.zeros_like(r.acc)
     r.top[...] = jnp.full_like(r.top, NEG)
     r.norm[...] = jnp.zeros_like(r.norm)
-    seen = _seen(r, item)
+    visible = _visible_range(r, item)
 
     def step(i, _):
         _send(r, total)  # into the slot that the step before this one has left
         slot = slot_of(r, r.cursor[USED])
         r.cursor[USED] = r.cursor[USED] + 1
         wait(r, slot, item, i)
-        pl.when((i * r.sizes.span < seen[0]) | ((i + 1) * r.sizes.span > seen[1]))(
-            lambda: _clear(r, slot, i, seen)
+        pl.when((i * r.sizes.span < visible[0]) | ((i + 1) * r.sizes.span > visible[1]))(
+            lambda: _clear(r, slot, i, visible)
         )
-        hidden = _hidden(r, item, i)
+        hidden = _hidden_keys(r, item, i)
         _over_heads(r.acc.shape[0], lambda head: _update(r, r.work.unit[item], slot, head, hidden))
 
     lax.fori_loop(r.work.start[item], r.work.stop[item], step, None)
     _over_heads(r.acc.shape[0], lambda head: _finish(r, item, head))
 
 
-def _clear(r: Refs, slot, step, seen) -> None:
+def _clear(r: Refs, slot, step, visible) -> None:
     """Sets values that are not visible to zero, because 0 * NaN is not 0.
 
-    With several streams, also keys: there the zeros of one stream's query are multiplied by another stream's tokens.
+    With several streams, keys too: there the zeros of one stream's query are multiplied by another
+    stream's tokens.
     """
     _, pages, heads, rows, lanes = r.v_ring.shape
     number = lambda axis: lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)  # noqa: E731
@@ -309,18 +334,18 @@ def _clear(r: Refs, slot, step, seen) -> None:
         + number(2) // (lanes // r.sizes.streams)
     )
     token = token + step * r.sizes.span
-    real = (token >= seen[0]) & (token < seen[1])
+    real = (token >= visible[0]) & (token < visible[1])
 
-    def one(head, _):
+    def clear_head(head, _):
         for ring in (r.v_ring, r.k_ring)[: min(2, r.sizes.streams)]:
             ring[slot, :, head] = jnp.where(
                 real, ring[slot, :, head].astype(jnp.float32), 0.0
             ).astype(ring.dtype)
 
-    lax.fori_loop(0, heads, one, None)
+    lax.fori_loop(0, heads, clear_head, None)
 
 
-def _hidden(r: Refs, item, step):
+def _hidden_keys(r: Refs, item, step):
     """Returns [R, span / streams] bool: the keys of a step that a row of the tile does not see."""
     rows = r.acc.shape[1]
     shape = (rows, r.sizes.span // r.sizes.streams)
@@ -335,51 +360,61 @@ def _hidden(r: Refs, item, step):
 
 def _update(r: Refs, unit, slot, head, hidden) -> None:
     """Merges one head's span into the running softmax."""
-    q, keys, values = r.q[0, unit, head], r.k_ring[slot, :, head], r.v_ring[slot, :, head]
+    q = r.q[0, unit, head]
+    keys = r.k_ring[slot, :, head]
+    values = r.v_ring[slot, :, head]
     dtype = jnp.promote_types(q.dtype, keys.dtype)
     keys, values = (a.reshape(-1, a.shape[-1]).astype(dtype) for a in (keys, values))
     exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(lax.dot_general, preferred_element_type=jnp.float32, precision=exact)
-    x = capped(dot(q.astype(dtype), keys, (((1,), (1,)), ((), ()))), r.scores)
+    x = log2_scores(dot(q.astype(dtype), keys, (((1,), (1,)), ((), ()))), r.scores)
     x = jnp.where(hidden, NEG, x)
     top = r.top[head][:, :1]
     new = jnp.maximum(top, x.max(axis=1, keepdims=True))
-    kept = jnp.exp2(top - new)
+    decay = jnp.exp2(top - new)
     weights = jnp.exp2(x - new)
     part = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
-    r.acc[head] = r.acc[head] * kept + part
-    r.norm[head] = r.norm[head] * kept + weights.sum(axis=1, keepdims=True)
+    r.acc[head] = r.acc[head] * decay + part
+    r.norm[head] = r.norm[head] * decay + weights.sum(axis=1, keepdims=True)
     r.top[head] = jnp.broadcast_to(new, r.top.shape[1:])
 
 
-def capped(x, scores: Scores):
-    """Returns scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+def log2_scores(x, scores: Scores):
+    """Returns scores as powers of two.
+
+    exp2 of the result is exp of the product, which is scaled and perhaps capped.
+    """
     if scores.soft_cap is None:
         return x * (scores.scale * LOG2E)
     return jnp.tanh(x * (scores.scale / scores.soft_cap)) * (scores.soft_cap * LOG2E)
 
 
 def _finish(r: Refs, item, head) -> None:
-    """Merges the streams and writes the results of the item's queries; those of the tile's other rows stay."""
+    """Merges the streams and writes the results of the item's queries.
+
+    Results of the tile's other rows stay.
+    """
     rows, lanes = r.acc.shape[1:]
-    kept = rows // r.sizes.streams
-    parts = [pl.ds(stream * kept, kept) for stream in range(r.sizes.streams)]
+    result_rows = rows // r.sizes.streams
+    parts = [pl.ds(stream * result_rows, result_rows) for stream in range(r.sizes.streams)]
     tops = [r.top[head, part][:, :1] for part in parts]
     best = tops[0]
     for top in tops[1:]:
         best = jnp.maximum(best, top)
-    total, norm = jnp.zeros((kept, lanes), jnp.float32), jnp.zeros((kept, 1), jnp.float32)
+    total = jnp.zeros((result_rows, lanes), jnp.float32)
+    norm = jnp.zeros((result_rows, 1), jnp.float32)
     for stream, (part, top) in enumerate(zip(parts, tops, strict=True)):
         weight = jnp.exp2(top - best)  # 0 for a stream that has seen nothing
         acc = r.acc[head, part]
         if stream:  # moves its numbers to the first lanes
             acc = pltpu.roll(acc, lanes - stream * (lanes // r.sizes.streams), 1)
-        total, norm = total + acc * weight, norm + r.norm[head, part][:, :1] * weight
+        total = total + acc * weight
+        norm = norm + r.norm[head, part][:, :1] * weight
     result = (total / norm).astype(r.out.dtype)
     unit = r.work.unit[item]
     if r.sizes.tokens > 1:
-        token = lax.broadcasted_iota(jnp.int32, (kept, lanes), 0) & (r.sizes.tokens - 1)
-        mine = (token >= r.work.begin[item]) & (token < r.work.end[item])
+        token = lax.broadcasted_iota(jnp.int32, (result_rows, lanes), 0) & (r.sizes.tokens - 1)
+        is_of_row = (token >= r.work.begin[item]) & (token < r.work.end[item])
         old = r.out[0, unit, head].astype(jnp.float32)
-        result = jnp.where(mine, total / norm, old).astype(r.out.dtype)
+        result = jnp.where(is_of_row, total / norm, old).astype(r.out.dtype)
     r.out[0, unit, head] = result

@@ -1,5 +1,5 @@
-"""Code compiled by LLVM behind an XLA FFI call: what every operation with a CPU kernel needs. Not Pallas.
+"""Code compiled by LLVM behind an XLA FFI call, not Pallas: for every operation with a CPU kernel.
 
-`handler.py` and `huge_pages.py` import JAX and numpy alone. The other modules import llvmlite and numpy, and are loaded
-when a kernel is first used.
+`handler.py` and `huge_pages.py` import JAX and numpy alone. The other modules import llvmlite and
+numpy, and are loaded when a kernel is first used.
 """

@@ -17,7 +17,8 @@ from pallas_kernels.shared.cpu.translate import Translation
 LEVEL = 3
 
 # Code for a CPU with fewer instructions than this one has, for tests: LLVM's names
-CPU_NAME, CPU_FEATURES = "PALLAS_KERNELS_CPU_NAME", "PALLAS_KERNELS_CPU_FEATURES"
+CPU_NAME = "PALLAS_KERNELS_CPU_NAME"
+CPU_FEATURES = "PALLAS_KERNELS_CPU_FEATURES"
 
 
 def cpu() -> tuple[str, str]:

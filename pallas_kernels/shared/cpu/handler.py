@@ -15,8 +15,8 @@ HANDLERS: list[Handler] = []  # of all kernels that are imported
 
 
 def register_called(program: bytes) -> None:
-    """Registers the handlers that a compiled program calls. Its code has the names of their targets,
-    which end with a dot, so that none is the beginning of another one."""
+    """Registers the handlers that a compiled program calls. Its code has the names of their
+    targets, which end with a dot, so that none is the beginning of another one."""
     for handler in HANDLERS:
         if handler.target.encode() in program:
             handler.register()
@@ -104,7 +104,7 @@ class Handler:
         self.register()
 
     def _entry(self) -> Any:
-        """Returns what XLA calls."""
+        """Returns the trampoline that XLA calls."""
         with self._lock:
             if self._trampoline is None:
                 from pallas_kernels.shared.cpu import trampolines  # imports llvmlite
@@ -138,13 +138,13 @@ class Handler:
         code = object_files.read(file) if file else None
         is_new = code is None
         if code is None:
-            code = self._compiled(symbol)
+            code = self._compile(symbol)
         (address,) = object_files.load(code, symbol)
         trampoline.lead_to(address)
         if file and is_new:
             object_files.keep(file, code)
 
-    def _compiled(self, symbol: str) -> bytes:
+    def _compile(self, symbol: str) -> bytes:
         from pallas_kernels.shared.cpu import compiler
         from pallas_kernels.shared.cpu.translate import Translation
 

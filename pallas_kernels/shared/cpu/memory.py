@@ -39,8 +39,6 @@ def _access(kind):
 load_float, store_float = _access(FLOAT)
 load_int, store_int = _access(INT32)
 load_word, store_word = _access(WORD)
-
-
 load_byte, store_byte = _access(ir.IntType(8))
 
 
@@ -52,13 +50,14 @@ def copy_bytes(source, out, count):
 
 @instruction
 def fetch_add(builder, address, value):
-    """Adds to a word, atomically, and returns its old value. Orders all memory accesses around it."""
+    """Adds to a word, atomically, and returns its old value. Orders all memory accesses around
+    it."""
     return builder.atomic_rmw("add", pointer(builder, address, WORD), value, "seq_cst")
 
 
 @instruction
 def load_published(builder, address):
-    """A word that another thread added to: what that thread wrote before is seen after it."""
+    """Loads a word that another thread added to. What that thread wrote before is then visible."""
     return builder.load_atomic(pointer(builder, address, WORD), "acquire", 8)
 
 

@@ -21,7 +21,7 @@ from llvmlite import binding
 
 from pallas_kernels.shared.cpu import compiler
 
-# What object code needs in its process. LLVM calls `memset` for a loop that writes zeros.
+# C functions that object code calls. LLVM calls `memset` for a loop that writes zeros.
 SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset", "madvise", "usleep")
 MOST = 8  # files of a variant in a folder, at most: one for each machine and version
 
@@ -41,7 +41,7 @@ def place(name: str, folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
     folders = folder, Path(__file__).parent
-    sources = [source for each in folders for source in sorted(each.glob("*.py"))]
+    sources = [source for directory in folders for source in sorted(directory.glob("*.py"))]
     machine = [binding.get_process_triple(), *compiler.cpu()]
     facts = [llvmlite.__version__, machine, [source.read_text("utf-8") for source in sources]]
     key = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -71,22 +71,22 @@ class Trampoline:
 
 _lock = threading.Lock()
 _spare: list[Trampoline] = []
-_kept: list[Any] = []  # memory that compiled code has the addresses of
+_cells: list[Any] = []  # keeps the cells in memory: compiled code has only their addresses
 
 
 def take() -> Trampoline:
-    """Returns a trampoline of one's own."""
+    """Returns a trampoline that nobody else has."""
     with _lock:
         if not _spare:
-            _spare.extend(_made())
+            _spare.extend(_make_trampolines())
         return _spare.pop()
 
 
-def _made() -> list[Trampoline]:
+def _make_trampolines() -> list[Trampoline]:
     cells = np.zeros((SPARE, 8), np.int64)  # a cache line each
     translation = Translation()
     names = [object_files.symbol(f"trampoline_{i}") for i in range(SPARE)]
-    enter = translation.translated(_enter, [WORD, WORD], {})
+    enter = translation.translation_of(_enter, [WORD, WORD], {})
     for name, cell in zip(names, cells, strict=True):
         trampoline = ir.Function(translation.module, ir.FunctionType(WORD, [WORD]), name)
         builder = ir.IRBuilder(trampoline.append_basic_block())
@@ -95,7 +95,7 @@ def _made() -> list[Trampoline]:
     translation.export(_publish, publish, {})
     code = compiler.object_code(translation, level=1)
     *addresses, publish = object_files.load(code, *names, publish)
-    _kept.append(cells)
+    _cells.append(cells)
     function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(publish)
     pairs = zip(addresses, cells, strict=True)
     return [Trampoline(address, cell, function) for address, cell in pairs]

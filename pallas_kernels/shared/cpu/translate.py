@@ -107,8 +107,8 @@ def address_of(function: Any) -> int:
     raise TypeError("address_of is for code that is translated")
 
 
-def declared(module: ir.Module, kind: ir.FunctionType, name: str) -> ir.Function:
-    """Returns an external function, such as one of LLVM's."""
+def external_function(module: ir.Module, kind: ir.FunctionType, name: str) -> ir.Function:
+    """Returns a function that the module declares, such as one of LLVM's."""
     return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
@@ -132,17 +132,17 @@ class Translation:
         Args:
             options: the values of the `Option`s in it and in the functions that it calls.
         """
-        native = self.translated(function, [WORD] * len(function.tree.args.args), options, name)
+        native = self.translation_of(function, [WORD] * len(function.tree.args.args), options, name)
         native.linkage = ""
 
-    def translated(
+    def translation_of(
         self,
         function: Function,
         types: Sequence[ir.Type],
         options: Mapping[str, int],
         name: str = "",
     ) -> ir.Function:
-        """Returns a function for arguments of such types."""
+        """Returns LLVM's function for arguments of such types."""
         key = function, tuple(map(str, types)), tuple(options.items())
         if key not in self._functions:
             name = name or self.module.get_unique_name(function.function.__name__)
@@ -224,10 +224,10 @@ class _Body:
                 self.builder.ret_void()
         ir.IRBuilder(self.entry).branch(body)
 
-    def _wrong(self, what: str) -> NoReturn:
+    def _refuse(self, syntax: str) -> NoReturn:
         function = self.function.function
         line = function.__code__.co_firstlineno + self.line - 1
-        raise TypeError(f"{function.__code__.co_filename}:{line}: {what} cannot be translated")
+        raise TypeError(f"{function.__code__.co_filename}:{line}: {syntax} cannot be translated")
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -239,17 +239,17 @@ class _Body:
             return ir.Constant(WORD, int(value))
         if isinstance(value, (float, np.floating)):
             return ir.Constant(FLOAT, float(np.float32(value)))
-        self._wrong(f"{value!r} as a number")
+        self._refuse(f"{value!r} as a number")
 
     def _pair(self, a: Value, b: Value) -> tuple[Native, Native]:
         """Returns two values of one type. A constant becomes float32 if the other one is."""
         natives = []
-        for value, other in ((a, b), (b, a)):
-            is_float = not _is_constant(other) and other.type == FLOAT
+        for value, partner in ((a, b), (b, a)):
+            is_float = not _is_constant(partner) and partner.type == FLOAT
             becomes_float = is_float and _is_constant(value)
             natives.append(self._native(np.float32(value) if becomes_float else value))
         if natives[0].type != natives[1].type:
-            self._wrong("an operation of a word and a float32 number")
+            self._refuse("an operation of a word and a float32 number")
         return natives[0], natives[1]
 
     def _bit(self, value: Value) -> Native:
@@ -257,7 +257,7 @@ class _Body:
             return value
         native = self._native(value)
         if native.type != WORD:
-            self._wrong("a float32 number as a condition")
+            self._refuse("a float32 number as a condition")
         return self.builder.icmp_signed("!=", native, ir.Constant(WORD, 0))
 
     def _variable(self, kind: ir.Type, name: str = "") -> Any:
@@ -276,7 +276,7 @@ class _Body:
         self.line = node.lineno
         translate = getattr(self, f"_{type(node).__name__.lower()}", None)
         if translate is None:
-            self._wrong(f"a {type(node).__name__}")
+            self._refuse(f"a {type(node).__name__}")
         return translate(node)
 
     def _constant(self, node: ast.Constant) -> Value:
@@ -288,14 +288,14 @@ class _Body:
         if node.id in self.constants:
             return self.constants[node.id]
         if node.id not in self.names:
-            self._wrong(f"the name {node.id}, which has no value,")
+            self._refuse(f"the name {node.id}, which has no value,")
         value = self.names[node.id]
         return self.options[value.name] if isinstance(value, Option) else value
 
     def _attribute(self, node: ast.Attribute) -> Value:
         owner = self._value(node.value)
         if not isinstance(owner, ModuleType):
-            self._wrong("an attribute of anything but a module")
+            self._refuse("an attribute of anything but a module")
         value = getattr(owner, node.attr)
         return self.options[value.name] if isinstance(value, Option) else value
 
@@ -307,7 +307,7 @@ class _Body:
         if isinstance(node.op, ast.Not):
             return not value if _is_constant(value) else self.builder.not_(self._bit(value))
         if not isinstance(node.op, ast.USub):
-            self._wrong("this operator")
+            self._refuse("this operator")
         if _is_constant(value):
             return -value
         if value.type == FLOAT:
@@ -325,7 +325,7 @@ class _Body:
             return self._quotient(a, b, isinstance(kind, ast.Mod))
         name = (OF_FLOATS if a.type == FLOAT else OF_WORDS).get(type(kind))
         if name is None:
-            self._wrong("this operator")
+            self._refuse("this operator")
         return getattr(self.builder, name)(a, b)
 
     def _quotient(self, a: Native, b: Native, remainder: bool) -> Native:
@@ -336,18 +336,18 @@ class _Body:
         if not isinstance(b, ir.Constant):
             is_zero = builder.icmp_signed("==", b, zero)
             b = builder.select(is_zero, ir.Constant(WORD, 1), b)
-        rest = builder.srem(a, b)
-        signs_differ = builder.icmp_signed("<", builder.xor(rest, b), zero)
-        is_above = builder.and_(builder.icmp_signed("!=", rest, zero), signs_differ)
+        modulo = builder.srem(a, b)
+        signs_differ = builder.icmp_signed("<", builder.xor(modulo, b), zero)
+        is_above = builder.and_(builder.icmp_signed("!=", modulo, zero), signs_differ)
         if remainder:
-            value = builder.select(is_above, builder.add(rest, b), rest)
+            value = builder.select(is_above, builder.add(modulo, b), modulo)
         else:
             value = builder.sub(builder.sdiv(a, b), builder.zext(is_above, WORD))
         return value if is_zero is None else builder.select(is_zero, zero, value)
 
     def _compare(self, node: ast.Compare) -> Value:
         if len(node.ops) > 1:
-            self._wrong("a chain of comparisons")
+            self._refuse("a chain of comparisons")
         sign, evaluate = COMPARISONS[type(node.ops[0])]
         left = self._value(node.left)
         right = self._value(node.comparators[0])
@@ -360,7 +360,7 @@ class _Body:
         return compare(sign, a, b)
 
     def _boolop(self, node: ast.BoolOp) -> Value:
-        """A truth value. What follows the value that decides is not evaluated."""
+        """Returns a truth value. What follows the value that decides is not evaluated."""
         is_and = isinstance(node.op, ast.And)
         values = list(node.values)
         first = self._value(values.pop(0))
@@ -372,18 +372,21 @@ class _Body:
             return self._bit(first)
         condition = self._bit(first)
         decided = self.builder.block
-        more = self.native.append_basic_block()
+        tail_block = self.native.append_basic_block()
         after = self.native.append_basic_block()
-        self.builder.cbranch(condition, *((more, after) if is_and else (after, more)))
-        self.builder.position_at_end(more)
-        rest = self._boolop(ast.copy_location(ast.BoolOp(node.op, values), node))
-        rest = ir.Constant(BIT, int(rest)) if _is_constant(rest) else rest
+        if is_and:
+            self.builder.cbranch(condition, tail_block, after)
+        else:
+            self.builder.cbranch(condition, after, tail_block)
+        self.builder.position_at_end(tail_block)
+        tail = self._boolop(ast.copy_location(ast.BoolOp(node.op, values), node))
+        tail = ir.Constant(BIT, int(tail)) if _is_constant(tail) else tail
         evaluated = self.builder.block
         self.builder.branch(after)
         self.builder.position_at_end(after)
         result = self.builder.phi(BIT)
         result.add_incoming(ir.Constant(BIT, int(not is_and)), decided)
-        result.add_incoming(rest, evaluated)
+        result.add_incoming(tail, evaluated)
         return result
 
     def _ifexp(self, node: ast.IfExp) -> Value:
@@ -403,7 +406,7 @@ class _Body:
         result = self.builder.phi(values[0][0].type)
         for value, block in values:
             if value.type != result.type:
-                self._wrong("a choice between a word and a float32 number")
+                self._refuse("a choice between a word and a float32 number")
             result.add_incoming(value, block)
         return result
 
@@ -412,23 +415,23 @@ class _Body:
         arguments = [self._value(argument) for argument in node.args]
         self.line = node.lineno
         if node.keywords:
-            self._wrong("an argument with a name")
+            self._refuse("an argument with a name")
         if isinstance(function, Instruction):
             return function.generate(self.builder, *map(self._native, arguments))
         if isinstance(function, CFunction):
-            native = declared(self.translation.module, function.type, function.name)
+            native = external_function(self.translation.module, function.type, function.name)
             return self.builder.call(native, [self._native(value) for value in arguments])
         if isinstance(function, Function):
             natives = [self._native(value) for value in arguments]
             types = [value.type for value in natives]
-            callee = self.translation.translated(function, types, self.options)
+            callee = self.translation.translation_of(function, types, self.options)
             result = self.builder.call(callee, natives)
             number = len(function.results)
             if number < 2:
                 return result
             return tuple(self.builder.extract_value(result, i) for i in range(number))
         if function is address_of:
-            native = self.translation.translated(arguments[0], [WORD], self.options)
+            native = self.translation.translation_of(arguments[0], [WORD], self.options)
             return self.builder.ptrtoint(native, WORD)
         if function in (min, max):
             return self._extreme("<" if function is min else ">", arguments)
@@ -439,9 +442,10 @@ class _Body:
             return value if value.type == FLOAT else self.builder.sitofp(self._native(value), FLOAT)
         if function is math.exp:
             return self.builder.call(
-                declared(self.translation.module, ir.FunctionType(FLOAT, [FLOAT]), "expf"), [value]
+                external_function(self.translation.module, ir.FunctionType(FLOAT, [FLOAT]), "expf"),
+                [value],
             )
-        self._wrong(f"a call of {function!r}")
+        self._refuse(f"a call of {function!r}")
 
     def _extreme(self, sign: str, values: Sequence[Value]) -> Value:
         best = values[0]
@@ -463,7 +467,7 @@ class _Body:
             self.line = statement.lineno
             translate = getattr(self, f"_{type(statement).__name__.lower()}_statement", None)
             if translate is None:
-                self._wrong(f"a {type(statement).__name__}")
+                self._refuse(f"a {type(statement).__name__}")
             translate(statement)
 
     def _expr_statement(self, node: ast.Expr) -> None:
@@ -478,12 +482,12 @@ class _Body:
         # all values are read before a variable changes
         for name, part in zip(names, list(map(self._native, values)), strict=True):
             if not isinstance(name, ast.Name):
-                self._wrong("an assignment to anything but a name")
+                self._refuse("an assignment to anything but a name")
             self._assign(name.id, part)
 
     def _augassign_statement(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            self._wrong("an assignment to anything but a name")
+            self._refuse("an assignment to anything but a name")
         old = self.builder.load(self.variables[node.target.id])
         self._assign(node.target.id, self._operation(node.op, old, self._value(node.value)))
 
@@ -497,7 +501,7 @@ class _Body:
         for part, kind in zip(values, self.function.results, strict=True):
             native = self._native(part)
             if native.type != kind:
-                self._wrong("a result of another type than the annotation's")
+                self._refuse("a result of another type than the annotation's")
             natives.append(native)
         if len(natives) == 1:
             self.builder.ret(natives[0])
@@ -527,15 +531,15 @@ class _Body:
 
     def _while_statement(self, node: ast.While) -> None:
         if node.orelse:
-            self._wrong("an `else` of a loop")
-        again, body, after = (self.native.append_basic_block() for _ in range(3))
-        self.builder.branch(again)
-        self.builder.position_at_end(again)
+            self._refuse("an `else` of a loop")
+        header, body, after = (self.native.append_basic_block() for _ in range(3))
+        self.builder.branch(header)
+        self.builder.position_at_end(header)
         test = self._value(node.test)
         self.builder.cbranch(self._bit(test), body, after)
         self.builder.position_at_end(body)
-        self._loop(node.body, again, after)
-        self._go_to(again)
+        self._loop(node.body, header, after)
+        self._go_to(header)
         self.builder.position_at_end(after)
 
     def _loop(self, statements: Sequence[ast.stmt], following: ir.Block, after: ir.Block) -> None:
@@ -554,7 +558,7 @@ class _Body:
         """Returns where `continue` and `break` go."""
         blocks = self.loops[-1]
         if blocks is None:
-            self._wrong("`break` or `continue` in a loop over constants")
+            self._refuse("`break` or `continue` in a loop over constants")
         return blocks
 
     def _pass_statement(self, node: ast.Pass) -> None:
@@ -563,7 +567,7 @@ class _Body:
     def _for_statement(self, node: ast.For) -> None:
         assert isinstance(node.target, ast.Name)
         if node.orelse:
-            self._wrong("an `else` of a loop")
+            self._refuse("an `else` of a loop")
         if isinstance(node.iter, ast.Tuple):
             self.variables.pop(node.target.id, None)
             self.loops.append(None)
@@ -573,18 +577,18 @@ class _Body:
             self.loops.pop()
             return
         if not (isinstance(node.iter, ast.Call) and self._value(node.iter.func) is range):
-            self._wrong("a loop over anything but a range or a tuple")
+            self._refuse("a loop over anything but a range or a tuple")
         bounds = list(map(self._value, node.iter.args))
         step = bounds.pop() if len(bounds) == 3 else 1
         sign = ">" if isinstance(step, int) and step < 0 else "<"
         step = self._native(step)
         stop = self._native(bounds.pop())
         start = self._native(bounds.pop() if bounds else 0)
-        again, body, following, after = (self.native.append_basic_block() for _ in range(4))
+        header, body, following, after = (self.native.append_basic_block() for _ in range(4))
         place = self._variable(WORD)
         self.builder.store(start, place)
-        self.builder.branch(again)
-        self.builder.position_at_end(again)
+        self.builder.branch(header)
+        self.builder.position_at_end(header)
         index = self.builder.load(place)
         self.builder.cbranch(self.builder.icmp_signed(sign, index, stop), body, after)
         self.builder.position_at_end(body)
@@ -594,5 +598,5 @@ class _Body:
         self.builder.position_at_end(following)
         old = self.builder.load(place)
         self.builder.store(self.builder.add(old, step, flags=("nsw",)), place)
-        self.builder.branch(again)
+        self.builder.branch(header)
         self.builder.position_at_end(after)

@@ -1,9 +1,11 @@
-"""Vector code for CPU kernels: float32 numbers in vectors of 8 or 16, whatever the CPU's own vectors are.
+"""Vector code for CPU kernels: float32 numbers in vectors of 8 or 16, whatever the CPU's own
+vectors are.
 
-It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a stored number: 4 of
-float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of float8_e4m3fn. The bits of the last, moved to
-their places in a float16, are a number 2^8 times too small, also for subnormal numbers. (In a float32 those are
-subnormal as well, and XLA's threads treat them as zeros.)
+It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a stored
+number: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of
+float8_e4m3fn. The bits of the last, moved to their places in a float16, are a number 2^8 times too
+small, also for subnormal numbers. (In a float32 those are subnormal as well, and XLA's threads
+treat them as zeros.)
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.shared.cpu.memory import pointer
-from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, declared
+from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function
 
 SIZES = 4, 2, 1
-HALF, FULL = 8, 16  # lanes of a vector
+HALF = 8  # lanes of half a vector
+FULL = 16  # lanes of a vector
 
 
-# --- variables, loops and cases of generated code ---------------------------------------------------------------------
+# --- variables, loops and cases of generated code -------------------------------------------------
 
 
 def variable(builder: Any, kind: Any, value: Any = None) -> Any:
-    """A variable of generated code: `builder.load` and `builder.store` use it. It becomes a register."""
+    """Returns a variable of generated code, for `builder.load` and `builder.store`.
+
+    LLVM makes a register of it.
+    """
     with builder.goto_entry_block():
         place = builder.alloca(kind)
     if value is not None:
@@ -37,24 +43,30 @@ def variable(builder: Any, kind: Any, value: Any = None) -> Any:
 
 @contextlib.contextmanager
 def each_index(builder: Any, stop: Any, start: Any = None, step: int = 1) -> Iterator[Any]:
-    """The body of a loop over range(start, stop, step), for a step above 0; start is 0 by default."""
+    """Generates a loop over range(start, stop, step), whose body is the `with` block.
+
+    The step is above 0; start is 0 by default.
+    """
     index = variable(builder, WORD, ir.Constant(WORD, 0) if start is None else start)
-    again, body, after = (builder.append_basic_block() for _ in range(3))
-    builder.branch(again)
-    builder.position_at_end(again)
+    header, body, after = (builder.append_basic_block() for _ in range(3))
+    builder.branch(header)
+    builder.position_at_end(header)
     value = builder.load(index)
     builder.cbranch(builder.icmp_signed("<", value, stop), body, after)
     builder.position_at_end(body)
     yield value
     builder.store(builder.add(value, ir.Constant(WORD, step), flags=("nsw",)), index)
-    builder.branch(again)
+    builder.branch(header)
     builder.position_at_end(after)
 
 
 def each_case(
     builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]
 ) -> None:
-    """Generates code that runs generate(case) for the case that `value` is; of a constant, the code of its case."""
+    """Generates code that compares `value` with each case and runs that of generate(case).
+
+    If `value` is a constant, only the code of its case is generated.
+    """
     if isinstance(value, ir.Constant):
         assert value.constant in cases
         generate(value.constant)
@@ -64,7 +76,7 @@ def each_case(
             generate(case)
 
 
-# --- vectors ----------------------------------------------------------------------------------------------------------
+# --- vectors --------------------------------------------------------------------------------------
 
 
 def floats(count):
@@ -85,7 +97,7 @@ def splat(builder, value, lanes):
     )
 
 
-def every(kind, value):
+def uniform(kind, value):
     return ir.Constant(kind, [value] * kind.count)
 
 
@@ -94,7 +106,7 @@ def constant(value):
 
 
 def load(builder, base, index, lanes, size=4):
-    """`lanes` numbers from index `index` of an array at address `base`, as float32."""
+    """Loads `lanes` numbers from index `index` of an array at address `base`, as float32."""
     address = builder.add(base, builder.mul(index, ir.Constant(WORD, size)))
     if size == 4:
         return builder.load(pointer(builder, address, floats(lanes)), align=4)
@@ -103,18 +115,18 @@ def load(builder, base, index, lanes, size=4):
     if size == 2:
         wide = ir.VectorType(INT32, lanes)
         return builder.bitcast(
-            builder.shl(builder.zext(bits, wide), every(wide, 16)), floats(lanes)
+            builder.shl(builder.zext(bits, wide), uniform(wide, 16)), floats(lanes)
         )
     wide = ir.VectorType(ir.IntType(16), lanes)
     bits = builder.zext(bits, wide)
-    sign = builder.shl(builder.and_(bits, every(wide, 0x80)), every(wide, 8))
-    rest = builder.shl(builder.and_(bits, every(wide, 0x7F)), every(wide, 7))
-    half = builder.bitcast(builder.or_(sign, rest), ir.VectorType(ir.HalfType(), lanes))
-    return builder.fmul(builder.fpext(half, floats(lanes)), every(floats(lanes), 256.0))
+    sign = builder.shl(builder.and_(bits, uniform(wide, 0x80)), uniform(wide, 8))
+    magnitude = builder.shl(builder.and_(bits, uniform(wide, 0x7F)), uniform(wide, 7))
+    half = builder.bitcast(builder.or_(sign, magnitude), ir.VectorType(ir.HalfType(), lanes))
+    return builder.fmul(builder.fpext(half, floats(lanes)), uniform(floats(lanes), 256.0))
 
 
 def load_one(builder, base, index):
-    """One float32."""
+    """Loads one float32 number."""
     address = builder.add(base, builder.mul(index, ir.Constant(WORD, 4)))
     return builder.load(pointer(builder, address, FLOAT))
 
@@ -124,8 +136,11 @@ def store(builder, value, base, index):
     builder.store(value, pointer(builder, address, value.type), align=4)
 
 
-def pieces(builder, size, piece, longest=FULL):
-    """Calls piece(index, lanes) over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8."""
+def each_piece(builder, size, piece, longest=FULL):
+    """Generates loops over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8.
+
+    Calls piece(index, lanes) for the body of each loop.
+    """
     start = ir.Constant(WORD, 0)
     for lanes in sorted({longest, FULL, HALF}, reverse=True):
         end = builder.and_(size, ir.Constant(WORD, -lanes))
@@ -134,15 +149,17 @@ def pieces(builder, size, piece, longest=FULL):
         start = end
 
 
-def transposed(builder, vectors):
-    """16 vectors of 16 numbers, as the rows of a matrix -> its columns."""
+def columns_of(builder, vectors):
+    """Returns the columns of a matrix from its rows, 16 vectors of 16 numbers."""
     vectors = list(vectors)
     for step in (1, 2, 4, 8):  # swap the blocks of `step` numbers beside the diagonal
         lower = [i + (FULL - step if i & step else 0) for i in range(FULL)]
         upper = [i + (FULL if i & step else step) for i in range(FULL)]
         for i, j in [(i, i + step) for i in range(FULL) if not i & step]:
-            a, b = vectors[i], vectors[j]
-            vectors[i], vectors[j] = shuffle(builder, a, b, lower), shuffle(builder, a, b, upper)
+            a = vectors[i]
+            b = vectors[j]
+            vectors[i] = shuffle(builder, a, b, lower)
+            vectors[j] = shuffle(builder, a, b, upper)
     return vectors
 
 
@@ -175,7 +192,9 @@ class BFloat(ir.Type):
 
 
 def dot_pairs(builder, a, b, c):
-    """c + the products of the two bfloat16 numbers in each lane of a and b, for CPUs with avx512bf16 and avx512vl.
+    """Returns c + the products of the two bfloat16 numbers in each lane of a and b.
+
+    It is for CPUs with avx512bf16 and avx512vl.
 
     The instruction treats subnormal numbers as zeros, as XLA's threads do.
     """
@@ -188,11 +207,12 @@ def dot_pairs(builder, a, b, c):
     pairs = ir.VectorType(BFloat(), 2 * lanes)
     kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    dot = declared(builder.module, kind, name)
+    dot = external_function(builder.module, kind, name)
     return builder.call(dot, [c, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
-# 2**f for f in [-0.5, 0.5], by powers of f from the seventh down: Taylor's, whose error is below float32's there
+# 2**f for f in [-0.5, 0.5]: coefficients of the powers of f, from the seventh down. They are
+# Taylor's; the error is below float32's there.
 POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
 
 
@@ -203,26 +223,34 @@ def polynomial(builder, x, coefficients):
     return result
 
 
-def whole_and_part(builder, power):
-    """(whole, part): they add up to `power`, 16 float32 numbers; part is in [-0.5, 0.5]."""
+def integer_and_fraction(builder, power):
+    """Returns (integer, fraction) of 16 float32 numbers `power`, which is their sum.
+
+    The fraction is in [-0.5, 0.5].
+    """
     vector = floats(FULL)
-    floor = declared(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
-    whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
-    return whole, builder.fsub(power, whole)
+    floor = external_function(
+        builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32"
+    )
+    integer = builder.call(floor, [builder.fadd(power, constant(0.5))])
+    return integer, builder.fsub(power, integer)
 
 
-def two_to(builder, whole):
-    """2**whole: a whole number in the place of the exponent."""
+def two_to(builder, exponent):
+    """Returns 2**exponent: the integer is put in the place of a float32 number's exponent."""
     integers = ir.VectorType(INT32, FULL)
-    exponent = builder.add(builder.fptosi(whole, integers), ir.Constant(integers, [127] * FULL))
-    return builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * FULL)), floats(FULL))
+    biased = builder.add(builder.fptosi(exponent, integers), ir.Constant(integers, [127] * FULL))
+    return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * FULL)), floats(FULL))
 
 
 def exponential(builder, x, powers=POWERS):
-    """exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87: 2**whole and a polynomial of the part."""
+    """Returns exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87.
+
+    It is 2**integer times a polynomial of the fraction.
+    """
     power = builder.fmul(x, constant(1 / math.log(2)))
-    whole, part = whole_and_part(builder, power)
-    result = polynomial(builder, part, powers)
+    integer, fraction = integer_and_fraction(builder, power)
+    result = polynomial(builder, fraction, powers)
     tiny = builder.fcmp_ordered("<", power, constant(-126))
-    scaled = builder.fmul(result, two_to(builder, builder.select(tiny, constant(0), whole)))
+    scaled = builder.fmul(result, two_to(builder, builder.select(tiny, constant(0), integer)))
     return builder.select(tiny, constant(0), scaled)

@@ -1,10 +1,11 @@
 """XLA's side of a CPU kernel: the call frame, its buffers, and helpers from XLA's thread pool.
 
-xla/ffi/api/c_api.h, version 0.3: byte offsets in its structs on machines of 64 bits. A job is a block of memory that
-the threads of a call share. Its first word counts those who use it, and the last one frees it.
+xla/ffi/api/c_api.h, version 0.3: byte offsets in its structs on machines of 64 bits. A job is a
+block of memory that the threads of a call share. Its first word counts those who use it, and the
+last one frees it.
 
-A handler never waits for a helper that has not begun: its own thread then does all the work. So it cannot deadlock, for
-any number of engines that share the pool.
+A handler never waits for a helper that has not begun: its own thread then does all the work. So it
+cannot deadlock, for any number of engines that share the pool.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ from pallas_kernels.shared.cpu.memory import (
 )
 from pallas_kernels.shared.cpu.translate import compiled
 
-FFI_MAJOR, FFI_MINOR = 0, 3
-FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
-EXTENSION_TYPE, EXTENSION_METADATA, METADATA = (
-    8,
-    1,
-    24,
-)  # the type's offset, its value for metadata, and theirs
-METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
-BUFFER_TYPE, BUFFER_RANK, BUFFER_DATA, BUFFER_DIMS = 16, 32, 24, 40
+FFI_MAJOR = 0
+FFI_MINOR = 3
+FRAME_EXTENSION = 8
+FRAME_API = 16
+FRAME_CONTEXT = 24
+FRAME_ARGUMENTS = 72
+FRAME_RESULTS = 112
+EXTENSION_TYPE = 8  # the offset of an extension's type
+EXTENSION_METADATA = 1  # the type of the metadata
+METADATA = 24  # their offset in the extension
+METADATA_MAJOR = 24
+METADATA_MINOR = 28
+METADATA_TRAITS = 32
+METADATA_STATE = 40
+BUFFER_TYPE = 16
+BUFFER_RANK = 32
+BUFFER_DATA = 24
+BUFFER_DIMS = 40
 IS_FLOAT32 = 11
-API_ERROR_CREATE, API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 48, 64, 136, 144
+API_ERROR_CREATE = 48
+API_ERROR_DESTROY = 64
+API_SCHEDULE = 136
+API_NUM_THREADS = 144
 INTERNAL = 13  # a code of an error
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 HOLDERS = 0  # the word of a job that counts its users
@@ -39,7 +52,10 @@ HOLDERS = 0  # the word of a job that counts its users
 
 @compiled
 def is_query(frame):
-    """Answers XLA's query for the version of its interface that this code implements; else returns false."""
+    """Answers XLA's query for the version of its interface that this code implements.
+
+    Returns whether the call is such a query.
+    """
     extension = load_word(frame + FRAME_EXTENSION)
     if extension == 0 or load_int(extension + EXTENSION_TYPE) != EXTENSION_METADATA:
         return False
@@ -84,19 +100,20 @@ def dtype(buffer):
 def threads(frame):
     """Returns the number of threads of XLA's pool; 1 if there is none."""
     api = load_word(frame + FRAME_API)
-    request, answer = malloc(ARGUMENT_BYTES), malloc(8)
+    request = malloc(ARGUMENT_BYTES)
+    answer = malloc(8)
     store_word(request, 32)  # the struct's size; then: extensions, context, where the answer goes
     store_word(request + 8, 0)
     store_word(request + 16, load_word(frame + FRAME_CONTEXT))
     store_word(request + 24, answer)
     store_word(answer, 1)
     error = call(load_word(api + API_NUM_THREADS), request)
-    found = 1 if error != 0 else load_word(answer)
+    count = 1 if error != 0 else load_word(answer)
     if error != 0:
         _destroy(api, error)
     free(request)
     free(answer)
-    return found
+    return count
 
 
 @compiled
@@ -107,9 +124,9 @@ def failure(frame, message):
     store_word(request + 8, 0)
     store_word(request + 16, message)
     store_word(request + 24, INTERNAL)
-    made = call(load_word(load_word(frame + FRAME_API) + API_ERROR_CREATE), request)
+    error = call(load_word(load_word(frame + FRAME_API) + API_ERROR_CREATE), request)
     free(request)
-    return made
+    return error
 
 
 @compiled
@@ -124,7 +141,10 @@ def _destroy(api, error):
 
 @compiled
 def ask_for_help(frame, work, job, helpers):
-    """Asks for so many calls of work(job), which end with `release`. `work` is an address."""
+    """Asks XLA's threads for `helpers` calls of work(job), which end with `release`.
+
+    `work` is an address.
+    """
     api = load_word(frame + FRAME_API)
     request = malloc(ARGUMENT_BYTES)
     store_word(request, 40)  # the struct's size; then: extensions, context, task, its argument
