@@ -1,7 +1,7 @@
 """The commands of `pagedjax`: options of the command line, and calls of the library."""
 
-# argparse stays: with tyro or typer the options are as many lines, `--help` takes 0.25 s instead of 0.1 s, and an error
-# is a box of several lines instead of one line.
+# argparse stays: with tyro or typer the options are as many lines, `--help` takes 0.25 s instead of
+# 0.1 s, and an error is a box of several lines instead of one line.
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def sampling(args: argparse.Namespace, **more: Any) -> Any:
 
 
 def join(args: argparse.Namespace) -> Any:
-    """Connect this process with the others of its engine -> its group; None if there are no others."""
+    """Connect this process with the others of its engine -> its group; None if there are no
+    others."""
     from pagedjax.processes import config
 
     typed = args.coordinator, args.processes, args.process, args.process_timeout
@@ -172,7 +173,8 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write a model to a new folder that `--model` and LLM(...) open, in Orbax's format or as safetensors."""
+    """Write a model to a new folder that `--model` and LLM(...) open, in Orbax's format or as
+    safetensors."""
     from pagedjax.weights.convert import convert as write
 
     shard_bytes = int(args.shard_gb * 1e9)
@@ -247,7 +249,8 @@ def _write(args: argparse.Namespace, ending: str, text: str) -> int:
         raise ValueError(f"{target} is the recording itself; name another file with -o")
     if target.is_dir() or not target.parent.is_dir():
         raise ValueError(
-            f"{target} cannot be written: it is a folder, or its folder does not exist; name a file with -o"
+            f"{target} cannot be written: it is a folder, or its folder does not exist; name a "
+            "file with -o"
         )
     target.write_text(text, "utf-8")
     print(target)
@@ -255,7 +258,8 @@ def _write(args: argparse.Namespace, ending: str, text: str) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed first."""
+    """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed
+    first."""
     from pagedjax.config import EngineConfig
 
     needs("serve", "fastapi", "uvicorn", "prometheus_client")
@@ -273,7 +277,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def replicated(args: argparse.Namespace) -> bool:
-    """Whether Ray runs the server. Raises ValueError for an option that goes with --replicas only."""
+    """Whether Ray runs the server. Raises ValueError for an option that goes with --replicas
+    only."""
     if args.replicas is not None or args.autoscaling is not None:
         return True
     for name in ("replica_resources", "router", "known_blocks", "record_routing", "ray_address"):
@@ -298,7 +303,8 @@ def needs(extra: str, *modules: str) -> None:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise ValueError(
-            f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'"
+            f"this needs {', '.join(missing)}, which the extra installs: pip install "
+            f"'pagedjax[{extra}]'"
         )
 
 

@@ -4,8 +4,8 @@
     answer(session, ids, ...) -> Answer      the engine's steps until the answer ends or is stopped
     chat(llm, ...)                           the loop: reads lines, shows text, keeps the answers
 
-Each turn sends the whole conversation, and the prefix cache has the earlier turns. The model's text goes to standard
-output and everything else to standard error, so that a pipe gets only the answers.
+Each turn sends the whole conversation, and the prefix cache has the earlier turns. The model's text
+goes to standard output and everything else to standard error, so that a pipe gets only the answers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ Message = dict[str, str]
 class Stats(NamedTuple):
     """The cost of the last answer. Seconds count from the moment the line was read.
 
-    `seconds` ends with the answer. `first_token` is None if there was none. `compilations` are XLA's during the answer.
+    `seconds` ends with the answer. `first_token` is None if there was none. `compilations` are
+    XLA's during the answer.
     """
 
     prompt_tokens: int
@@ -101,7 +102,8 @@ class Conversation:
 
 
 class Reply(NamedTuple):
-    """The effect of a line: the conversation after it, a note for the user, and the next action with its argument."""
+    """The effect of a line: the conversation after it, a note for the user, and the next action
+    with its argument."""
 
     conversation: Conversation
     note: str = ""
@@ -112,7 +114,8 @@ class Reply(NamedTuple):
 def turn(conversation: Conversation, line: str) -> Reply:
     """The effect of a line of the user. Pure.
 
-    The action "answer" leaves the conversation unchanged, because the answer is added after it was generated.
+    The action "answer" leaves the conversation unchanged, because the answer is added after it was
+    generated.
     """
     c, line = conversation, line.strip()
     if not line:
@@ -162,11 +165,12 @@ def _system(c: Conversation, text: str) -> Reply:
     )
 
 
-# answering -----------------------------------------------------------------------------------------------------------
+# answering ----------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
-    """`reason` is why it ended: a stop token ("stop"), a limit ("length"), or the user ("abort")."""
+    """`reason` is why it ended: a stop token ("stop"), a limit ("length"), or the user
+    ("abort")."""
 
     text: str
     reason: str
@@ -216,7 +220,8 @@ def answer(
 
 
 def too_long(tokens: int, max_model_len: int, turns: int) -> str | None:
-    """The error if a conversation of so many tokens has no room for an answer; None if it has room."""
+    """The error if a conversation of so many tokens has no room for an answer; None if it has
+    room."""
     if tokens < max_model_len:
         return None
     what = (
@@ -226,7 +231,7 @@ def too_long(tokens: int, max_model_len: int, turns: int) -> str | None:
     return f"{what} and an answer needs one; {'/undo drops the last turn, /reset all; or ' if turns else ''}{ways}"
 
 
-# the loop ------------------------------------------------------------------------------------------------------------
+# the loop -----------------------------------------------------------------------------------------
 
 
 def chat(
@@ -254,7 +259,8 @@ def chat(
     conversation = Conversation(system)
     if llm.tokenizer.chat_template is None:
         raise ValueError(
-            "this model has no chat template, so it cannot chat; `pagedjax generate` continues a text"
+            "this model has no chat template, so it cannot chat; `pagedjax generate` continues a "
+            "text"
         )
     llm.tokenizer.apply_chat_template(
         conversation.messages("Hi")
@@ -277,7 +283,8 @@ def chat(
 def _answered(
     llm: LLM, session: Session, params: SamplingParams, c: Conversation, line: str, show, note
 ) -> Conversation:
-    """The conversation with the line and its answer. Without an answer it is unchanged, and a note says why."""
+    """The conversation with the line and its answer. Without an answer it is unchanged, and a note
+    says why."""
     limit = llm.engine.config.max_model_len
     try:
         ids = llm.tokenizer.apply_chat_template(c.messages(line))
@@ -318,9 +325,11 @@ def save(conversation: Conversation, file: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a function: whether Ctrl-C was pressed in the block. Pressed again, it interrupts as usual.
+    """Gives a function: whether Ctrl-C was pressed in the block. Pressed again, it interrupts as
+    usual.
 
-    The first Ctrl-C sets a flag, because an exception in a step rolls the step back and computes it again.
+    The first Ctrl-C sets a flag, because an exception in a step rolls the step back and computes it
+    again.
     """
     if (
         threading.current_thread() is not threading.main_thread()

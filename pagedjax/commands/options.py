@@ -1,4 +1,5 @@
-"""How the command line reads options: the parser, the forms of values, and an option for each field of EngineConfig."""
+"""How the command line reads options: the parser, the forms of values, and an option for each field
+of EngineConfig."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ SHORT = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints one line for an error, without the usage, and says what to write for an unknown option.
+    """Prints one line for an error, without the usage, and says what to write for an unknown
+    option.
 
-    Options are not abbreviated: a later version may have a longer name, and `--api-key KEY` is not --api-key-file. The
-    values of unknown options are not shown, because one may be secret.
+    Options are not abbreviated: a later version may have a longer name, and `--api-key KEY` is not
+    --api-key-file. The values of unknown options are not shown, because one may be secret.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -123,7 +125,8 @@ def _written(name: str, value: Any) -> str:
 
 
 def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> None:
-    """An option for each field of EngineConfig. `defaults`: what its help says, where the command has another one."""
+    """An option for each field of EngineConfig. `defaults`: what its help says, where the command
+    has another one."""
     from pagedjax.config import EngineConfig
 
     group = command.add_argument_group(
@@ -168,7 +171,8 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
 
 
 def first_sentences(cls: type) -> dict[str, str]:
-    """The first sentence of each field's documentation in a dataclass's docstring, without its period."""
+    """The first sentence of each field's documentation in a dataclass's docstring, without its
+    period."""
     found: dict[str, str] = {}
     for part in re.split(r"\n(?=[a-z_, ]+: )", inspect.cleandoc(cls.__doc__ or "")):
         listed, colon, text = part.partition(": ")
@@ -233,7 +237,8 @@ def named_folder(text: str) -> tuple[str, str]:
 
 
 def mapping(example: str) -> Callable[[str], dict[str, Any]]:
-    """How a JSON object, or NAME=VALUE,... with numbers, true, false or words, is read. An error shows the example."""
+    """How a JSON object, or NAME=VALUE,... with numbers, true, false or words, is read. An error
+    shows the example."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = [part.partition("=") for part in text.split(",")]

@@ -1,4 +1,5 @@
-"""A load client for OpenAI-compatible servers, started by `pagedjax bench serve`. It imports no other part of pagedjax.
+"""A load client for OpenAI-compatible servers, started by `pagedjax bench serve`. It imports no
+other part of pagedjax.
 
 bench_serve.py  the command: options, the table, the JSON
 plan.py         what is sent, and when

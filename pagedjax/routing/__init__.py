@@ -1,4 +1,5 @@
-"""Routers: which replica of an engine gets a request. Pure, as the scheduler is; imports no jax, no numpy and no Ray.
+"""Routers: which replica of an engine gets a request. Pure, as the scheduler is; imports no jax, no
+numpy and no Ray.
 
 state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; `joined`, `left`, `finished`
 prefixes.py   the prefixes that one replica knows, in bounded memory

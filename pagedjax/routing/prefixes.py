@@ -1,8 +1,9 @@
-"""The prefixes that one replica knows: hashes of blocks (engine/block_hashes.py), the least recently used one evicted.
+"""The prefixes that one replica knows: hashes of blocks (engine/block_hashes.py), the least
+recently used one evicted.
 
-A hash stands for its block and for all blocks before it. Whenever a hash is known, those before it are: `learned` makes
-the first block of a prefix the most recent one, so the last block is evicted first. `depth` can therefore search by
-halves.
+A hash stands for its block and for all blocks before it. Whenever a hash is known, those before it
+are: `learned` makes the first block of a prefix the most recent one, so the last block is evicted
+first. `depth` can therefore search by halves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def depth(known: Prefixes, hashes: Sequence[str]) -> int:
 
 
 def learned(known: Prefixes, hashes: Sequence[str]) -> Prefixes:
-    """The prefixes with a prompt's, now the most recent. Of a prompt with more than `most` hashes, the first ones."""
+    """The prefixes with a prompt's, now the most recent. Of a prompt with more than `most` hashes,
+    the first ones."""
     most, _, _, oldest, newest = known
     stamps, names = known.stamps.mutate(), known.hashes.mutate()
     for key in reversed(hashes[:most]):

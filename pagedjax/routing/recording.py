@@ -4,7 +4,8 @@
     {"joined": "a"}      {"left": "a"}      {"finished": "request-7"}
     {"routed": "request-7", "to": "a", "tokens": 48, "hashes": ["9f..."], "user": ""}
 
-Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again from this record.
+Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again
+from this record.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ log = logging.getLogger("pagedjax.routing")
 
 
 class Recorder:
-    """Holds a router's state, makes its transitions, and writes each as a line. Not safe for several threads."""
+    """Holds a router's state, makes its transitions, and writes each as a line. Not safe for
+    several threads."""
 
     def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
-        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, an error is
-        logged, and routing continues without a record."""
+        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, an
+        error is logged, and routing continues without a record."""
         self.router, self.state, self._file = router, state.init(known_blocks), None
         if path is not None:
             try:
@@ -73,13 +75,15 @@ class Recorder:
 
 
 def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterState, int]:
-    """Make the recorded transitions again -> the last state, and the number of assignments, all as recorded.
+    """Make the recorded transitions again -> the last state, and the number of assignments, all as
+    recorded.
 
     Args:
         router: the one to replay with; None finds the recorded one among those that are shipped.
 
     Raises:
-        ValueError: the text is no record, a transition is not possible, or an assignment differs; names the line.
+        ValueError: the text is no record, a transition is not possible, or an assignment differs;
+            names the line.
     """
     now, found, count = None, router, 0
     for number, line in enumerate(lines, 1):

@@ -22,10 +22,11 @@ SLACK = (
 class Router(NamedTuple):
     """The decision of a router. The mechanism (loads, known prefixes, turns) stays in `route`.
 
-    choose: (state, request) -> the replica that gets the request, one of `state.replicas`, which is never empty. It
-        must be a function of its arguments alone, so that a simulated run repeats and a real one can be explained.
-    prefixes: whether `choose` reads which prefixes are known. Without, none are remembered, and nobody needs to hash
-        prompts.
+    choose: (state, request) -> the replica that gets the request, one of `state.replicas`, which is
+        never empty. It must be a function of its arguments alone, so that a simulated run repeats
+        and a real one can be explained.
+    prefixes: whether `choose` reads which prefixes are known. Without, none are remembered, and
+        nobody needs to hash prompts.
     """
 
     name: str
@@ -36,17 +37,18 @@ class Router(NamedTuple):
 def route(
     state: RouterState, router: Router, request: RouterRequest
 ) -> tuple[RouterState, Replica]:
-    """Assign a request -> (state, replica). The replica knows the request's prefix from now on: what follows at once
-    finds the blocks while they are computed.
+    """Assign a request -> (state, replica). The replica knows the request's prefix from now on:
+    what follows at once finds the blocks while they are computed.
 
     Raises:
-        ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the router chose a
-            replica that is not present.
+        ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the
+            router chose a replica that is not present.
     """
     name = request.request_id
     if not state.replicas:
         raise ValueError(
-            f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one join"
+            f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one "
+            "join"
         )
     if name in state.unfinished:
         where = state.unfinished[name].replica
@@ -59,7 +61,8 @@ def route(
     if chosen not in state.replicas:  # compared and not hashed: it may be anything
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
-            f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are {present}; its choose "
+            f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are "
+            f"{present}; its choose "
             "must return one of state.replicas"
         )
     load, known = state.loads[chosen], state.known
@@ -73,24 +76,28 @@ def route(
 
 
 def lightest(state: RouterState, among: Iterable[Replica]) -> Replica:
-    """The first of `among` with the fewest unfinished requests, and of these with the fewest tokens."""
+    """The first of `among` with the fewest unfinished requests, and of these with the fewest
+    tokens."""
     loads = state.loads
     return min(among, key=lambda replica: loads[replica])
 
 
 def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
-    """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the next in turn.
+    """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the
+    next in turn.
 
-    Only replicas below the limit are considered: with the request, the chosen one has no more unfinished ones than
-    `slack` or `factor` times the mean, whichever is more, rounded up. A replica with the mean or less is always below
-    it. So requests with a prefix that is asked for too often go to a second replica, which knows it from then on.
+    Only replicas below the limit are considered: with the request, the chosen one has no more
+    unfinished ones than `slack` or `factor` times the mean, whichever is more, rounded up. A
+    replica with the mean or less is always below it. So requests with a prefix that is asked for
+    too often go to a second replica, which knows it from then on.
 
     Raises:
         ValueError: `factor` is below 1, or `slack` below 0.
     """
     if not 1 <= factor < math.inf:
         raise ValueError(
-            f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and finite"
+            f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and "
+            "finite"
         )
     if slack < 0:
         raise ValueError(f"slack is {slack}; it must be at least 0 requests")
@@ -123,11 +130,12 @@ ROUTERS = {router.name: router for router in (ROUND_ROBIN, LEAST_LOADED, PREFIX)
 
 
 def find(name: str) -> Router:
-    """The router of that name. "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file.
+    """The router of that name. "module:NAME" or "folder/file.py:NAME" is a router of the user, in
+    that module or file.
 
     Raises:
-        ValueError: no such router, module, file or value; a value that is no router; or a `choose` that does not take
-            two arguments.
+        ValueError: no such router, module, file or value; a value that is no router; or a `choose`
+            that does not take two arguments.
     """
     if name in ROUTERS:
         return ROUTERS[name]
@@ -140,7 +148,8 @@ def find(name: str) -> Router:
         inspect.signature(router.choose).bind(init(), RouterRequest("", 0))
     except TypeError:
         raise ValueError(
-            f"router {name!r}: its choose takes other arguments; write choose(state, request), which returns one of "
+            f"router {name!r}: its choose takes other arguments; write choose(state, request), "
+            "which returns one of "
             "state.replicas"
         ) from None
     return router

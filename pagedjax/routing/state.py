@@ -1,4 +1,5 @@
-"""The state of a router, and its transitions beside `route` (routers.py). Each returns a new state."""
+"""The state of a router, and its transitions beside `route` (routers.py). Each returns a new
+state."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Routed(NamedTuple):
 
 
 class RouterState(NamedTuple):
-    """What a router knows of its replicas. It is never changed: a transition returns another one."""
+    """What a router knows of its replicas. It is never changed: a transition returns another
+    one."""
 
     replicas: tuple[Replica, ...]  # those present, in the order in which they joined
     loads: Map[Replica, Load]  # of each replica that is present
@@ -57,7 +59,8 @@ class RouterState(NamedTuple):
         return self.replicas[after:] + self.replicas[:after]
 
     def known_prefix(self, replica: Replica, request: RouterRequest) -> int:
-        """Blocks at the beginning of the request's prompt that earlier requests brought to the replica."""
+        """Blocks at the beginning of the request's prompt that earlier requests brought to the
+        replica."""
         return depth(self.known[replica], request.hashes)
 
 
@@ -65,7 +68,8 @@ def init(known_blocks: int = 1 << 16) -> RouterState:
     """A router without replicas.
 
     Args:
-        known_blocks: hashes to remember of each replica, best as many as its cache has blocks; about 300 bytes each.
+        known_blocks: hashes to remember of each replica, best as many as its cache has blocks;
+            about 300 bytes each.
 
     Raises:
         ValueError: `known_blocks` is below 0.
@@ -124,8 +128,8 @@ def left(state: RouterState, replica: Replica) -> RouterState:
 
 
 def finished(state: RouterState, request_id: str) -> RouterState:
-    """The state after the end of a request, whatever ended it. Without change if none of that id is unfinished: the
-    end of a request may be told after its replica has left."""
+    """The state after the end of a request, whatever ended it. Without change if none of that id is
+    unfinished: the end of a request may be told after its replica has left."""
     routed = state.unfinished.get(request_id)
     if routed is None:
         return state

@@ -1,10 +1,12 @@
-"""Adapters of a server: the names that the field `model` may have, and two routes, as vLLM has them.
+"""Adapters of a server: the names that the field `model` may have, and two routes, as vLLM has
+them.
 
     POST /v1/load_lora_adapter    {"lora_name": "poems", "lora_path": "/adapters/poems", "load_inplace": false}
     POST /v1/unload_lora_adapter  {"lora_name": "poems"}
 
-The routes are off unless the operator allows them, because they let a client read folders of this machine. A folder is
-read in a thread. The engine takes what was read between two steps, so requests and streams go on.
+The routes are off unless the operator allows them, because they let a client read folders of this
+machine. A folder is read in a thread. The engine takes what was read between two steps, so requests
+and streams go on.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ log = logging.getLogger("pagedjax.server")
 
 
 def adapter_of(model: str | None, base: str) -> str | None:
-    """The adapter that the field `model` of a request names; None is the model alone, whose name is `base`."""
+    """The adapter that the field `model` of a request names; None is the model alone, whose name is
+    `base`."""
     return None if model in ("", base) else model
 
 
@@ -48,7 +51,8 @@ def _not_served(name: str, base: str, here: Sequence[str]) -> ApiError:
 
 
 def cards(llm: LLM, base: str) -> dict[str, JSON]:
-    """What `/v1/models` says of the model and of each adapter, by name. The `root` of an adapter is its folder."""
+    """What `/v1/models` says of the model and of each adapter, by name. The `root` of an adapter is
+    its folder."""
     card: JSON = {
         "id": base,
         "object": "model",
@@ -80,7 +84,8 @@ def card(llm: LLM, model: str, base: str) -> JSON:
 def modules(
     pairs: Sequence[tuple[str, str]], base: str, engine: Mapping[str, Any], updating: bool
 ) -> dict[str, str]:
-    """The folders of the adapters to load at the start, by name. They are checked before the model is loaded.
+    """The folders of the adapters to load at the start, by name. They are checked before the model
+    is loaded.
 
     Args:
         pairs: names and folders, as `--lora-modules` has them.

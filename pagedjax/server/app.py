@@ -46,17 +46,19 @@ class Options:
     api_key: that a client must send as `Authorization: Bearer ...`; None needs no key.
     max_queue: requests that may wait for the engine; one more is answered 429, with Retry-After.
     max_body_bytes: of a request; a larger one is answered 413.
-    allow_origins: web pages of other origins that a browser may connect to this server ("*" is all).
-    min_priority, max_priority: the priorities that a client may give; another one is answered 400. A lower number is
-        more urgent. Both contain 0, the priority of a request that gives none.
-    allow_user: whether the field `user` decides a request's share under the policy "fair". A client can give any name,
-        so allow it only if you trust all clients. Without it the field is accepted and ignored.
+    allow_origins: web pages of other origins that a browser may connect to this server ("*" is
+        all).
+    min_priority, max_priority: the priorities that a client may give; another one is answered 400.
+        A lower number is more urgent. Both contain 0, the priority of a request that gives none.
+    allow_user: whether the field `user` decides a request's share under the policy "fair". A client
+        can give any name, so allow it only if you trust all clients. Without it the field is
+        accepted and ignored.
     lecture_endpoints: whether there are `POST /generate` and `GET /result/{id}`.
     result_seconds: how long a result of `POST /generate` is kept after it was last asked for.
-    tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None finds it in the model's
-        chat template.
-    allow_runtime_lora_updating: whether clients may load and unload adapters. They can name any folder that this
-        process can read, so allow it only if you trust all clients.
+    tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None
+        finds it in the model's chat template.
+    allow_runtime_lora_updating: whether clients may load and unload adapters. They can name any
+        folder that this process can read, so allow it only if you trust all clients.
     """
 
     name: str
@@ -88,7 +90,8 @@ class Options:
 
 
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:
-    """An ASGI application that serves one model. Its engine runs between the application's start-up and shutdown."""
+    """An ASGI application that serves one model. Its engine runs between the application's start-up
+    and shutdown."""
     metrics = Metrics(options.name, llm.engine.config)
     live = viewer.Live(llm.engine.scheduler_state, llm.engine.config.policy)
     worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, live, *observers))
@@ -214,7 +217,7 @@ def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
         return JSONResponse(await run_in_threadpool(live.since, since))
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def _completion_requests(
@@ -382,7 +385,7 @@ def _token_ids(llm: LLM, body: TokenizeRequest, options: Options) -> list[int]:
     return llm.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 async def _answer(

@@ -73,8 +73,8 @@ def requests(
 def answer(
     model: str, in_base64: bool, outputs: Sequence[pooling.PoolingRequestOutput]
 ) -> Response:
-    """The whole response. Its JSON is made vector by vector, because `json.dumps` keeps Python's lock: the event loop
-    and the engine get it in between."""
+    """The whole response. Its JSON is made vector by vector, because `json.dumps` keeps Python's
+    lock: the event loop and the engine get it in between."""
     data = [_entry(i, output.outputs.data, in_base64) for i, output in enumerate(outputs)]
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)

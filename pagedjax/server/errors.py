@@ -51,7 +51,8 @@ class ApiError(Exception):
 
 
 async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function in a thread, because a long prompt takes long to tokenize. Raises ApiError for its ValueError."""
+    """Call a function in a thread, because a long prompt takes long to tokenize. Raises ApiError
+    for its ValueError."""
     try:
         return await run_in_threadpool(function, *args)
     except ValueError as error:
@@ -79,8 +80,8 @@ async def submit(
     deltas: bool = True,
     field: str = "prompt",
 ) -> Submission:
-    """Queue requests, which are those of a field of the body. Raises ApiError if they can never run, or if the queue
-    has no room."""
+    """Queue requests, which are those of a field of the body. Raises ApiError if they can never
+    run, or if the queue has no room."""
     if len(requests) > worker.max_queue:
         message = f"{field} lists {len(requests)}, but the queue has room for {worker.max_queue}; send fewer at once"
         raise ApiError(400, message, field)

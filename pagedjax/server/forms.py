@@ -1,4 +1,5 @@
-"""Forms of answers: `response_format`, `structured_outputs` and tools -> sampling parameters and grammars.
+"""Forms of answers: `response_format`, `structured_outputs` and tools -> sampling parameters and
+grammars.
 
 Compiling takes up to a second, so these functions run in a request's thread.
 """
@@ -34,7 +35,8 @@ def asked(body: GenerationBody) -> StructuredOutputsParams | None:
         return None if wanted is None else _of_response_format(wanted)
     if wanted is not None and wanted.type != "text":
         raise ValueError(
-            "response_format and structured_outputs both give the answer's form; leave one of them out"
+            "response_format and structured_outputs both give the answer's form; leave one of them "
+            "out"
         )
     if unknown := [name for name in given if name not in FIELDS]:
         near = difflib.get_close_matches(unknown[0][:40], FIELDS, n=1)
@@ -49,7 +51,8 @@ def _of_response_format(wanted: ResponseFormat) -> StructuredOutputsParams | Non
     if wanted.type != "json_schema":
         if wanted.json_schema is not None:
             raise ValueError(
-                f"response_format has a json_schema and the type {wanted.type!r}; set it to 'json_schema'"
+                f"response_format has a json_schema and the type {wanted.type!r}; set it to "
+                "'json_schema'"
             )
         return None if wanted.type == "text" else StructuredOutputsParams(json_object=True)
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
@@ -100,7 +103,8 @@ def _renamed(error: ValueError, body: GenerationBody) -> ValueError:
 
 
 def headers(ignored: Sequence[str]) -> dict[str, str]:
-    """The response header that lists ignored keywords, as JSON pointers with percent signs where HTTP needs them."""
+    """The response header that lists ignored keywords, as JSON pointers with percent signs where
+    HTTP needs them."""
     if not ignored:
         return {}
     return {HEADER: ", ".join(quote(place, safe="#/$~-_.") for place in ignored)[:MAX_HEADER]}

@@ -1,7 +1,8 @@
-"""Prometheus metrics: a fold over the engine's events, with vLLM's names and the prefix of this project.
+"""Prometheus metrics: a fold over the engine's events, with vLLM's names and the prefix of this
+project.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html explains the names. A dashboard for vLLM works after its prefix is
-changed. Times are seconds, with the definitions of experiments/core/metrics.py.
+https://docs.vllm.ai/en/latest/usage/metrics.html explains the names. A dashboard for vLLM works
+after its prefix is changed. Times are seconds, with the definitions of experiments/core/metrics.py.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Metrics:
             sorted({one.request.adapter for one in branches if one and one.request.adapter})
         )
 
-    # as an observer, in the engine's thread ---------------------------------------------------------------------------
+    # as an observer, in the engine's thread -------------------------------------------------------
 
     def added(
         self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState

@@ -1,4 +1,5 @@
-"""An answer of OpenAI's Responses API: its items, and the events of its stream. `Answer` makes both from pieces."""
+"""An answer of OpenAI's Responses API: its items, and the events of its stream. `Answer` makes both
+from pieces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Response bodies as JSON: whole answers, stream chunks, errors. Pure functions of outputs and deltas.
+"""Response bodies as JSON: whole answers, stream chunks, errors. Pure functions of outputs and
+deltas.
 
-Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
+Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`,
+`prompt_logprobs`, token ids).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Style:
         return f"token_id:{token_id}" if self.tokens_as_ids else text
 
 
-# --- whole answers ----------------------------------------------------------------------------------------------------
+# --- whole answers --------------------------------------------------------------------------------
 
 
 def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
@@ -104,7 +106,8 @@ def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: in
 
 
 def about_prompt(style: Style, output: RequestOutput) -> JSON:
-    """vLLM's fields about a prompt: in a chat they are in the answer, in a completion in each choice."""
+    """vLLM's fields about a prompt: in a chat they are in the answer, in a completion in each
+    choice."""
     about: JSON = {}
     if output.prompt_logprobs is not None and not (style.echo and wanted(style)):
         about["prompt_logprobs"] = [
@@ -144,7 +147,7 @@ def used(prompt: int, generated: int, cached: int = 0) -> JSON:
     }
 
 
-# --- log-probabilities ------------------------------------------------------------------------------------------------
+# --- log-probabilities ----------------------------------------------------------------------------
 
 
 def finite(logprob: float) -> float:
@@ -188,7 +191,8 @@ def chat_logprobs(
 
 
 def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutput) -> JSON:
-    """Of a whole answer. With an echo, those of the prompt come first, and its first token has none."""
+    """Of a whole answer. With an echo, those of the prompt come first, and its first token has
+    none."""
     tokens = () if style.only_echo else one.token_ids
     positions: list[PositionLogprobs | None] = list((one.logprobs or ())[: len(tokens)])
     offsets = OutputOffsets(style, output)
@@ -221,7 +225,8 @@ class OutputOffsets:
 
 
 def prompt_offsets(style: Style, output: RequestOutput) -> list[int]:
-    """Where each token of a prompt begins in its text, in which special tokens that were added before it have no place.
+    """Where each token of a prompt begins in its text, in which special tokens that were added
+    before it have no place.
 
     If the tokenizer writes a character otherwise, offsets behind it are near and not exact.
     """
@@ -261,17 +266,19 @@ def legacy_logprobs(
 
 
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
-    """By text: the most likely tokens, and the token itself. Of tokens with the same text, the most likely one."""
+    """By text: the most likely tokens, and the token itself. Of tokens with the same text, the most
+    likely one."""
     top: dict[str, float] = {}
     for other, one in (*best(style, position), (token, position[token])):
         top.setdefault(style.spelled(other, one.decoded_token), finite(one.logprob))
     return top
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
-# Characters at which Python's `splitlines` ends a line, with which clients read events. JSON may have them as they are.
+# Characters at which Python's `splitlines` ends a line, with which clients read events. JSON may
+# have them as they are.
 LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
@@ -284,7 +291,8 @@ def event(body: JSON | str, kind: str | None = None) -> str:
 
 
 def opening(style: Style, index: int, prompt: GenerationRequest) -> JSON | None:
-    """The first chunk of a branch: the role in a chat, the prompt in a completion with echo; None if there is none."""
+    """The first chunk of a branch: the role in a chat, the prompt in a completion with echo; None
+    if there is none."""
     plain: JSON = {"index": index, "logprobs": None, "finish_reason": None}
     ids = {"prompt_token_ids": list(prompt.prompt_token_ids)} if style.token_ids else {}
     if style.chat:
@@ -326,7 +334,7 @@ def delta_choice(
     return fields
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def error(

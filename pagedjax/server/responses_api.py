@@ -102,7 +102,8 @@ class ResponsesRequest(Strict):
 
 
 def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
-    """`prepare`: the engine's requests of a chat, and the style of its answer. It runs in a thread."""
+    """`prepare`: the engine's requests of a chat, and the style of its answer. It runs in a
+    thread."""
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -207,7 +208,7 @@ def _head(body: ResponsesRequest, style: Style) -> JSON:
     }
 
 
-# --- a response as a chat ---------------------------------------------------------------------------------------------
+# --- a response as a chat -------------------------------------------------------------------------
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:

@@ -1,7 +1,9 @@
-"""Request bodies, and the sampling parameters that they mean. Names and defaults are OpenAI's and vLLM's.
+"""Request bodies, and the sampling parameters that they mean. Names and defaults are OpenAI's and
+vLLM's.
 
-An unknown field is an error that suggests a similar name. A field that needs an unsupported feature is an error too.
-Fields that change no token here (`IGNORED`) are accepted, because clients send them.
+An unknown field is an error that suggests a similar name. A field that needs an unsupported feature
+is an error too. Fields that change no token here (`IGNORED`) are accepted, because clients send
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MAX_PATH = 4096  # characters of its folder
 
 
 def at_most(limit: int) -> Callable[[Any], Any]:
-    """A check of an object's size, before its fields are checked: each wrong field would be one more error."""
+    """A check of an object's size, before its fields are checked: each wrong field would be one
+    more error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -54,7 +57,8 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-# Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of errors.
+# Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of
+# errors.
 Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its metrics
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -268,7 +272,8 @@ def text_parts(content: Any) -> Any:
     for part in content[:MAX_FIELDS] if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") in OTHER_PARTS:
             raise ValueError(
-                f"a part has the type {part['type']!r}, and models here read text alone; send its text"
+                f"a part has the type {part['type']!r}, and models here read text alone; send its "
+                "text"
             )
     return content
 
@@ -323,7 +328,8 @@ def only_false(value: Any) -> Any:
     if value in (None, False):
         return value
     raise ValueError(
-        "an answer is made while its client waits, and is not kept; leave it out, and use stream: true"
+        "an answer is made while its client waits, and is not kept; leave it out, and use stream: "
+        "true"
     )
 
 
@@ -388,7 +394,8 @@ class DetokenizeRequest(Strict):
 
 
 class LectureRequest(Strict):
-    """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output together."""
+    """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output
+    together."""
 
     prompt: Annotated[str, Field(min_length=1)]
     max_length: Positive = 100
@@ -433,7 +440,8 @@ def sampling(
                 else "response_format"
             )
             raise ValueError(
-                f"{name} does not go with use_beam_search, whose answers have no form; leave one of them out"
+                f"{name} does not go with use_beam_search, whose answers have no form; leave one "
+                "of them out"
             )
         return beam_search(request, max_tokens, logprobs)
     if wrong := list(given(request, BEAMS)):
@@ -464,7 +472,8 @@ def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) 
     if used or logprobs is not None or request.stream:
         name = next(iter(used), "stream" if request.stream else "logprobs")
         raise ValueError(
-            f"{name} does not go with use_beam_search: a beam search samples nothing and comes whole"
+            f"{name} does not go with use_beam_search: a beam search samples nothing and comes "
+            "whole"
         )
     shared = given(request, (*SHARED_WITH_BEAMS, *BEAMS))
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)

@@ -28,7 +28,8 @@ log = logging.getLogger("pagedjax.server")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before a model is loaded, so that a port in use is an early error.
+    """A socket bound to an address, before a model is loaded, so that a port in use is an early
+    error.
 
     Raises:
         ValueError: the address cannot be used.
@@ -59,9 +60,9 @@ def serve(
 ) -> None:
     """Serve until a signal. Prints the address when the server listens.
 
-    SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
-    connections that do not read the answer are closed. A second SIGINT does not wait for them. After SIGTERM this
-    returns; after SIGINT it raises KeyboardInterrupt.
+    SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they
+    are answered 503, and connections that do not read the answer are closed. A second SIGINT does
+    not wait for them. After SIGTERM this returns; after SIGINT it raises KeyboardInterrupt.
     """
     app = create_app(llm, options)
     config = uvicorn.Config(
@@ -102,7 +103,8 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(leave)  # now, because uvicorn raises SIGINT again
 
     async def _end_after_drain(self) -> None:
-        """Answer unfinished requests when the time is over, and then close the connections that do not read."""
+        """Answer unfinished requests when the time is over, and then close the connections that do
+        not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
                 await self._second_signal.wait()
@@ -123,7 +125,8 @@ class _Server(uvicorn.Server):
 
 
 def follow(llm: LLM, group: Any, record: str | None) -> int:
-    """Serve as a process that takes no requests. SIGTERM here stops process 0, which drains and then ends all.
+    """Serve as a process that takes no requests. SIGTERM here stops process 0, which drains and
+    then ends all.
 
     Args:
         record: the recording of process 0; this process writes one beside it.
@@ -188,7 +191,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning(
-            "the policy is fair, but the field user of requests is ignored; add --allow-user to share by it"
+            "the policy is fair, but the field user of requests is ignored; add --allow-user to "
+            "share by it"
         )
     group = joined()
     start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
@@ -212,7 +216,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
 
 
 def ended(llm: LLM, status: int) -> int:
-    """The exit status. If a program is being compiled the process ends here, because Python would wait for it."""
+    """The exit status. If a program is being compiled the process ends here, because Python would
+    wait for it."""
     if (programs := llm.engine.background) is not None:
         programs.stop()
         if programs.compiling:

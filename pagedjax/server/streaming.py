@@ -23,7 +23,8 @@ Result = TypeVar("Result")
 
 
 async def unless_client_leaves(request: Request, awaitable: Awaitable[Result]) -> Result | None:
-    """The awaitable's result, or None if the client leaves first. The awaitable is cancelled then."""
+    """The awaitable's result, or None if the client leaves first. The awaitable is cancelled
+    then."""
     work, left = asyncio.ensure_future(awaitable), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
@@ -41,7 +42,8 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `ended` is called after the last event, when the client leaves, and if it has left before."""
+    """Server-sent events. `ended` is called after the last event, when the client leaves, and if it
+    has left before."""
 
     def __init__(
         self,

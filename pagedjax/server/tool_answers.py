@@ -1,4 +1,5 @@
-"""Calls of tools in answers, in OpenAI's format. Pure functions, except that a call gets a random id."""
+"""Calls of tools in answers, in OpenAI's format. Pure functions, except that a call gets a random
+id."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
 
 
 def delta(reader: CallReader, text: str, reason: str | None) -> tuple[JSON, str | None]:
-    """(the delta of a stream for the next text of an answer, why it ended). A call's id and name come once."""
+    """(the delta of a stream for the next text of an answer, why it ended). A call's id and name
+    come once."""
     pieces = reader.push(text) + (reader.finish() if reason is not None else [])
     said: JSON = {}
     if own := "".join(piece.text for piece in pieces if piece.call is None):

@@ -1,13 +1,16 @@
-"""The two endpoints of vllmini, a small engine from a lecture: start a generation, and ask for its text so far.
+"""The two endpoints of vllmini, a small engine from a lecture: start a generation, and ask for its
+text so far.
 
     POST /generate {"prompt": "...", "max_length": 100}   ->  {"sequence_id": "kQ3v..."}
     GET  /result/kQ3v...                                  ->  {"status": "in progress", "generated": "so far"}
 
-`status` is "not found", "in progress", "completed" or "error". Sampling is greedy. In vllmini `sequence_id` is a number
-that counts up. Here it is a random text, so that a client cannot read the results of another client.
+`status` is "not found", "in progress", "completed" or "error". Sampling is greedy. In vllmini
+`sequence_id` is a number that counts up. Here it is a random text, so that a client cannot read the
+results of another client.
 
-A result is kept for `result_seconds` after its POST or its last GET. Then it is forgotten, and its generation is
-cancelled if it still runs. At most MAX_RESULTS are kept; the oldest completed one makes room for a new one.
+A result is kept for `result_seconds` after its POST or its last GET. Then it is forgotten, and its
+generation is cancelled if it still runs. At most MAX_RESULTS are kept; the oldest completed one
+makes room for a new one.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Results:
         """Keep the result of a submission, and read its text from now on. Returns its id.
 
         Raises:
-            ApiError: all results are in progress, and there is no room for one more. The submission is cancelled.
+            ApiError: all results are in progress, and there is no room for one more. The submission
+                is cancelled.
         """
         if len(self._results) >= MAX_RESULTS:
             completed = next(
@@ -129,6 +133,7 @@ def _request(worker: Worker, body: LectureRequest) -> GenerationRequest:
     room = body.max_length - len(ids)
     if room < 1:
         raise ValueError(
-            f"max_length is {body.max_length} tokens with the prompt's {len(ids)}; it must be at least {len(ids) + 1}"
+            f"max_length is {body.max_length} tokens with the prompt's {len(ids)}; it must be at "
+            f"least {len(ids) + 1}"
         )
     return GenerationRequest(ids, SamplingParams(temperature=0.0, max_tokens=room), body.prompt)

@@ -1,4 +1,5 @@
-"""The engine's thread. Only this thread uses the engine; requests, cancellations and changes reach it through a queue.
+"""The engine's thread. Only this thread uses the engine; requests, cancellations and changes reach
+it through a queue.
 
     submission = await worker.submit(requests)      # ValueError: one can never run; QueueFull: try again later
     async for delta in submission: ...              # new tokens, of all requests
@@ -8,8 +9,9 @@
 
 One call to the event loop delivers everything that a step produced, for all requests.
 
-A failed step is rolled back: its requests return to the queue and the worker continues. MAX_FAILED_STEPS failed steps
-in a row end the engine. So does an error after the step, while its tokens become text, because tokens would be missing.
+A failed step is rolled back: its requests return to the queue and the worker continues.
+MAX_FAILED_STEPS failed steps in a row end the engine. So does an error after the step, while its
+tokens become text, because tokens would be missing.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class QueueFull(Exception):
 
     def __init__(self, waiting: int, limit: int, seconds: int) -> None:
         super().__init__(
-            f"{waiting} requests are waiting, and the limit is {limit}; try again in about {seconds} s"
+            f"{waiting} requests are waiting, and the limit is {limit}; try again in about "
+            f"{seconds} s"
         )
         self.seconds = seconds
 
@@ -70,7 +73,8 @@ Update = Delta | Completed | Exception
 
 
 class Submission:
-    """Requests that one client sent together. Iterating yields deltas until all requests have ended."""
+    """Requests that one client sent together. Iterating yields deltas until all requests have
+    ended."""
 
     def __init__(self, requests: Sequence[GenerationRequest], deltas: bool) -> None:
         """`deltas`: False if only the outputs are needed."""
@@ -123,7 +127,8 @@ class Observer(Protocol):
     def added(
         self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState, /
     ) -> None:
-        """A request was queued; `names` are its branches. `at`: time.perf_counter when the server received it."""
+        """A request was queued; `names` are its branches. `at`: time.perf_counter when the server
+        received it."""
 
     def stepped(
         self,
@@ -133,7 +138,8 @@ class Observer(Protocol):
         after: SchedulerState,
         /,
     ) -> None:
-        """A step, with the stop strings found after it. `result` is None for cancellations and for a failed step."""
+        """A step, with the stop strings found after it. `result` is None for cancellations and for
+        a failed step."""
 
 
 class Worker:
@@ -169,7 +175,8 @@ class Worker:
         self._thread.start()
 
     def halt(self) -> None:
-        """Stop after the present step; unfinished requests get EngineStopped. Any thread, any number of times."""
+        """Stop after the present step; unfinished requests get EngineStopped. Any thread, any
+        number of times."""
         self._inbox.put(("stop", None, None))
 
     def stop(self) -> None:
@@ -211,8 +218,8 @@ class Worker:
         return submission
 
     async def change(self, function: Callable[[Engine], None]) -> None:
-        """Call a function with the engine between two steps. What it raises is raised here, and steps continue: it must
-        leave the engine unchanged then.
+        """Call a function with the engine between two steps. What it raises is raised here, and
+        steps continue: it must leave the engine unchanged then.
 
         Raises:
             EngineStopped: the engine has ended.
@@ -234,7 +241,7 @@ class Worker:
         if not submission.done:
             self._inbox.put(("cancel", submission, None))
 
-    # in the engine's thread -------------------------------------------------------------------------------------------
+    # in the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -247,7 +254,8 @@ class Worker:
         self._finish(self._reason())
 
     def _receive(self) -> bool:
-        """Handle the messages of the inbox; wait for one if no request is unfinished. Returns False for the end."""
+        """Handle the messages of the inbox; wait for one if no request is unfinished. Returns False
+        for the end."""
         wait = not self._session.branches
         while True:
             try:
@@ -352,7 +360,8 @@ class Worker:
             self._call_in_loop(_deliver, updates)
 
     def _notify(self, method: Literal["added", "stepped"], *args: Any) -> None:
-        """Call the observers. One that fails must not stop the engine; its first error is logged."""
+        """Call the observers. One that fails must not stop the engine; its first error is
+        logged."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*args)
@@ -365,7 +374,8 @@ class Worker:
                     )
 
     def fail(self, reason: str) -> None:
-        """Answer every client with the reason, while the engine's thread may wait for a device that never answers."""
+        """Answer every client with the reason, while the engine's thread may wait for a device that
+        never answers."""
         self.error = RuntimeError(reason)
         self._finish(self._reason())
 
@@ -405,7 +415,8 @@ class Worker:
 
 
 def _rolled_back(before: SchedulerState, after: SchedulerState) -> bool:
-    """Whether a step left the state as after a roll-back. If not, the step was made, and its tokens are lost."""
+    """Whether a step left the state as after a roll-back. If not, the step was made, and its tokens
+    are lost."""
     return not after.running.seqs and len(after.ids) == len(before.ids)
 
 

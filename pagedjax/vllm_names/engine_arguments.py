@@ -1,4 +1,5 @@
-"""The arguments of vLLM's `LLM(...)` and `EngineArgs` (0.33, and older names), and what happens to each."""
+"""The arguments of vLLM's `LLM(...)` and `EngineArgs` (0.33, and older names), and what happens to
+each."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ TABLE = (
     ),
     taken(
         "logits_processors",
-        "`row_features`: a `RowFeature` or its `folder/file.py:NAME` ([how](logits-processors.md)); classes: an error",
+        "`row_features`: a `RowFeature` or its `folder/file.py:NAME` "
+        "([how](logits-processors.md)); classes: an error",
         _as("row_features"),
     ),
     taken("enable_lora max_loras max_lora_rank", "the same ([adapters](adapters.md))"),
@@ -127,47 +129,65 @@ TABLE = (
     taken("use_tqdm_on_load", "`progress`"),
     # what changes nothing here
     nothing(
-        "enforce_eager compilation_config optimization_level performance_mode cudagraph_capture_sizes monokernel "
-        "max_cudagraph_capture_size max_seq_len_to_capture cuda_graph_sizes enable_flashinfer_autotune",
+        "enforce_eager compilation_config optimization_level performance_mode "
+        "cudagraph_capture_sizes monokernel "
+        "max_cudagraph_capture_size max_seq_len_to_capture cuda_graph_sizes "
+        "enable_flashinfer_autotune",
         "XLA compiles every program; see `compilation`",
     ),
     nothing(
-        "attention_config kernel_config ir_op_priority moe_backend linear_backend sparse_indexer_topk_backend "
+        "attention_config kernel_config ir_op_priority moe_backend linear_backend "
+        "sparse_indexer_topk_backend "
         "all2all_backend disable_cascade_attn use_fp64_gumbel",
         "kernels are chosen by `attention_impl` and `linear_impl`",
     ),
     nothing(
-        "disable_custom_all_reduce distributed_executor_backend ray_workers_use_nsight max_parallel_loading_workers "
-        "distributed_timeout_seconds cpu_distributed_timeout_seconds enable_nccl_comm_suspend numa_bind "
-        "numa_bind_nodes numa_bind_cpus worker_cls worker_extension_cls worker_use_ray enable_shm_tensor_arena "
-        "disable_nccl_for_dp_synchronization enable_batch_sharded_sampling enable_ep_weight_filter dcp_comm_backend "
-        "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size master_addr master_port node_rank "
-        "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
-        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb "
-        "data_parallel_multi_port_external_lb enable_hc_sp fault_tolerance_config enable_fault_tolerance "
+        "disable_custom_all_reduce distributed_executor_backend ray_workers_use_nsight "
+        "max_parallel_loading_workers "
+        "distributed_timeout_seconds cpu_distributed_timeout_seconds enable_nccl_comm_suspend "
+        "numa_bind "
+        "numa_bind_nodes numa_bind_cpus worker_cls worker_extension_cls worker_use_ray "
+        "enable_shm_tensor_arena "
+        "disable_nccl_for_dp_synchronization enable_batch_sharded_sampling enable_ep_weight_filter "
+        "dcp_comm_backend "
+        "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size master_addr "
+        "master_port node_rank "
+        "data_parallel_rank data_parallel_start_rank data_parallel_size_local "
+        "data_parallel_address "
+        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb "
+        "data_parallel_external_lb "
+        "data_parallel_multi_port_external_lb enable_hc_sp fault_tolerance_config "
+        "enable_fault_tolerance "
         "watchdog_config _api_process_count _api_process_rank",
         "one process has all devices of its host, and XLA exchanges their data",
     ),
     nothing(
         "trust_remote_code code_revision model_impl config_format safetensors_load_strategy "
-        "safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns model_loader_extra_config "
-        "pt_load_map_location tokenizer_mode tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config "
+        "safetensors_prefetch_num_threads safetensors_prefetch_block_size ignore_patterns "
+        "model_loader_extra_config "
+        "pt_load_map_location tokenizer_mode tokenizer_pool_size tokenizer_pool_type "
+        "tokenizer_pool_extra_config "
         "allow_deprecated_quantization",
         "safetensors, Orbax and .gguf files are read by this project's code, with tokenizer.json",
     ),
     nothing("skip_tokenizer_init", "a model with a tokenizer loads it; prompts may be token ids"),
     nothing(
-        "disable_log_stats disable_log_requests aggregate_engine_logging enable_logging_iteration_details "
-        "logging_config log_level log_config_file show_hidden_metrics_for_version otlp_traces_endpoint "
-        "collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample "
-        "custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics jit_monitor_mode "
+        "disable_log_stats disable_log_requests aggregate_engine_logging "
+        "enable_logging_iteration_details "
+        "logging_config log_level log_config_file show_hidden_metrics_for_version "
+        "otlp_traces_endpoint "
+        "collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics "
+        "kv_cache_metrics_sample "
+        "custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing "
+        "enable_mfu_metrics jit_monitor_mode "
         "jit_monitor_verbose enable_mm_processor_stats",
         "an engine logs nothing; see `engine.record` and a server's /metrics",
     ),
     nothing("profiler_config", "`LLM.start_profile(folder)` needs no configuration"),
     nothing(
         "generation_config override_generation_config",
-        "without `SamplingParams` a request has their defaults, and not those of generation_config.json",
+        "without `SamplingParams` a request has their defaults, and not those of "
+        "generation_config.json",
         "vllm",
         warns=True,
     ),
@@ -187,24 +207,32 @@ TABLE = (
         "`LLM.sleep` is always there",
     ),
     nothing(
-        "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit use_v2_block_manager "
+        "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit "
+        "use_v2_block_manager "
         "num_lookahead_slots watermark scheduler_reserve_full_isl "
-        "prefill_schedule_interval long_prefill_token_threshold long_prefill_token_threshold_adaptive "
+        "prefill_schedule_interval long_prefill_token_threshold "
+        "long_prefill_token_threshold_adaptive "
         "max_num_partial_prefills max_long_partial_prefills preemption_mode scheduler_delay_factor "
-        "num_scheduler_steps multi_step_stream_outputs disable_async_output_proc stream_interval swa_bounded_replay "
-        "kv_sharing_fast_prefill disable_chunked_mm_input max_num_scheduled_tokens max_num_active_seqs",
+        "num_scheduler_steps multi_step_stream_outputs disable_async_output_proc stream_interval "
+        "swa_bounded_replay "
+        "kv_sharing_fast_prefill disable_chunked_mm_input max_num_scheduled_tokens "
+        "max_num_active_seqs",
         "the scheduler has its own rules (scheduler.md)",
     ),
     nothing(
-        "max_num_queued_reqs max_num_queued_tokens tokens_only shutdown_timeout fail_on_environ_validation "
+        "max_num_queued_reqs max_num_queued_tokens tokens_only shutdown_timeout "
+        "fail_on_environ_validation "
         "renderer_num_workers io_processor_plugin reasoning_parser_plugin",
         "options of a server, which has its own",
     ),
     nothing(
-        "eplb_config expert_placement_strategy elastic_ep_max_dp_size ubatch_size dbo_decode_token_threshold "
-        "dbo_prefill_token_threshold dp_sync_interval offload_backend cpu_offload_params offload_num_in_group "
+        "eplb_config expert_placement_strategy elastic_ep_max_dp_size ubatch_size "
+        "dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold dp_sync_interval offload_backend cpu_offload_params "
+        "offload_num_in_group "
         "offload_prefetch_step offload_params kv_offloading_backend enable_mixed_moe_lora_format "
-        "enable_moe_shared_loras enable_tower_connector_lora max_lora_cls_labels aux_output_config ec_manager_config "
+        "enable_moe_shared_loras enable_tower_connector_lora max_lora_cls_labels aux_output_config "
+        "ec_manager_config "
         "max_prompt_adapters max_prompt_adapter_token",
         "details of an option that is refused when it is on",
     ),
@@ -214,18 +242,25 @@ TABLE = (
         "adapters are on one device, in the dtype of activations; one that gave way is read again",
     ),
     nothing(
-        "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
-        "mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm "
-        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend "
+        "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode "
+        "mamba_backend "
+        "mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint replayssm_buffer_len "
+        "use_replayssm "
+        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend "
+        "kda_prefill_backend "
         "kda_decode_backend",
         "of layers that no model here has",
     ),
     nothing(
-        "allowed_local_media_path allowed_media_domains limit_mm_per_prompt language_model_only media_io_kwargs "
+        "allowed_local_media_path allowed_media_domains limit_mm_per_prompt language_model_only "
+        "media_io_kwargs "
         "mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm "
-        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype "
-        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling "
-        "video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb "
+        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend "
+        "mm_encoder_attn_dtype "
+        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin "
+        "skip_mm_profiling "
+        "video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device "
+        "mm_ipc_gpu_memory_gb "
         "mm_device_do_normalize interleave_mm_strings disable_mm_preprocessor_cache",
         "models here take text alone",
     ),

@@ -1,4 +1,5 @@
-"""The arguments of vLLM's `SamplingParams` and `BeamSearchParams` (0.33, and older names), and what happens to each."""
+"""The arguments of vLLM's `SamplingParams` and `BeamSearchParams` (0.33, and older names), and what
+happens to each."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ Params = TypeVar("Params")
 
 SAMPLING = (
     taken(
-        "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-        "stop_token_ids ignore_eos min_tokens logit_bias allowed_token_ids bad_words include_stop_str_in_output "
-        "skip_special_tokens detokenize extra_args best_of truncate_prompt_tokens structured_outputs",
+        "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
+        "seed stop "
+        "stop_token_ids ignore_eos min_tokens logit_bias allowed_token_ids bad_words "
+        "include_stop_str_in_output "
+        "skip_special_tokens detokenize extra_args best_of truncate_prompt_tokens "
+        "structured_outputs",
         "the same",
     ),
     taken("max_tokens", "the same; None ends a request at `max_model_len`"),
@@ -27,8 +31,10 @@ SAMPLING = (
         lambda _, value: {"enable_prefix_caching": False} if value else {},
     ),
     nothing(
-        "output_kind stream_interval skip_clone output_text_buffer_length spaces_between_special_tokens "
-        "routed_experts_prompt_start _eos_token_id _all_stop_token_ids _bad_words_token_ids _watermarking_skipped",
+        "output_kind stream_interval skip_clone output_text_buffer_length "
+        "spaces_between_special_tokens "
+        "routed_experts_prompt_start _eos_token_id _all_stop_token_ids _bad_words_token_ids "
+        "_watermarking_skipped",
         "outputs have one form: whole, or the text of `LLM.stream`",
     ),
     refused(
@@ -51,7 +57,8 @@ SAMPLING = (
 )
 BEAM_SEARCH = (
     taken(
-        "beam_width max_tokens ignore_eos length_penalty include_stop_str_in_output skip_special_tokens",
+        "beam_width max_tokens ignore_eos length_penalty include_stop_str_in_output "
+        "skip_special_tokens",
         "the same",
     ),
     refused("temperature", "scores are those of the model; leave it out"),
@@ -64,7 +71,8 @@ BEAM_SEARCH = (
 
 STRUCTURED_OUTPUTS = (
     taken(
-        "json regex choice grammar json_object disable_any_whitespace disable_additional_properties whitespace_pattern",
+        "json regex choice grammar json_object disable_any_whitespace "
+        "disable_additional_properties whitespace_pattern",
         "the same",
     ),
     nothing("disable_fallback", "there is one backend"),
@@ -73,9 +81,11 @@ STRUCTURED_OUTPUTS = (
 
 
 def takes(rows: tuple[Row, ...]) -> Callable[[type[Params]], type[Params]]:
-    """Let a dataclass take the arguments of the rows beside its fields. An error of an unknown one names a near one.
+    """Let a dataclass take the arguments of the rows beside its fields. An error of an unknown one
+    names a near one.
 
-    The check is around `__init__`, so `dataclasses.replace`, positions and type checkers see the dataclass as it is.
+    The check is around `__init__`, so `dataclasses.replace`, positions and type checkers see the
+    dataclass as it is.
     """
     table = by_name(rows)
 

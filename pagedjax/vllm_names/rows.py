@@ -1,4 +1,5 @@
-"""A row of a table: what happens to some arguments of vLLM. Arguments are read by the table's rows."""
+"""A row of a table: what happens to some arguments of vLLM. Arguments are read by the table's
+rows."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ class Row(NamedTuple):
         names: the arguments, as vLLM has them.
         what: "taken" has the meaning that vLLM gives it; "changes nothing" is accepted and
             logged; "refused" is an error.
-        text: for the reader. Of a refused argument it ends the error's sentence and names the alternative.
-        becomes: (name, value) -> options of this project, for what is taken under another name or with other values.
-            It may raise ValueError with the part of the message after "name is value; ".
-        asks_nothing: values beside None, False, 0 and what is empty that ask for nothing, so they are not refused.
+        text: for the reader. Of a refused argument it ends the error's sentence and names the
+            alternative.
+        becomes: (name, value) -> options of this project, for what is taken under another name or
+            with other values. It may raise ValueError with the part of the message after "name is
+            value; ".
+        asks_nothing: values beside None, False, 0 and what is empty that ask for nothing, so they
+            are not refused.
         warns: a value that asks for something may break what a user expects.
     """
 
@@ -78,7 +82,8 @@ def read(
             for option in options:
                 if option in found:
                     raise ValueError(
-                        f"{name} is vLLM's name of {option}, and both are given; leave one of them out"
+                        f"{name} is vLLM's name of {option}, and both are given; leave one of them "
+                        "out"
                     )
             found |= options
             log.debug(

@@ -1,4 +1,5 @@
-"""Replicas of an engine on Ray Serve, behind one address. Needs the extra `ray`. `docs/design/replicas.md` explains it.
+"""Replicas of an engine on Ray Serve, behind one address. Needs the extra `ray`.
+`docs/design/replicas.md` explains it.
 
 options.py         the options, checked before anything starts
 application.py     `app`: the application of Ray Serve, for `serve run pagedjax.server.ray:app` and YAML files

@@ -45,7 +45,8 @@ def application(options: ClusterOptions) -> Application:
         "drain_seconds": options.drain_seconds,
         "record": options.record_routing,
     }
-    # the ingress answers 503 when the time to drain is over; Serve ends the processes a moment later
+    # the ingress answers 503 when the time to drain is over; Serve ends the processes a moment
+    # later
     stops: dict[str, Any] = {
         "graceful_shutdown_timeout_s": options.drain_seconds + GRACE,
         "graceful_shutdown_wait_loop_s": 0.5,

@@ -1,4 +1,5 @@
-"""`pagedjax serve --replicas N`: replicas on this machine, or on the Ray cluster of --ray-address."""
+"""`pagedjax serve --replicas N`: replicas on this machine, or on the Ray cluster of
+--ray-address."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def _interrupted(*_: Any) -> None:
 
 
 def check_cluster(options: ClusterOptions, cluster: str | None) -> None:
-    """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may grow."""
+    """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may
+    grow."""
     try:
         cluster_options.check_room(
             options, application.resources_of(options), ray.cluster_resources()
@@ -157,7 +159,8 @@ def address(args: argparse.Namespace) -> tuple[str, int]:
     """Where Ray Serve is to listen.
 
     Raises:
-        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there already.
+        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there
+            already.
     """
     if args.ray_address is not None:
         if not 0 < args.port < 2**16:
@@ -173,8 +176,8 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
     """Start the replicas, and wait until they are ready -> the address of the ingress.
 
     Raises:
-        ValueError: the cluster serves an application of this name, or listens elsewhere already; or a replica cannot
-            start, with Ray's reason.
+        ValueError: the cluster serves an application of this name, or listens elsewhere already; or
+            a replica cannot start, with Ray's reason.
     """
     shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
     serve.start(
@@ -194,7 +197,8 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
         answer = httpx.get(f"{url}/health", timeout=60)
         if answer.status_code != 200:
             raise ValueError(
-                f"the replicas have started, and {url}/health answers {answer.status_code}: {answer.text}"
+                f"the replicas have started, and {url}/health answers {answer.status_code}: "
+                f"{answer.text}"
             )
     except httpx.HTTPError as error:
         serve.delete(NAME)

@@ -1,4 +1,5 @@
-"""One HTTP exchange as values: an ASGI scope that can be pickled, and the messages that an application answers with."""
+"""One HTTP exchange as values: an ASGI scope that can be pickled, and the messages that an
+application answers with."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def get(path: str) -> dict[str, Any]:
 
 
 async def answered(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-    """Call an application -> its messages, those that are ready together. Closing the generator is the client's leave.
+    """Call an application -> its messages, those that are ready together. Closing the generator is
+    the client's leave.
 
     Raises:
         Exception: that of the application, after its messages.

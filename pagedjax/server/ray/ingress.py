@@ -1,5 +1,5 @@
-"""The ingress: the one address of a cluster. It checks the key, tells the router what it must know of a request, and
-passes the answer of the chosen replica on, message by message.
+"""The ingress: the one address of a cluster. It checks the key, tells the router what it must know
+of a request, and passes the answer of the chosen replica on, message by message.
 
     /health             200 while at least one replica is healthy
     /metrics            those of all replicas, with the label `replica`
@@ -49,7 +49,8 @@ log = logging.getLogger("pagedjax.server")
 
 
 def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIApp:
-    """The ASGI application. `replicas`: the handle of their deployment, whose request router is PureRouter."""
+    """The ASGI application. `replicas`: the handle of their deployment, whose request router is
+    PureRouter."""
     app, ingress = FastAPI(title="PagedJAX", openapi_url=None), Ingress(options, replicas)
     add_errors(app)
 
@@ -133,7 +134,8 @@ class Ingress:
     async def of_all(self, path: str) -> list[Answer]:
         """What each replica answers to GET. A replica that does not answer in time is left out."""
         names = await self.present()
-        # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
+        # Serve takes two calls of one HTTP request for one, which its context says; so each has a
+        # context of its own
         calls = [
             asyncio.create_task(self._of_one(name, path), context=contextvars.Context())
             for name in names
@@ -174,7 +176,7 @@ class Ingress:
         if (event := self._drained.pop(name, None)) is not None:
             event.set()
 
-    # one request ------------------------------------------------------------------------------------------------------
+    # one request ----------------------------------------------------------------------------------
 
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, target: str | None
@@ -206,8 +208,8 @@ class Ingress:
                 LINK.end(routed.request_id)
 
     async def _pass_on(self, call: DeploymentResponseGenerator[list[Message]], send: Send) -> None:
-        """Send a replica's messages. If it ends before its answer begins, that is an ApiError, and after that the last
-        event of a stream."""
+        """Send a replica's messages. If it ends before its answer begins, that is an ApiError, and
+        after that the last event of a stream."""
         start: Message | None = None
         try:
             taken = await self._taken(call)

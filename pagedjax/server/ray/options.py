@@ -1,4 +1,5 @@
-"""The options of a cluster: the `args` of a YAML for `serve deploy`, or what `pagedjax serve --replicas` was given.
+"""The options of a cluster: the `args` of a YAML for `serve deploy`, or what `pagedjax serve
+--replicas` was given.
 
 Everything here is checked before Ray starts a replica, so that a mistake is one early error.
 """
@@ -55,18 +56,24 @@ class ClusterOptions:
     model: as `pagedjax serve` takes it. A folder must exist on every node.
     engine: fields of EngineConfig, the same for each replica.
     server: fields of `server.app.Options`, except the three of OF_THE_INGRESS.
-    adapters: folders of adapters that each replica loads, by name; needs `engine: {enable_lora: true}`.
+    adapters: folders of adapters that each replica loads, by name; needs `engine: {enable_lora:
+        true}`.
     replicas: how many there are, from the start and without `autoscaling` always.
-    autoscaling: fields of Ray Serve's AutoscalingConfig. Its `target_ongoing_requests`, per replica, has the default
-        `engine.max_num_seqs`; its `min_replicas` and `initial_replicas` have the default `replicas`.
-    resources: what a replica asks Ray for, as a deployment's `ray_actor_options`; None is `default_resources`.
+    autoscaling: fields of Ray Serve's AutoscalingConfig. Its `target_ongoing_requests`, per
+        replica, has the default `engine.max_num_seqs`; its `min_replicas` and `initial_replicas`
+        have the default `replicas`.
+    resources: what a replica asks Ray for, as a deployment's `ray_actor_options`; None is
+        `default_resources`.
     router: "round_robin", "least_loaded", "prefix", or file.py:NAME on the node of the ingress.
     known_blocks: see `routing.init`; best the number of a replica's blocks.
     api_key_file: a file, on the node of the ingress, with the key that clients must send.
-    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered 503.
+    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered
+        503.
     route_seconds: how long a request waits while no replica is present; then it is answered 503.
-    record: each replica records its engine's run into this file, with the replica's name before the ending.
-    record_routing: the ingress records the router's transitions into this file (`routing/recording.py`).
+    record: each replica records its engine's run into this file, with the replica's name before the
+        ending.
+    record_routing: the ingress records the router's transitions into this file
+        (`routing/recording.py`).
     compilation_cache: keep compiled programs on disk.
     """
 
@@ -113,7 +120,8 @@ class ClusterOptions:
                 )
             if name == "resources" and not isinstance(value, Mapping):
                 raise ValueError(
-                    f"resources.resources is {value!r}; it must be amounts by name, such as {{TPU: 4}}"
+                    f"resources.resources is {value!r}; it must be amounts by name, such as "
+                    f"{{TPU: 4}}"
                 )
         for name, folder in self.adapters.items():
             if not isinstance(folder, str):
@@ -154,7 +162,8 @@ class ClusterOptions:
             name for name in self.autoscaling if name not in AutoscalingConfig.model_fields
         ]:
             raise ValueError(
-                f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's AutoscalingConfig"
+                f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's "
+                "AutoscalingConfig"
             )
         try:
             return AutoscalingConfig(**{**least, **self.autoscaling})
@@ -163,7 +172,8 @@ class ClusterOptions:
 
 
 def of_args(args: Mapping[str, Any]) -> ClusterOptions:
-    """The options of a YAML's `args`, or of the words NAME=VALUE of `serve run`, whose values are then read as YAML.
+    """The options of a YAML's `args`, or of the words NAME=VALUE of `serve run`, whose values are
+    then read as YAML.
 
     Raises:
         ValueError: an unknown or wrong option.
@@ -188,7 +198,8 @@ def _read(name: str, value: str) -> Any:
 def default_resources(
     cluster: Mapping[str, float], mesh: Mapping[str, int] | None
 ) -> dict[str, Any]:
-    """What a replica asks for: its mesh's number of GPUs or TPU chips if the cluster has some, else one CPU.
+    """What a replica asks for: its mesh's number of GPUs or TPU chips if the cluster has some, else
+    one CPU.
 
     Args:
         cluster: amounts by name, as `ray.cluster_resources` has them.
@@ -213,7 +224,8 @@ def check_room(
     kind = resources.get("accelerator_type")
     if kind is not None and f"accelerator_type:{kind}" not in cluster:
         raise ValueError(
-            f"replicas need an accelerator {kind!r}, which Ray does not have; change --replica-resources"
+            f"replicas need an accelerator {kind!r}, which Ray does not have; change "
+            "--replica-resources"
         )
     for name, amount in flat.items():
         if options.replicas * amount > cluster.get(name, 0):

@@ -1,6 +1,6 @@
-"""What a router must know of a request: its length and the hashes of its prompt's blocks, from the body of its HTTP
-request. The ingress tokenizes as the replica will. It checks nothing: a body that it cannot read goes to any replica,
-whose answer says what is wrong.
+"""What a router must know of a request: its length and the hashes of its prompt's blocks, from the
+body of its HTTP request. The ingress tokenizes as the replica will. It checks nothing: a body that
+it cannot read goes to any replica, whose answer says what is wrong.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Reader(NamedTuple):
 
 
 def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> RouterRequest:
-    """The request as the router sees it. Several prompts of one body have one router request, with the hashes of the
-    first one. Other endpoints have 0 tokens and no hashes."""
+    """The request as the router sees it. Several prompts of one body have one router request, with
+    the hashes of the first one. Other endpoints have 0 tokens and no hashes."""
     try:
         if path == "/v1/completions":
             completion = CompletionRequest.model_validate_json(body)
@@ -82,8 +82,8 @@ def _of(
 
 
 def _hashes(reader: Reader, body: GenerationBody, ids: Sequence[int]) -> tuple[str, ...]:
-    """Those of the prompt's full blocks. They need to differ from each other where the engine's do, and no more: an
-    adapter goes by its name, which stays the same for the life of a cluster."""
+    """Those of the prompt's full blocks. They need to differ from each other where the engine's do,
+    and no more: an adapter goes by its name, which stays the same for the life of a cluster."""
     if not reader.hashes or body.prompt_logprobs is not None:
         return ()
     adapter = adapters.adapter_of(body.model, reader.server.name) or ""

@@ -1,4 +1,5 @@
-"""A replica: one engine in a process of Ray's, with the application that `pagedjax serve` has. It listens nowhere."""
+"""A replica: one engine in a process of Ray's, with the application that `pagedjax serve` has. It
+listens nowhere."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Answer(NamedTuple):
 
 
 class Replica:
-    """The methods that the ingress calls. Serve waits for those that run before it stops the replica."""
+    """The methods that the ingress calls. Serve waits for those that run before it stops the
+    replica."""
 
     async def __init__(
         self, options: ClusterOptions
@@ -76,7 +78,8 @@ class Replica:
         routed: RouterRequest | None = None,
         target: str | None = None,
     ) -> AsyncGenerator[list[Message], None]:
-        """The messages of the answer to an HTTP request. Before them, one says which replica has taken the request.
+        """The messages of the answer to an HTTP request. Before them, one says which replica has
+        taken the request.
 
         Args:
             routed, target: for the request router.
@@ -94,7 +97,8 @@ class Replica:
         }
 
     async def whole(self, path: str, *, target: str) -> Answer:
-        """The answer to GET, for pages that all replicas are asked for. `target`: for the request router."""
+        """The answer to GET, for pages that all replicas are asked for. `target`: for the request
+        router."""
         messages: list[Any] = []
         async for found in exchange.answered(self.app, exchange.get(path), b""):
             messages += found

@@ -1,10 +1,13 @@
-"""Ray Serve's request router around a router of `pagedjax.routing`: the ingress's handle asks it for every call.
+"""Ray Serve's request router around a router of `pagedjax.routing`: the ingress's handle asks it
+for every call.
 
-Serve says which replicas are present. The ingress says when a request has ended. It learns when the drain time of a
-replica that left is over (link.py). The pure state does the rest. All methods run in one event loop of the ingress's
-process, which is not the one that answers clients; so one thread alone changes the state.
+Serve says which replicas are present. The ingress says when a request has ended. It learns when the
+drain time of a replica that left is over (link.py). The pure state does the rest. All methods run
+in one event loop of the ingress's process, which is not the one that answers clients; so one thread
+alone changes the state.
 
-Serve pickles this module by value: a global object of it would be another one in the ingress. So it has none.
+Serve pickles this module by value: a global object of it would be another one in the ingress. So it
+has none.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ log = logging.getLogger("pagedjax.server")
 
 
 class PureRouter(RequestRouter):
-    """Calls carry `routed=RouterRequest(...)`, or `target=NAME` for one replica. A call without both goes to any
-    replica, and the router does not know of it."""
+    """Calls carry `routed=RouterRequest(...)`, or `target=NAME` for one replica. A call without
+    both goes to any replica, and the router does not know of it."""
 
     def initialize_state(
         self, router: str, known_blocks: int, drain_seconds: float, record: str | None = None
@@ -80,7 +83,8 @@ class PureRouter(RequestRouter):
         return [[by_name[target]]]
 
     def _assigned(self, request: RouterRequest) -> Any:
-        """The replica of a request: as before if it was routed before, and that replica is present."""
+        """The replica of a request: as before if it was routed before, and that replica is
+        present."""
         unfinished = self.routing.state.unfinished.get(request.request_id)
         return self.routing.route(request) if unfinished is None else unfinished.replica
 
@@ -109,7 +113,7 @@ class PureRouter(RequestRouter):
         for name in sorted(here.difference(before)):
             self.routing.joined(name)
 
-    # called by Serve --------------------------------------------------------------------------------------------------
+    # called by Serve ------------------------------------------------------------------------------
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -121,8 +125,8 @@ class PureRouter(RequestRouter):
 
 
 def unused(path: Path) -> Path:
-    """The path, or the next one that does not exist: a.jsonl, a.2.jsonl. An ingress that is started again writes the
-    second file."""
+    """The path, or the next one that does not exist: a.jsonl, a.2.jsonl. An ingress that is started
+    again writes the second file."""
     number, found = 1, path
     while found.exists():
         number += 1
