@@ -79,9 +79,9 @@ class Parser(argparse.ArgumentParser):
             return ""
         row = ARGUMENTS[name]
         text = re.sub(r" ?\(?\[[^]]*\]\([^)]*\)\)?", "", row.text).replace("`", "")
-        if row.what != "taken":
+        if row.effect != "taken":
             nothing = f"changes nothing here ({text}); leave it out"
-            return f"{flag} is vLLM's, and {nothing if row.what == 'changes nothing' else text}"
+            return f"{flag} is vLLM's, and {nothing if row.effect == 'changes nothing' else text}"
         try:
             options = dict(row.becomes(name, value)) if row.becomes else {}
         except ValueError as reason:
