@@ -11,12 +11,10 @@ from pagedjax.config import own_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
 
-FACTOR = (
-    1.5  # no replica gets a request beyond this multiple of the mean number of unfinished requests
-)
-SLACK = (
-    8  # unfinished requests of a replica up to which the router "prefix" does not look at the mean
-)
+# No replica gets a request beyond this multiple of the mean number of unfinished requests
+FACTOR = 1.5
+# Unfinished requests of a replica up to which the router "prefix" does not look at the mean
+SLACK = 8
 
 
 class Router(NamedTuple):
@@ -37,8 +35,10 @@ class Router(NamedTuple):
 def route(
     state: RouterState, router: Router, request: RouterRequest
 ) -> tuple[RouterState, Replica]:
-    """Assign a request -> (state, replica). The replica knows the request's prefix from now on:
-    what follows at once finds the blocks while they are computed.
+    """Assign a request -> (state, replica).
+
+    The replica knows the request's prefix from now on: a request that follows at once finds the
+    blocks while they are computed.
 
     Raises:
         ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the
@@ -51,9 +51,9 @@ def route(
             "join"
         )
     if name in state.unfinished:
-        where = state.unfinished[name].replica
+        replica = state.unfinished[name].replica
         raise ValueError(
-            f"request {name!r} is unfinished on replica {where!r}; give the new one another id"
+            f"request {name!r} is unfinished on replica {replica!r}; give the new one another id"
         )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
@@ -65,21 +65,27 @@ def route(
             f"{present}; its choose "
             "must return one of state.replicas"
         )
-    load, known = state.loads[chosen], state.known
+    by_replica = state.known
     if router.prefixes and request.hashes and state.known_blocks:
-        known = known.set(chosen, prefixes.learned(known[chosen], request.hashes))
-    more = Load(load.requests + 1, load.tokens + request.tokens)
-    unfinished = state.unfinished.set(name, Routed(chosen, request.tokens))
-    return RouterState(
-        state.replicas, state.loads.set(chosen, more), known, unfinished, chosen, state.known_blocks
-    ), chosen
+        learned = prefixes.learned(by_replica[chosen], request.hashes)
+        by_replica = by_replica.set(chosen, learned)
+    load = state.loads[chosen]
+    new_load = Load(load.requests + 1, load.tokens + request.tokens)
+    new_state = RouterState(
+        replicas=state.replicas,
+        loads=state.loads.set(chosen, new_load),
+        known=by_replica,
+        unfinished=state.unfinished.set(name, Routed(chosen, request.tokens)),
+        last=chosen,
+        known_blocks=state.known_blocks,
+    )
+    return new_state, chosen
 
 
-def lightest(state: RouterState, among: Iterable[Replica]) -> Replica:
-    """The first of `among` with the fewest unfinished requests, and of these with the fewest
-    tokens."""
+def lightest(state: RouterState, replicas: Iterable[Replica]) -> Replica:
+    """The first replica with the fewest unfinished requests, then with the fewest tokens."""
     loads = state.loads
-    return min(among, key=lambda replica: loads[replica])
+    return min(replicas, key=lambda replica: loads[replica])
 
 
 def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
@@ -104,14 +110,12 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
 
     def choose(state: RouterState, request: RouterRequest) -> Replica:
         count = len(state.replicas)
-        most = min(factor, count)  # a larger one limits nothing
-        limit = max(slack, math.ceil(most * (len(state.unfinished) + 1) / count))
-        below = [replica for replica in state.turn if state.loads[replica].requests < limit]
-        depths = [state.known_prefix(replica, request) for replica in below]
-        longest = max(depths)
-        return lightest(
-            state, [one for one, blocks in zip(below, depths, strict=True) if blocks == longest]
-        )
+        multiple = min(factor, count)  # a larger one limits nothing
+        limit = max(slack, math.ceil(multiple * (len(state.unfinished) + 1) / count))
+        candidates = [replica for replica in state.turn if state.loads[replica].requests < limit]
+        depths = {replica: state.known_prefix(replica, request) for replica in candidates}
+        longest = max(depths.values())
+        return lightest(state, [replica for replica in candidates if depths[replica] == longest])
 
     return Router(name, choose)
 
@@ -130,8 +134,9 @@ ROUTERS = {router.name: router for router in (ROUND_ROBIN, LEAST_LOADED, PREFIX)
 
 
 def find(name: str) -> Router:
-    """The router of that name. "module:NAME" or "folder/file.py:NAME" is a router of the user, in
-    that module or file.
+    """The router of that name.
+
+    "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file.
 
     Raises:
         ValueError: no such router, module, file or value; a value that is no router; or a `choose`
