@@ -26,7 +26,8 @@ from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsP
 from pagedjax.tools.definitions import CHOICE_FORM, MAX_TOOLS
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
-MAX_STOP = 1000  # characters of a stop string; so many characters of an answer may wait, and are searched at each token
+# Characters of a stop string; so many of an answer may wait, and are searched at each token
+MAX_STOP = 1000
 MAX_FIELDS = 256  # of an object, more than any request needs
 MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
 MAX_FIELD_TOKENS = 4096  # tokens that a field lists or biases
@@ -50,10 +51,13 @@ def plain_values(value: Any) -> Any:
     """A check of `vllm_xargs`: one error, however many values are wrong."""
     plain = (str, bool, int, float)
     for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
-        several = item if isinstance(item, list) else [item]
-        if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
-            what = f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
-            raise ValueError(what)
+        elements = item if isinstance(item, list) else [item]
+        too_many = len(elements) > MAX_FIELD_TOKENS
+        if too_many or not all(isinstance(element, plain) for element in elements):
+            raise ValueError(
+                f"{name!r:.80} must be a text, a number, true, false, or a list of at most "
+                f"{MAX_FIELD_TOKENS} of them"
+            )
     return value
 
 
@@ -113,23 +117,25 @@ SHARED_WITH_BEAMS = (
 class Strict(BaseModel):
     # "3" is not a number, 1 is not a boolean, and numbers are finite
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
+    _field_limit = model_validator(mode="before")(at_most(MAX_FIELDS))
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = (
-        None  # OpenAI's padding against traffic analysis; there is none here
-    )
+    # OpenAI's padding against traffic analysis; there is none here
+    include_obfuscation: bool | None = None
 
 
-def refused(why: str) -> BeforeValidator:
-    """A field that asks for what does not exist here. `why`: and what to do instead."""
+def refused(reason: str) -> BeforeValidator:
+    """A field that asks for what does not exist here.
+
+    `reason` is the error: why it does not exist, and what to do instead.
+    """
 
     def check(value: Any) -> None:
         if value is not None:
-            raise ValueError(why)
+            raise ValueError(reason)
 
     return BeforeValidator(check)
 
@@ -146,7 +152,10 @@ class ResponseFormat(Strict):
     json_schema: SchemaFormat | None = None
 
 
-OLD_FORM = "this is the older form of structured_outputs and does not exist here; use structured_outputs: {{{}: ...}}"
+OLD_FORM = (
+    "this is the older form of structured_outputs and does not exist here; use "
+    "structured_outputs: {{{}: ...}}"
+)
 GUIDED = {
     f"guided_{name}": OLD_FORM.format(name)
     for name in ("json", "regex", "choice", "grammar", "json_object")
@@ -224,9 +233,11 @@ class GenerationBody(Strict):
 
 def form(prompt: Any) -> str:
     """The form of a prompt, by its first element. The prompt is checked as that form only."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    several = "lists" if isinstance(first, list) else "texts" if isinstance(first, str) else "ids"
-    return several if isinstance(prompt, list) else "text"
+    if not isinstance(prompt, list):
+        return "text"
+    if not prompt or isinstance(prompt[0], list):
+        return "lists"
+    return "texts" if isinstance(prompt[0], str) else "ids"
 
 
 Prompts = Annotated[
@@ -282,7 +293,7 @@ class Message(BaseModel):
     """One message. Other fields (`name`, `refusal`, ...) go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
+    _field_limit = model_validator(mode="before")(at_most(MAX_FIELDS))
 
     role: str
     content: Annotated[
@@ -294,9 +305,9 @@ class Message(BaseModel):
         """The message for a chat template: content is a text, and the role developer is system."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        extra = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         return {
-            **rest,
+            **extra,
             "role": "system" if self.role == "developer" else self.role,
             "content": text,
         }
@@ -394,8 +405,7 @@ class DetokenizeRequest(Strict):
 
 
 class LectureRequest(Strict):
-    """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output
-    together."""
+    """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output together."""
 
     prompt: Annotated[str, Field(min_length=1)]
     max_length: Positive = 100
@@ -494,33 +504,30 @@ FORMS = {
 
 def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """The most useful of pydantic's errors -> (message, field)."""
-    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
-    first = (unknown or long or list(errors))[0]
+    unknown_fields = [error for error in errors if error["type"] == "extra_forbidden"]
+    too_long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
+    first = (unknown_fields or too_long or list(errors))[0]
     if first["type"] == "json_invalid":
         return (
             f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
             None,
         )
-    place, *rest = first["loc"]
-    path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
+    path = list(map(str, first["loc"]))
+    if first["loc"][0] in ("body", "query", "path"):
+        del path[0]
     field = path[0][:80] if path else None
-    if unknown:
-        known = sorted(
-            {
-                *CompletionRequest.model_fields,
-                *ChatRequest.model_fields,
-                *EmbeddingRequest.model_fields,
-            }
-        )
-        near = difflib.get_close_matches(path[-1], known, n=1)
-        return f"unknown field {'.'.join(path)!r:.120}" + (
-            f"; did you mean {near[0]!r}?" if near else ""
-        ), field
+    if unknown_fields:
+        bodies = (CompletionRequest, ChatRequest, EmbeddingRequest)
+        names = sorted({name for body in bodies for name in body.model_fields})
+        similar = difflib.get_close_matches(path[-1], names, n=1)
+        message = f"unknown field {'.'.join(path)!r:.120}"
+        if similar:
+            message += f"; did you mean {similar[0]!r}?"
+        return message, field
     text = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
         checked_here = first["type"] == "value_error" and at == len(path) - 1
         if part in FORMS and first["type"] != "missing" and not checked_here:
             name = ".".join(path[: at + 1])[:120]
-            return f"{name}: {text}" if long else f"{name} must be {FORMS[part]}", field
+            return f"{name}: {text}" if too_long else f"{name} must be {FORMS[part]}", field
     return f"{'.'.join(path)[:120] or 'the body'}: {text}", field
