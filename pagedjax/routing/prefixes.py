@@ -16,7 +16,7 @@ from immutables import Map
 
 
 class Prefixes(NamedTuple):
-    most: int  # hashes at most
+    limit: int  # hashes at most
     stamps: Map[str, int] = Map()  # hash -> when it was last used
     hashes: Map[int, str] = Map()  # the inverse of `stamps`
     oldest: int = 0  # no stamp is lower
@@ -42,9 +42,9 @@ def depth(prefixes: Prefixes, hashes: Sequence[str]) -> int:
 def learned(prefixes: Prefixes, hashes: Sequence[str]) -> Prefixes:
     """The prefixes with a prompt's added as the most recent ones.
 
-    Of a prompt with more than `most` hashes, only the first ones are added.
+    Of a prompt with more than `limit` hashes, only the first ones are added.
     """
-    limit = prefixes.most
+    limit = prefixes.limit
     oldest = prefixes.oldest
     newest = prefixes.newest
     stamps = prefixes.stamps.mutate()

@@ -1,5 +1,7 @@
-"""The state of a router, and its transitions beside `route` (routers.py). Each returns a new
-state."""
+"""The state of a router, and its transitions, except `route` (routers.py).
+
+Each transition returns a new state.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ def check(state: RouterState) -> None:
     assert loads == dict(state.loads), "loads are not those of the unfinished requests"
     for prefixes in state.known.values():
         stamps = prefixes.stamps
-        assert len(stamps) <= prefixes.most == state.known_blocks, (
+        assert len(stamps) <= prefixes.limit == state.known_blocks, (
             "more hashes than may be remembered"
         )
         assert {stamp: key for key, stamp in stamps.items()} == dict(prefixes.hashes), (

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from pagedjax.llm import LLM
 from pagedjax.params import PoolingParams
-from pagedjax.server.schema import EmbeddingRequest, given
+from pagedjax.server.schema import EmbeddingRequest, field_values
 from pagedjax.session import GenerationRequest
 from pagedjax.text import pooling
 
@@ -39,7 +39,8 @@ def requests(
     """
     limit = llm.engine.config.max_model_len
     size = llm.model.model.config.hidden
-    params = pooling.resolved(PoolingParams(**given(body, POOLING)), "embed", llm.model.pooling)
+    params = PoolingParams(**field_values(body, POOLING))
+    params = pooling.resolved(params, "embed", llm.model.pooling)
     if (params.dimensions or 0) > size:
         raise ValueError(
             f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers"

@@ -223,7 +223,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         ValueError: an item of another type than messages, calls and their outputs.
     """
     fields = {
-        **schema.given(body, SHARED),
+        **schema.field_values(body, SHARED),
         "messages": messages(body),
         "max_completion_tokens": body.max_output_tokens,
         "tools": None if body.tools is None else [_chat_function(tool) for tool in body.tools],

@@ -426,9 +426,10 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: int | None = None  # vLLM's number of it, which it ignores too
 
 
-def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
+def field_values(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
     """The fields that are not null; in OpenAI's API null means absent."""
-    return {name: value for name in names if (value := getattr(request, name)) is not None}
+    values = {name: getattr(request, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def sampling(
@@ -444,19 +445,18 @@ def sampling(
     """
     if request.use_beam_search:
         if form is not None:
-            name = (
-                "structured_outputs"
-                if request.structured_outputs is not None
-                else "response_format"
-            )
+            name = "response_format"
+            if request.structured_outputs is not None:
+                name = "structured_outputs"
             raise ValueError(
                 f"{name} does not go with use_beam_search, whose answers have no form; leave one "
                 "of them out"
             )
         return beam_search(request, max_tokens, logprobs)
-    if wrong := list(given(request, BEAMS)):
-        raise ValueError(f"{wrong[0]} goes with use_beam_search: true")
-    values = given(request, SAMPLING)
+    beam_fields = list(field_values(request, BEAMS))
+    if beam_fields:
+        raise ValueError(f"{beam_fields[0]} goes with use_beam_search: true")
+    values = field_values(request, SAMPLING)
     if request.seed is not None:
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
     if request.vllm_xargs is not None:
@@ -474,18 +474,23 @@ def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) 
         "top_k": (0, -1),
         "best_of": (request.n,),
     }
-    used = given(
-        request,
-        [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")],
-    )
-    used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
-    if used or logprobs is not None or request.stream:
-        name = next(iter(used), "stream" if request.stream else "logprobs")
+    shared_names = (*SHARED_WITH_BEAMS, "n")
+    names = [name for name in (*SAMPLING, "vllm_xargs") if name not in shared_names]
+    excluded = [
+        name
+        for name, value in field_values(request, names).items()
+        if value not in neutral.get(name, ())
+    ]
+    if request.stream:
+        excluded.append("stream")
+    elif logprobs is not None:
+        excluded.append("logprobs")
+    if excluded:
         raise ValueError(
-            f"{name} does not go with use_beam_search: a beam search samples nothing and comes "
+            f"{excluded[0]} does not go with use_beam_search: a beam search samples nothing and comes "
             "whole"
         )
-    shared = given(request, (*SHARED_WITH_BEAMS, *BEAMS))
+    shared = field_values(request, (*SHARED_WITH_BEAMS, *BEAMS))
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
 
 

@@ -1,4 +1,5 @@
-"""Replicas of an engine on Ray Serve, behind one address. Needs the extra `ray`.
+"""Replicas of an engine on Ray Serve, behind one address. It needs the extra `ray`.
+
 `docs/design/replicas.md` explains it.
 
 options.py         the options, checked before anything starts
