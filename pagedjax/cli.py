@@ -1,7 +1,7 @@
 """The commands of `pagedjax`: options of the command line, and calls of the library."""
 
-# argparse stays: with tyro or typer the options are as many lines, `--help` takes 0.25 s instead of 0.1 s, and an error
-# is a box of several lines instead of one line.
+# argparse stays: with tyro or typer the options are as many lines, `--help` takes 0.25 s instead of
+# 0.1 s, and an error is a box of several lines instead of one line.
 
 from __future__ import annotations
 
@@ -40,50 +40,59 @@ def generate(args: argparse.Namespace) -> int:
     llm = LLM(args.model, **start_options(args), **engine_options(args))
     if llm.follows:
         return follow(llm)
-    prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
-    ids = (
-        llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        if args.chat
-        else prompt
-    )
-    if not args.chat and not args.only_new:
-        print(prompt, end="", flush=True)
-    for piece in llm.stream(ids, params):
+    text = args.prompt if args.prompt != "-" else sys.stdin.read()
+    prompt = text
+    if args.chat:
+        prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    elif not args.only_new:
+        print(text, end="", flush=True)
+    for piece in llm.stream(prompt, params):
         print(piece, end="", flush=True)
     print()
     return 0
 
 
-def sampling(args: argparse.Namespace, **more: Any) -> Any:
+def sampling(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Any:
     """The sampling parameters. They are checked before a model is loaded."""
     from pagedjax import SamplingParams
 
-    names = ("temperature", "top_p", "top_k", "seed", "max_tokens")
-    return SamplingParams(**{name: getattr(args, name) for name in names}, **more)
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop=stop,
+    )
 
 
 def join(args: argparse.Namespace) -> Any:
-    """Connect this process with the others of its engine -> its group; None if there are no others."""
+    """Connect this process with the others of its engine -> its group; None without others."""
     from pagedjax.processes import config
 
-    typed = args.coordinator, args.processes, args.process, args.process_timeout
-    if config.read(*typed) is None:
+    typed = {
+        "coordinator": args.coordinator,
+        "processes": args.processes,
+        "process": args.process,
+        "timeout": args.process_timeout,
+    }
+    if config.read(**typed) is None:
         return None
     from pagedjax.processes.join import join as connect
 
-    return connect(*typed)
+    return connect(**typed)
 
 
 def follow(llm: Any) -> int:
-    """Compute this process's part of what process 0 is asked for."""
+    """Compute this process's part of the requests of process 0, until that ends."""
     print(llm.engine.group, file=sys.stderr, flush=True)
     llm.follow()
     return 0
 
 
-def process_options(words: argparse.ArgumentParser) -> None:
-    """The options that `join` reads."""
-    group = words.add_argument_group(
+def process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `join` reads."""
+    group = parser.add_argument_group(
         "several processes",
         "Start the same command in each. Under Slurm, Open MPI or a JobSet none is needed.",
     )
@@ -96,53 +105,67 @@ def process_options(words: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--process", type=int, metavar="I", help="which one this is; 0 takes the requests"
     )
-    what = "without progress, after which all processes end; default 120"
-    group.add_argument("--process-timeout", type=float, metavar="SECONDS", help=what)
+    group.add_argument(
+        "--process-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="without progress, after which all processes end; default 120",
+    )
 
 
-def replica_options(words: argparse.ArgumentParser) -> None:
-    """The options of `serve` for several engines."""
-    group = words.add_argument_group(
+def replica_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `serve` for several engines."""
+    group = parser.add_argument_group(
         "replicas", "Several engines behind one address, on Ray; needs the extra ray."
     )
     group.add_argument("--replicas", type=int, metavar="N", help="how many engines")
-    what = "or a JSON object: Ray Serve's AutoscalingConfig, such as max_replicas=4,target_ongoing_requests=32"
     group.add_argument(
         "--autoscaling",
         type=options.mapping("max_replicas=4,target_ongoing_requests=32"),
         metavar="NAME=VALUE,...",
-        help=what,
+        help="or a JSON object: Ray Serve's AutoscalingConfig, such as "
+        "max_replicas=4,target_ongoing_requests=32",
     )
-    what = "or a JSON object: what one replica asks Ray for, such as num_gpus=2; default: its mesh's devices, or a CPU"
     group.add_argument(
         "--replica-resources",
         type=options.mapping("num_gpus=2"),
         metavar="NAME=VALUE,...",
-        help=what,
+        help="or a JSON object: what one replica asks Ray for, such as num_gpus=2; default: its "
+        "mesh's devices, or a CPU",
     )
-    what = "which replica gets a request: round_robin, least_loaded, prefix (the default), or file.py:NAME"
-    group.add_argument("--router", metavar="NAME", help=what)
-    what = (
-        "hashes that the router remembers of each replica; best its number of blocks; default 65536"
+    group.add_argument(
+        "--router",
+        metavar="NAME",
+        help="which replica gets a request: round_robin, least_loaded, prefix (the default), or "
+        "file.py:NAME",
     )
-    group.add_argument("--known-blocks", type=int, metavar="N", help=what)
+    group.add_argument(
+        "--known-blocks",
+        type=int,
+        metavar="N",
+        help="hashes that the router remembers of each replica; best its number of blocks; "
+        "default 65536",
+    )
     group.add_argument(
         "--record-routing", metavar="FILE", help="record each assignment, for `pagedjax replay`"
     )
-    what = "HOST:PORT of a Ray cluster, or auto; default: Ray starts on this machine"
-    group.add_argument("--ray-address", metavar="ADDRESS", help=what)
+    group.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="HOST:PORT of a Ray cluster, or auto; default: Ray starts on this machine",
+    )
 
 
 def start_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How LLM(...) starts; no option of the engine."""
     return {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine of `generate` and `chat`: for one request, whose first token comes early."""
+    """The options of the engine of `generate` and `chat`: one request, its first token early."""
     budget = args.max_num_batched_tokens
-    smallest = (
-        1 if args.dtype in (None, "float32") else 2
-    )  # tokens of a step in 16 bit on a CPU (engine/resolve.py)
+    # The fewest tokens of a step; in 16 bit on a CPU they are 2 (engine/resolve.py)
+    smallest = 1 if args.dtype in (None, "float32") else 2
     return {
         "dtype": args.dtype,
         "weight_dtype": args.weight_dtype,
@@ -172,13 +195,20 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write a model to a new folder that `--model` and LLM(...) open, in Orbax's format or as safetensors."""
+    """Write a model to a new folder that `--model` and LLM(...) open, in Orbax's format or as
+    safetensors."""
     from pagedjax.weights.convert import convert as write
 
-    shard_bytes = int(args.shard_gb * 1e9)
-    progress = sys.stderr.isatty()
-    others = {"dtype": args.dtype, "model_family": args.model_family, "shard_bytes": shard_bytes}
-    print(write(args.model, args.target, args.to, **others, progress=progress))
+    folder = write(
+        args.model,
+        args.target,
+        args.to,
+        dtype=args.dtype,
+        model_family=args.model_family,
+        shard_bytes=int(args.shard_gb * 1e9),
+        progress=sys.stderr.isatty(),
+    )
+    print(folder)
     return 0
 
 
@@ -190,15 +220,17 @@ def replay(args: argparse.Namespace) -> int:
     with open(args.file, "rb") as lines:
         if next(lines, b"").startswith(b'{"routing":'):
             return _replay_routing(args)
-    return replay.main([args.file, *(["--policy", args.policy] if args.policy else [])])
+    policy = ["--policy", args.policy] if args.policy else []
+    return replay.main([args.file, *policy])
 
 
 def _replay_routing(args: argparse.Namespace) -> int:
     from pagedjax import routing
     from pagedjax.routing import recording
 
+    router = routing.find(args.policy) if args.policy else None
     with open(args.file, encoding="utf-8") as lines:
-        _, count = recording.replay(lines, routing.find(args.policy) if args.policy else None)
+        _, count = recording.replay(lines, router)
     print(f"{args.file}: {count} assignments, all as recorded")
     return 0
 
@@ -208,9 +240,8 @@ def view(args: argparse.Namespace) -> int:
     from pagedjax import viewer
 
     run = viewer.read(args.file, _policies(args.policy))
-    return _write(
-        args, ".html", viewer.page(run, decode=_decoder(args.model) if args.model else None)
-    )
+    decode = _decoder(args.model) if args.model else None
+    return _write(args, ".html", viewer.page(run, decode=decode))
 
 
 def trace(args: argparse.Namespace) -> int:
@@ -219,20 +250,22 @@ def trace(args: argparse.Namespace) -> int:
 
     from pagedjax import viewer
 
-    made = viewer.trace(viewer.read(args.file, _policies(args.policy)))
-    return _write(args, ".trace.json", json.dumps(made, separators=(",", ":")))
+    events = viewer.trace(viewer.read(args.file, _policies(args.policy)))
+    return _write(args, ".trace.json", json.dumps(events, separators=(",", ":")))
 
 
 def _policies(name: str | None) -> dict[str, Any]:
-    """The policies that a recording may name."""
+    """The policies that a recording may name, and the one of that name, by their names."""
     from pagedjax.host.policies import POLICIES, find
 
-    added = [find(name)] if name else []
-    return {**POLICIES, **{policy.name: policy for policy in added}}
+    if not name:
+        return {**POLICIES}
+    policy = find(name)
+    return {**POLICIES, policy.name: policy}
 
 
 def _decoder(model: str) -> Any:
-    """Token ids -> text, by a model's tokenizer. The weights are not loaded."""
+    """The function from token ids to text of a model's tokenizer. The weights are not loaded."""
     from functools import partial
 
     from pagedjax.weights.tokenizer_files import open_tokenizer
@@ -241,13 +274,14 @@ def _decoder(model: str) -> Any:
 
 
 def _write(args: argparse.Namespace, ending: str, text: str) -> int:
-    """Write a file beside the recording, or to the path of -o, but never over the recording."""
+    """Write a file next to the recording, or to the path of -o, but never over the recording."""
     target = Path(args.output) if args.output else Path(args.file).with_suffix(ending)
     if target.resolve() == Path(args.file).resolve():
         raise ValueError(f"{target} is the recording itself; name another file with -o")
     if target.is_dir() or not target.parent.is_dir():
         raise ValueError(
-            f"{target} cannot be written: it is a folder, or its folder does not exist; name a file with -o"
+            f"{target} cannot be written: it is a folder, or its folder does not exist; name a "
+            "file with -o"
         )
     target.write_text(text, "utf-8")
     print(target)
@@ -255,14 +289,15 @@ def _write(args: argparse.Namespace, ending: str, text: str) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed first."""
+    """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed
+    first."""
     from pagedjax.config import EngineConfig
 
-    needs("serve", "fastapi", "uvicorn", "prometheus_client")
+    require("serve", "fastapi", "uvicorn", "prometheus_client")
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if replicated(args):
-        needs("ray", "ray")
+    if runs_on_ray(args):
+        require("ray", "ray")
         from pagedjax.server.ray import command as cluster
 
         return cluster.main(args, engine)
@@ -272,8 +307,12 @@ def serve(args: argparse.Namespace) -> int:
     return command.main(args, engine)
 
 
-def replicated(args: argparse.Namespace) -> bool:
-    """Whether Ray runs the server. Raises ValueError for an option that goes with --replicas only."""
+def runs_on_ray(args: argparse.Namespace) -> bool:
+    """Whether Ray runs the server.
+
+    Raises:
+        ValueError: there is one engine, and an option that needs --replicas.
+    """
     if args.replicas is not None or args.autoscaling is not None:
         return True
     for name in ("replica_resources", "router", "known_blocks", "record_routing", "ray_address"):
@@ -287,151 +326,180 @@ def replicated(args: argparse.Namespace) -> bool:
 
 def bench_serve(args: argparse.Namespace) -> int:
     """Send requests to an OpenAI-compatible server at planned times, and print its latencies."""
-    needs("serve", "httpx")
+    require("serve", "httpx")
     from pagedjax.load_client import bench_serve
 
     return bench_serve.main(args)
 
 
-def needs(extra: str, *modules: str) -> None:
-    """Raises ValueError if a module is not installed. `extra` is the one that installs them."""
+def require(extra: str, *modules: str) -> None:
+    """Check that modules are installed; `extra` is the one that installs them.
+
+    Raises:
+        ValueError: one is missing.
+    """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise ValueError(
-            f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'"
+            f"this needs {', '.join(missing)}, which the extra installs: pip install "
+            f"'pagedjax[{extra}]'"
         )
 
 
 def parser() -> options.Parser:
+    """The parser of the command line, with one parser for each command."""
     from pagedjax import __version__
-    from pagedjax.load_client.bench_serve import options as load_options
 
-    words = options.Parser(
-        prog="pagedjax", description="LLM inference in JAX with a paged KV cache"
-    )
-    words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
-    commands = words.add_subparsers(required=True, metavar="command")
+    root = options.Parser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
+    root.add_argument("--version", action="version", version=f"pagedjax {__version__}")
+    commands = root.add_subparsers(required=True, metavar="command")
+    generate_parser(commands)
+    chat_parser(commands)
+    convert_parser(commands)
+    serve_parser(commands)
+    replay_parser(commands)
+    view_parser(commands)
+    trace_parser(commands)
+    bench_parser(commands)
+    return root
 
-    one = commands.add_parser(
+
+def generate_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "generate", help="complete a prompt, streaming", description=generate.__doc__
     )
-    one.add_argument("prompt", help="the text to continue; - reads standard input")
-    one.add_argument(
+    parser.add_argument("prompt", help="the text to continue; - reads standard input")
+    parser.add_argument(
         "--model",
         default="smollm2-135m",
         help="directory, .gguf file, hub id or embedded model's name",
     )
-    one.add_argument(
+    parser.add_argument(
         "--chat", action="store_true", help="put the prompt into the model's chat template"
     )
-    one.add_argument("--only-new", action="store_true", help="do not repeat the prompt")
-    one.add_argument("--max-tokens", type=int, default=128)
-    one.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
-    one.add_argument("--top-p", type=float, default=1.0)
-    one.add_argument("--top-k", type=int, default=0)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument(
+    parser.add_argument("--only-new", action="store_true", help="do not repeat the prompt")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
         "--stop", action="append", default=[], help="stop before this text; may be repeated"
     )
-    _engine_arguments(one)
-    one.set_defaults(run=generate)
+    _add_engine_options(parser)
+    parser.set_defaults(run=generate)
 
-    talk = commands.add_parser("chat", help="talk with a chat model", description=chat.__doc__)
-    talk.add_argument(
+
+def chat_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("chat", help="talk with a chat model", description=chat.__doc__)
+    parser.add_argument(
         "--model",
         default="smollm2-135m",
         help="directory, .gguf file, hub id or embedded model's name",
     )
-    talk.add_argument("--system", help="the system text; replaces the one in the model's template")
-    talk.add_argument("--max-tokens", type=int, default=512, help="tokens of one answer at most")
-    talk.add_argument(
+    parser.add_argument(
+        "--system", help="the system text; replaces the one in the model's template"
+    )
+    parser.add_argument("--max-tokens", type=int, default=512, help="tokens of one answer at most")
+    parser.add_argument(
         "--temperature", type=float, default=0.7, help="0 is greedy; the default is 0.7"
     )
-    talk.add_argument("--top-p", type=float, default=0.95)
-    talk.add_argument("--top-k", type=int, default=0)
-    talk.add_argument("--seed", type=int, default=0)
-    _engine_arguments(talk)
-    talk.set_defaults(run=chat)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    _add_engine_options(parser)
+    parser.set_defaults(run=chat)
 
-    other = commands.add_parser(
+
+def convert_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "convert", help="write a model to a new folder", description=convert.__doc__
     )
-    other.add_argument("model", help="directory, .gguf file, hub id or embedded model's name")
-    other.add_argument("target", help="the folder to write; it must not exist, or be empty")
-    other.add_argument("--to", choices=("orbax", "safetensors"), required=True)
-    other.add_argument(
+    parser.add_argument("model", help="directory, .gguf file, hub id or embedded model's name")
+    parser.add_argument("target", help="the folder to write; it must not exist, or be empty")
+    parser.add_argument("--to", choices=("orbax", "safetensors"), required=True)
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored"
     )
-    other.add_argument(
+    parser.add_argument(
         "--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own"
     )
-    other.add_argument(
+    parser.add_argument(
         "--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most"
     )
-    other.set_defaults(run=convert)
+    parser.set_defaults(run=convert)
 
-    server = commands.add_parser(
+
+def serve_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "serve", help="serve a model to OpenAI's clients", description=serve.__doc__
     )
-    server.add_argument(
+    parser.add_argument(
         "model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name"
     )
-    server.add_argument(
+    parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="the address to listen on; default 127.0.0.1; 0.0.0.0 is all",
     )
-    server.add_argument(
+    parser.add_argument(
         "--port", type=int, default=8000, help="default 8000; 0 chooses a free port and prints it"
     )
-    server.add_argument(
+    parser.add_argument(
         "--served-model-name", help="in requests and answers; the default is the folder's name"
     )
-    server.add_argument(
+    parser.add_argument(
         "--api-key-file", help="a file with the key that clients must send as a bearer token"
     )
-    server.add_argument(
+    parser.add_argument(
         "--max-queue",
         type=int,
         default=256,
         help="requests that may wait; others are answered 429; default 256",
     )
-    server.add_argument(
+    parser.add_argument(
         "--max-body-mib",
         type=options.mebibytes,
         default=8.0,
         help="of a request; more is answered 413; default 8",
     )
-    server.add_argument(
+    parser.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         help="origin of web pages that may connect; * is all",
     )
-    server.add_argument(
+    parser.add_argument(
         "--drain-seconds",
         type=options.seconds,
         default=60,
         help="for unfinished requests at a stop; default 60",
     )
-    number = {"type": int, "default": 0, "metavar": "N"}
-    server.add_argument(
-        "--min-priority", **number, help="the lowest number (most urgent) of clients; default 0"
+    parser.add_argument(
+        "--min-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the lowest number (most urgent) of clients; default 0",
     )
-    server.add_argument(
-        "--max-priority", **number, help="the highest number (least urgent) of clients; default 0"
+    parser.add_argument(
+        "--max-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the highest number (least urgent) of clients; default 0",
     )
-    server.add_argument(
+    parser.add_argument(
         "--allow-user",
         action="store_true",
         help="the policy fair shares by the field user of requests",
     )
-    server.add_argument(
+    parser.add_argument(
         "--tool-call-parser",
         choices=("hermes", "llama3_json", "mistral"),
         help="how the model writes calls of tools; the default is found in its chat template",
     )
-    server.add_argument(
+    parser.add_argument(
         "--lora-modules",
         nargs="+",
         action="extend",
@@ -440,119 +508,140 @@ def parser() -> options.Parser:
         metavar="NAME=FOLDER",
         help="adapters, which requests name as their model; needs --enable-lora",
     )
-    server.add_argument(
+    parser.add_argument(
         "--allow-runtime-lora-updating",
         action="store_true",
-        help="clients may load adapters, from any folder that this process can read, and unload them",
+        help="clients may load adapters, from any folder that this process can read, and unload "
+        "them",
     )
-    server.add_argument(
+    parser.add_argument(
         "--lecture-endpoints",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="serve vllmini's /generate and /result (the default)",
     )
-    server.add_argument(
+    parser.add_argument(
         "--result-seconds",
         type=float,
         default=300.0,
         help="how long /result keeps a text; default 300",
     )
-    server.add_argument(
+    parser.add_argument(
         "--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`"
     )
-    server.add_argument(
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
-    _cache_argument(server)
-    default = "the default is background; with drafts or in several processes it is eager"
-    options.add_engine_options(server, compilation=default)
-    process_options(server)
-    replica_options(server)
-    server.set_defaults(run=serve)
+    _add_cache_option(parser)
+    options.add_engine_options(
+        parser,
+        compilation="the default is background; with drafts or in several processes it is eager",
+    )
+    process_options(parser)
+    replica_options(parser)
+    parser.set_defaults(run=serve)
 
-    two = commands.add_parser(
+
+def replay_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "replay", help="verify a recorded run", description="Replay a recorded run."
     )
-    two.add_argument(
+    parser.add_argument(
         "file", help="a JSONL file of Engine.record, or of `pagedjax serve --record-routing`"
     )
-    what = "the run's policy or router, if it is not built in: module:NAME or folder/file.py:NAME"
-    two.add_argument("--policy", metavar="NAME", help=what)
-    two.set_defaults(run=replay)
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="the run's policy or router, if it is not built in: module:NAME or "
+        "folder/file.py:NAME",
+    )
+    parser.set_defaults(run=replay)
 
-    page = commands.add_parser(
+
+def view_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "view", help="show a recorded run as a page", description=view.__doc__
     )
-    page.add_argument("file", help="a JSONL file of Engine.record")
-    page.add_argument(
+    parser.add_argument("file", help="a JSONL file of Engine.record")
+    parser.add_argument(
         "-o", "--output", help="the page; the default is the recording's name with .html"
     )
-    page.add_argument(
+    parser.add_argument(
         "--model",
         help="show text, by this model's tokenizer: directory, .gguf file, hub id or name",
     )
-    page.add_argument(
+    parser.add_argument(
         "--policy",
         help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
     )
-    page.set_defaults(run=view)
+    parser.set_defaults(run=view)
 
-    times = commands.add_parser(
+
+def trace_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
         "trace", help="a recorded run for Perfetto", description=trace.__doc__
     )
-    times.add_argument(
+    parser.add_argument(
         "file", help="a JSONL file of Engine.record; with times=True it has real times"
     )
-    times.add_argument(
+    parser.add_argument(
         "-o", "--output", help="the trace; the default is the recording's name with .trace.json"
     )
-    times.add_argument(
+    parser.add_argument(
         "--policy",
         help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
     )
-    times.set_defaults(run=trace)
+    parser.set_defaults(run=trace)
 
+
+def bench_parser(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measure a running server.")
-    benches = bench.add_subparsers(required=True, metavar="what")
-    client = benches.add_parser(
+    bench_serve_parser(bench.add_subparsers(required=True, metavar="what"))
+
+
+def bench_serve_parser(commands: argparse._SubParsersAction) -> None:
+    from pagedjax.load_client.bench_serve import add_options
+
+    parser = commands.add_parser(
         "serve", help="load a running server", description=bench_serve.__doc__
     )
-    load_options(client)
-    client.set_defaults(run=bench_serve)
-    return words
+    add_options(parser)
+    parser.set_defaults(run=bench_serve)
 
 
-def _cache_argument(words: argparse.ArgumentParser) -> None:
-    action = argparse.BooleanOptionalAction
-    words.add_argument(
-        "--compilation-cache", action=action, default=True, help="keep compiled programs on disk"
+def _add_cache_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compilation-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep compiled programs on disk",
     )
 
 
-def _engine_arguments(words: argparse.ArgumentParser) -> None:
-    """The options that `start_options` and `engine_options` read."""
-    _cache_argument(words)
-    words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    words.add_argument(
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `start_options` and `engine_options` read."""
+    _add_cache_option(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument(
         "--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row"
     )
-    words.add_argument(
+    parser.add_argument(
         "--kv-cache-dtype",
         help="of keys and values: that of --dtype (the default), or float8_e4m3fn",
     )
-    words.add_argument(
+    parser.add_argument(
         "--mesh", type=options.mapping(options.MESH), metavar="AXIS=N,...", help="devices: tensor=4"
     )
-    words.add_argument("--block-size", type=int, default=16)
-    words.add_argument(
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
         "--max-num-batched-tokens",
         "--budget",
         type=options.at_least_1,
         default=512,
         help="tokens of a step at most",
     )
-    words.add_argument("--max-model-len", type=int, default=2048)
-    process_options(words)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    process_options(parser)
 
 
 if __name__ == "__main__":

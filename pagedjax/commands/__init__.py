@@ -1,1 +1,4 @@
-"""What is too long for cli.py: commands of `pagedjax`, one module each, and how options are read (options.py)."""
+"""The parts of the command line that are too long for cli.py.
+
+A module for a command of `pagedjax`, and options.py, which says how options are read.
+"""

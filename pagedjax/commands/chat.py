@@ -1,11 +1,11 @@
 """The command `pagedjax chat`: a conversation in the terminal, in this process.
 
-    turn(conversation, line) -> Reply        pure: the effect of a line, a note for the user, and the next action
-    answer(session, ids, ...) -> Answer      the engine's steps until the answer ends or is stopped
-    chat(llm, ...)                           the loop: reads lines, shows text, keeps the answers
+    turn(conversation, line) -> Reply    pure: the effect of a line, a note, and the next action
+    answer(session, ids, ...) -> Answer  the engine's steps until the answer ends or is stopped
+    chat(llm, ...)                       the loop: reads lines, shows text, keeps the answers
 
-Each turn sends the whole conversation, and the prefix cache has the earlier turns. The model's text goes to standard
-output and everything else to standard error, so that a pipe gets only the answers.
+Each turn sends the whole conversation, and the prefix cache has the earlier turns. The model's text
+goes to standard output and everything else to standard error, so that a pipe gets only the answers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ Message = dict[str, str]
 class Stats(NamedTuple):
     """The cost of the last answer. Seconds count from the moment the line was read.
 
-    `seconds` ends with the answer. `first_token` is None if there was none. `compilations` are XLA's during the answer.
+    `seconds` ends with the answer. `first_token` is None if there was none. `compilations` are
+    XLA's during the answer.
     """
 
     prompt_tokens: int
@@ -67,13 +68,15 @@ class Stats(NamedTuple):
         return (self.tokens - 1) / (self.seconds - self.first_token)
 
     def text(self) -> str:
+        """Two lines for the user."""
         first = "none" if self.first_token is None else f"after {self.first_token:.3f} s"
-        rate = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
-        made = (
-            f"; {self.compilations} programs were compiled during it" if self.compilations else ""
-        )
+        text = f"{self.tokens} tokens in {self.seconds:.3f} s: the first {first}"
+        if self.tokens_per_s is not None:
+            text += f", then {self.tokens_per_s:.1f} tokens/s"
+        if self.compilations:
+            text += f"; {self.compilations} programs were compiled during it"
         return (
-            f"{self.tokens} tokens in {self.seconds:.3f} s: the first {first}{rate}{made}\n"
+            f"{text}\n"
             f"prompt of {self.prompt_tokens} tokens, {self.cached_tokens} of them in the cache"
         )
 
@@ -101,7 +104,10 @@ class Conversation:
 
 
 class Reply(NamedTuple):
-    """The effect of a line: the conversation after it, a note for the user, and the next action with its argument."""
+    """The effect of a line.
+
+    The conversation after it, a note for the user, and the next action with its argument.
+    """
 
     conversation: Conversation
     note: str = ""
@@ -112,27 +118,29 @@ class Reply(NamedTuple):
 def turn(conversation: Conversation, line: str) -> Reply:
     """The effect of a line of the user. Pure.
 
-    The action "answer" leaves the conversation unchanged, because the answer is added after it was generated.
+    The action "answer" leaves the conversation unchanged, because the answer is added after it was
+    generated.
     """
-    c, line = conversation, line.strip()
+    c = conversation
+    line = line.strip()
     if not line:
         return Reply(c)
-    if not line.startswith("/") or line.startswith("//"):
-        return Reply(
-            c, action="answer", argument=line.removeprefix("/") if line.startswith("//") else line
-        )
-    name, _, rest = line.partition(" ")
-    rest = rest.strip()
+    if line.startswith("//"):
+        return Reply(c, action="answer", argument=line[1:])
+    if not line.startswith("/"):
+        return Reply(c, action="answer", argument=line)
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; /help lists the commands"
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else "; /help lists the commands"
         return Reply(
             c, f"there is no command {name}{hint} (begin with // to send a line that begins with /)"
         )
-    if rest and name not in ("/system", "/save"):
-        return Reply(c, f"{name} takes no argument, but there is {rest!r:.60}")
+    if argument and name not in ("/system", "/save"):
+        return Reply(c, f"{name} takes no argument, but there is {argument!r:.60}")
     if name == "/system":
-        return _system(c, rest)
+        return _system(c, argument)
     if name == "/reset":
         return Reply(Conversation(c.system), f"{len(c.turns)} turns dropped")
     if name == "/undo" and c.turns:
@@ -142,19 +150,17 @@ def turn(conversation: Conversation, line: str) -> Reply:
     if name == "/stats":
         return Reply(c, "there is no answer yet" if c.stats is None else c.stats.text())
     if name == "/save":
-        return (
-            Reply(c, action="save", argument=rest)
-            if rest
-            else Reply(c, "/save needs a file: /save conversation.json")
-        )
+        if not argument:
+            return Reply(c, "/save needs a file: /save conversation.json")
+        return Reply(c, action="save", argument=argument)
     return Reply(c, action="quit") if name == "/quit" else Reply(c, HELP)
 
 
 def _system(c: Conversation, text: str) -> Reply:
+    if not text and c.system is None:
+        return Reply(c, "there is no system text")
     if not text:
-        return Reply(
-            c, "there is no system text" if c.system is None else f"system text: {c.system}"
-        )
+        return Reply(c, f"system text: {c.system}")
     if text == "off":
         return Reply(replace(c, system=None), "the system text is removed")
     return Reply(
@@ -162,11 +168,11 @@ def _system(c: Conversation, text: str) -> Reply:
     )
 
 
-# answering -----------------------------------------------------------------------------------------------------------
+# answering ----------------------------------------------------------------------------------------
 
 
 class Answer(NamedTuple):
-    """`reason` is why it ended: a stop token ("stop"), a limit ("length"), or the user ("abort")."""
+    """`reason` is why it ended: a stop token ("stop"), a limit ("length") or the user ("abort")."""
 
     text: str
     reason: str
@@ -193,40 +199,48 @@ def answer(
     from pagedjax.session import GenerationRequest
     from pagedjax.text.outputs import OutputBuilder
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     (branches,) = session.add([GenerationRequest(ids, params)])
     (branch,) = branches.values()
     assert isinstance(branch, OutputBuilder)
-    first, compilations, shown = None, 0, 0
+    first_token = None
+    compilations = 0
+    length = 0  # of the text that was shown
     try:
         while branch.finish_reason is None and not stopped():
             compilations += session.step().result.compilations
-            if first is None and branch.token_ids:
-                first = time.perf_counter() - began
-            if len(branch.text) > shown:
-                shown, piece = len(branch.text), branch.text[shown:]
+            if first_token is None and branch.token_ids:
+                first_token = time.perf_counter() - start
+            if len(branch.text) > length:
+                piece = branch.text[length:]
+                length = len(branch.text)
                 show(piece)
     finally:
         session.abandon(branches)
-    spent = time.perf_counter() - began
     stats = Stats(
-        len(ids), branch.num_cached or 0, len(branch.token_ids), first, spent, compilations
+        prompt_tokens=len(ids),
+        cached_tokens=branch.num_cached or 0,
+        tokens=len(branch.token_ids),
+        first_token=first_token,
+        seconds=time.perf_counter() - start,
+        compilations=compilations,
     )
     return Answer(branch.text, branch.finish_reason or "abort", stats)
 
 
 def too_long(tokens: int, max_model_len: int, turns: int) -> str | None:
-    """The error if a conversation of so many tokens has no room for an answer; None if it has room."""
+    """The error if a conversation of so many tokens has no room for an answer; else None."""
     if tokens < max_model_len:
         return None
-    what = (
+    shorten = "/undo drops the last turn, /reset all; or " if turns else ""
+    return (
         f"the conversation has {tokens} tokens with this line, but max_model_len is {max_model_len}"
+        f" and an answer needs one; {shorten}shorten the line, or start with a larger "
+        "--max-model-len if the model allows it"
     )
-    ways = "shorten the line, or start with a larger --max-model-len if the model allows it"
-    return f"{what} and an answer needs one; {'/undo drops the last turn, /reset all; or ' if turns else ''}{ways}"
 
 
-# the loop ------------------------------------------------------------------------------------------------------------
+# the loop -----------------------------------------------------------------------------------------
 
 
 def chat(
@@ -250,15 +264,16 @@ def chat(
     """
     from pagedjax.session import Session
 
-    show, note = show or _print, note or _note
+    show = show or _print
+    note = note or _note
     conversation = Conversation(system)
     if llm.tokenizer.chat_template is None:
         raise ValueError(
-            "this model has no chat template, so it cannot chat; `pagedjax generate` continues a text"
+            "this model has no chat template, so it cannot chat; `pagedjax generate` continues a "
+            "text"
         )
-    llm.tokenizer.apply_chat_template(
-        conversation.messages("Hi")
-    )  # an error now instead of at the first line
+    # An error of the system text now, and not at the first line
+    llm.tokenizer.apply_chat_template(conversation.messages("Hi"))
     session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
     for line in _read() if lines is None else lines:
         reply = turn(conversation, line)
@@ -270,38 +285,40 @@ def chat(
         if reply.action == "save":
             note(save(conversation, reply.argument))
         if reply.action == "answer":
-            conversation = _answered(llm, session, params, conversation, reply.argument, show, note)
+            line = reply.argument
+            conversation = _answer_line(llm, session, params, conversation, line, show, note)
     return conversation
 
 
-def _answered(
+def _answer_line(
     llm: LLM, session: Session, params: SamplingParams, c: Conversation, line: str, show, note
 ) -> Conversation:
-    """The conversation with the line and its answer. Without an answer it is unchanged, and a note says why."""
+    """Answer a line -> the conversation with the line and its answer.
+
+    Without an answer the conversation is unchanged, and a note says why.
+    """
     limit = llm.engine.config.max_model_len
     try:
         ids = llm.tokenizer.apply_chat_template(c.messages(line))
-        if (reason := too_long(len(ids), limit, len(c.turns))) is not None:
-            raise ValueError(reason)
+        problem = too_long(len(ids), limit, len(c.turns))
+        if problem is not None:
+            raise ValueError(problem)
         with _interruptible() as stopped:
-            found = answer(session, ids, params, show=show, stopped=stopped)
+            text, reason, stats = answer(session, ids, params, show=show, stopped=stopped)
     except ValueError as error:
         note(f"{error}. The line is not part of the conversation")
         return c
     show("\n")
-    if found.reason == "abort":
-        note("[stopped]" if found.text else "[stopped before its first token; the line is dropped]")
-        if not found.text:
-            return replace(c, stats=found.stats)
-    elif found.reason == "length":
-        full = len(ids) + found.stats.tokens >= limit
-        what = (
-            f"max_model_len ({limit}): /undo or /reset makes room"
-            if full
-            else f"--max-tokens {params.max_tokens}"
-        )
-        note(f"[the answer ends at {what}]")
-    return replace(c, turns=(*c.turns, Exchange(line, found.text)), stats=found.stats)
+    if reason == "abort" and not text:
+        note("[stopped before its first token; the line is dropped]")
+        return replace(c, stats=stats)
+    if reason == "abort":
+        note("[stopped]")
+    elif reason == "length" and len(ids) + stats.tokens >= limit:
+        note(f"[the answer ends at max_model_len ({limit}): /undo or /reset makes room]")
+    elif reason == "length":
+        note(f"[the answer ends at --max-tokens {params.max_tokens}]")
+    return replace(c, turns=(*c.turns, Exchange(line, text)), stats=stats)
 
 
 def save(conversation: Conversation, file: str) -> str:
@@ -318,17 +335,17 @@ def save(conversation: Conversation, file: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a function: whether Ctrl-C was pressed in the block. Pressed again, it interrupts as usual.
+    """Give the block a function that says whether Ctrl-C was pressed in it.
 
-    The first Ctrl-C sets a flag, because an exception in a step rolls the step back and computes it again.
+    The first Ctrl-C sets a flag, because an exception in a step rolls the step back and computes it
+    again. The second one interrupts as usual.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only the main thread gets signals
+    # Only the main thread gets signals
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     pressed = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
 
     def press(*_) -> None:
         if pressed.is_set():
@@ -339,11 +356,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     try:
         yield pressed.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def _read() -> Iterator[str]:
-    """Lines of standard input; at a terminal with a prompt, editing and a history."""
+    """Yield lines of standard input; at a terminal with a prompt, editing and a history."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield from sys.stdin
         return

@@ -9,20 +9,27 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagedjax.load_client.client import Target, measure
 
-FILES = {  # what an option's file has
+if TYPE_CHECKING:
+    from pagedjax.load_client import plan
+
+FILES = {  # the content of each option's file
     "--trace": "a CSV file, with TIMESTAMP,ContextTokens,GeneratedTokens as its first line",
     "--prompts": "a text file with a prompt on each line",
     "--api-key-file": "a text file that has the key alone",
 }
-GIVEN_BY_A_TRACE = ("arrivals", "rate", "burstiness", "prompt_tokens", "output_tokens")
+GIVEN_BY_A_FILE = {  # the fields of a load that its file has
+    "trace": ("arrivals", "rate", "burstiness", "prompt_tokens", "output_tokens"),
+    "prompts": ("prompt_tokens", "max_prompt_tokens", "vocab"),
+}
 
 
-def options(words: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench serve`."""
-    add = words.add_argument
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench serve`."""
+    add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="the server's address, with or without /v1")
     add("--model", help="the name of the model; the default is the first that the server lists")
     add(
@@ -107,25 +114,9 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ValueError: nothing was measured.
     """
-    from pagedjax.load_client import plan, speculation, summary
+    from pagedjax.load_client import speculation, summary
 
-    names = plan.Load.__dataclass_fields__
-    given = {
-        name: value for name, value in vars(args).items() if name in names and value is not None
-    }
-    clash = {"trace": GIVEN_BY_A_TRACE, "prompts": ("prompt_tokens", "max_prompt_tokens", "vocab")}
-    for file, others in clash.items():
-        if file in given and (both := [name for name in others if name in given]):
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in both)
-            raise ValueError(f"--{file} already gives {named}; leave one of them out")
-    if "time_scale" in given and "trace" not in given:
-        raise ValueError("--time-scale needs a --trace; without one use --rate")
-    for name in ("ttft_target", "itl_target"):
-        if (value := getattr(args, name)) is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0 seconds")
-    if args.warmup < 0:
-        raise ValueError(f"--warmup is {args.warmup}; it must be at least 0")
-    load = plan.Load(**given)
+    load = _load(args)
     target = Target(
         url=args.url,
         model=args.model,
@@ -135,50 +126,81 @@ def main(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         api_key=_key(args.api_key_file),
     )
-    if (
-        args.json and not Path(args.json).absolute().parent.is_dir()
-    ):  # an error now, not after minutes of measuring
+    # An error now, not after minutes of measuring
+    if args.json and not Path(args.json).absolute().parent.is_dir():
         raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
     if args.json and Path(args.json).is_dir():
         raise ValueError(f"--json is {args.json!r}, which is a folder; name a file in it")
     file = load.trace or load.prompts
     content = _text("--trace" if load.trace else "--prompts", file) if file else ""
-    began = datetime.now(UTC).isoformat(timespec="seconds")
+    start = datetime.now(UTC).isoformat(timespec="seconds")
     running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
-    before = speculation.fetch(target.base, target.api_key)
-    model, planned, seen, lag = asyncio.run(running)
-    drafts = speculation.fetch(target.base, target.api_key) - before
-    result = summary.summarize(seen, ttft=args.ttft_target, itl=args.itl_target, lag=lag)
+    drafts_before = speculation.fetch(target.base, target.api_key)
+    model, planned, times, lag = asyncio.run(running)
+    drafts = speculation.fetch(target.base, target.api_key) - drafts_before
+    totals = summary.summarize(times, ttft=args.ttft_target, itl=args.itl_target, lag=lag)
     if args.json:
+        options = asdict(target) | {"model": model}
+        del options["api_key"]
         record = {
-            "began": began,
+            "began": start,
             "load": asdict(load),
-            "target": {name: value for name, value in asdict(target).items() if name != "api_key"}
-            | {"model": model},
+            "target": options,
             "warmup": args.warmup,
             "clipped_prompts": planned.clipped_prompts,
             "clipped_outputs": planned.clipped_outputs,
-            "summary": result,
+            "summary": totals,
             "drafts": drafts._asdict(),
             "requests": [
-                {**one._asdict(), "max_tokens": item.max_tokens}
-                for one, item in zip(seen, planned.items, strict=True)
+                {**request._asdict(), "max_tokens": item.max_tokens}
+                for request, item in zip(times, planned.items, strict=True)
             ],
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    print(f"model {model} at {target.url}\n{summary.table(result)}")
+    print(f"model {model} at {target.url}\n{summary.table(totals)}")
     if drafts.tokens:
         print(speculation.line(drafts))
-    return 1 if result["failed"] else 0
+    return 1 if totals["failed"] else 0
+
+
+def _load(args: argparse.Namespace) -> plan.Load:
+    """The load that the options describe.
+
+    Raises:
+        ValueError: options that exclude each other, or a value out of its range.
+    """
+    from pagedjax.load_client import plan
+
+    names = plan.Load.__dataclass_fields__
+    values = {
+        name: value for name, value in vars(args).items() if name in names and value is not None
+    }
+    for file, fields in GIVEN_BY_A_FILE.items():
+        clash = [_flag(name) for name in fields if name in values]
+        if file in values and clash:
+            raise ValueError(f"--{file} already gives {', '.join(clash)}; leave one of them out")
+    if "time_scale" in values and "trace" not in values:
+        raise ValueError("--time-scale needs a --trace; without one use --rate")
+    for name in ("ttft_target", "itl_target"):
+        target = getattr(args, name)
+        if target is not None and not target > 0:
+            raise ValueError(f"{_flag(name)} is {target}; it must be above 0 seconds")
+    if args.warmup < 0:
+        raise ValueError(f"--warmup is {args.warmup}; it must be at least 0")
+    return plan.Load(**values)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _text(option: str, file: str) -> str:
     try:
         return Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"{option} is {file!r}, which cannot be read: {why}; name {FILES[option]}"
+            f"{option} is {file!r}, which cannot be read: {reason}; name {FILES[option]}"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """An open-loop load client for any OpenAI-compatible server.
 
-Each request is sent at its planned time, whether or not earlier ones were answered, because users do not wait for each
-other.
+Each request is sent at its planned time, whether or not earlier ones were answered, because users
+do not wait for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ TICK = 0.02  # seconds between two checks whether the client itself is late
 
 @dataclass(frozen=True)
 class Target:
-    """The server, and options of all requests. `timeout` is seconds from a request's planned arrival to its end.
+    """The server, and options of all requests.
+
+    `timeout` is seconds from a request's planned arrival to its end.
 
     Raises:
         ValueError: an address or a number that cannot be used.
@@ -68,8 +70,8 @@ async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Content-Type": "application/json"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    # No connection is kept: at each answer httpcore checks all connections for each idle one, which takes longer than
-    # the answers at 1000 of them
+    # No connection is kept: at each answer httpcore checks all connections for each idle one, which
+    # takes longer than the answers at 1000 of them
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         headers=headers, timeout=None, limits=limits, trust_env=False
@@ -77,11 +79,12 @@ async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def model_of(client: httpx.AsyncClient, target: Target) -> str:
-    """The model's name for requests: the target's, if the server has it, or the first one listed.
+async def find_model(client: httpx.AsyncClient, target: Target) -> str:
+    """Ask the server for its models -> the name for requests: the target's, or the first listed.
 
     Raises:
-        ValueError: no server answers, or it does not have the model; the message lists the models it has.
+        ValueError: no server answers, or it does not have the model; the message lists the models
+            it has.
     """
     import httpx
 
@@ -90,9 +93,9 @@ async def model_of(client: httpx.AsyncClient, target: Target) -> str:
         async with asyncio.timeout(min(30.0, target.timeout)):
             response = await client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        why = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"no server answers at {target.url}: {why}; start one, or give another --url"
+            f"no server answers at {target.url}: {reason}; start one, or give another --url"
         ) from None
     if response.status_code in (401, 403):
         raise ValueError(
@@ -130,20 +133,22 @@ def body_of(load: Load, target: Target, model: str, planned: PlannedRequest) -> 
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def send_one(
+async def send_request(
     client: httpx.AsyncClient,
     url: str,
     body: bytes,
     arrival: float,
     *,
-    now: Callable[[], float],
+    clock: Callable[[], float],
     gate: Any,
     timeout: float,
 ) -> RequestTimes:
-    """Send one request at its arrival and read its answer. A failure is in the result; nothing is raised.
+    """Send one request at its arrival and read its answer.
+
+    A failure is a part of the result; nothing is raised.
 
     Args:
-        now: seconds since the start of the run.
+        clock: gives the seconds since the start of the run.
         gate: a context manager that is open during the request.
         timeout: seconds after the arrival, waiting at the gate included.
     """
@@ -151,43 +156,47 @@ async def send_one(
 
     from pagedjax.load_client.summary import RequestTimes
 
-    await asyncio.sleep(max(0.0, arrival - now()))
-    due, sent, error, detail = now(), None, None, ""
-    events, reading = EventParser(), AnswerReader()
+    await asyncio.sleep(max(0.0, arrival - clock()))
+    due = clock()
+    sent = None
+    failure: tuple[str, str] | None = None  # a short reason, and the whole message
+    parser = EventParser()
+    answer = AnswerReader()
     try:
         async with asyncio.timeout(max(0.0, arrival + timeout - due)), gate:
-            sent = now()
+            sent = clock()
             async with client.stream("POST", url, content=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    error, detail = f"status {response.status_code}", _message(response)
+                    failure = (f"status {response.status_code}", _message(response))
                 else:
                     async for chunk in response.aiter_bytes():
-                        at = now()
-                        for data in events.push(chunk):
-                            reading.take(data, at)
+                        received = clock()
+                        for data in parser.push(chunk):
+                            answer.take(data, received)
     except TimeoutError:
-        error, detail = "timeout", f"not complete {timeout} s after its arrival"
+        failure = ("timeout", f"not complete {timeout} s after its arrival")
     except (httpx.HTTPError, OSError) as problem:
-        error, detail = "connection", str(problem) or type(problem).__name__
+        failure = ("connection", str(problem) or type(problem).__name__)
     except (ValueError, RecursionError) as problem:  # JSON may be nested too deeply
-        error, detail = "stream", f"not understood: {problem}"
-    if reading.error is not None:
-        error, detail = "stream", reading.error
-    elif reading.closed is not None:
-        error, detail = None, ""  # the answer was complete before the error
-    elif error is None:
-        error, detail = "connection", "the stream ended without a finish_reason"
+        failure = ("stream", f"not understood: {problem}")
+    if answer.error is not None:
+        failure = ("stream", answer.error)
+    elif answer.closed is not None:
+        failure = None  # the answer was complete before the error
+    elif failure is None:
+        failure = ("connection", "the stream ended without a finish_reason")
+    error, detail = failure or (None, "")
     return RequestTimes(
         arrival=arrival,
         due=due,
         sent=sent,
-        chunks=tuple(reading.chunks),
-        ended=now() if error is not None or reading.closed is None else reading.closed,
-        prompt_tokens=reading.count("prompt_tokens"),
-        output_tokens=reading.count("completion_tokens"),
-        cached_tokens=reading.cached,
-        finish_reason=reading.finish_reason,
+        chunks=tuple(answer.chunks),
+        ended=clock() if error is not None or answer.closed is None else answer.closed,
+        prompt_tokens=answer.count("prompt_tokens"),
+        output_tokens=answer.count("completion_tokens"),
+        cached_tokens=answer.cached,
+        finish_reason=answer.finish_reason,
         error=error,
         detail=detail[:500],
     )
@@ -200,17 +209,17 @@ def _message(response: httpx.Response) -> str:
         return response.text
 
 
-async def send(
+async def send_requests(
     client: httpx.AsyncClient,
     load: Load,
     target: Target,
     model: str,
     items: Sequence[PlannedRequest],
-    ended: Callable = print,
+    on_end: Callable = print,
 ) -> tuple[list[RequestTimes], float]:
     """Send requests at their arrivals -> the times of each, and the client's worst lag in seconds.
 
-    Takes until the last arrival + target.timeout at most. `ended` is called with each result.
+    Takes until the last arrival + target.timeout at most. `on_end` is called with each result.
     """
     url = f"{target.base}/{'chat/completions' if load.endpoint == 'chat' else 'completions'}"
     bodies = [body_of(load, target, model, item) for item in items]  # before the measurement
@@ -221,48 +230,52 @@ async def send(
     )
     start = time.perf_counter()
 
-    def now() -> float:
+    def clock() -> float:
         return time.perf_counter() - start
 
-    async def one(body: bytes, arrival: float) -> RequestTimes:
-        timed = await send_one(
-            client, url, body, arrival, now=now, gate=gate, timeout=target.timeout
+    async def send(body: bytes, arrival: float) -> RequestTimes:
+        times = await send_request(
+            client, url, body, arrival, clock=clock, gate=gate, timeout=target.timeout
         )
-        ended(timed)
-        return timed
+        on_end(times)
+        return times
 
-    worst = [0.0]
-    watch = asyncio.create_task(_watch(worst))
+    worst_lag = [0.0]
+    watch = asyncio.create_task(_watch(worst_lag))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(one(body, item.arrival))
+                group.create_task(send(body, item.arrival))
                 for body, item in zip(bodies, items, strict=True)
             ]
     finally:
         watch.cancel()
-    return [task.result() for task in tasks], worst[0]
+    return [task.result() for task in tasks], worst_lag[0]
 
 
-async def _watch(worst: list[float]) -> None:
-    """Keep in worst[0] the longest time that a task of this process waited to run."""
+async def _watch(worst_lag: list[float]) -> None:
+    """Keep in worst_lag[0] the longest time that a task of this process waited to run."""
     while True:
-        before = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.sleep(TICK)
-        worst[0] = max(worst[0], time.perf_counter() - before - TICK)
+        worst_lag[0] = max(worst_lag[0], time.perf_counter() - start - TICK)
 
 
 async def measure(
     load: Load, target: Target, content: str = "", *, warmup: int = 0, progress: bool = False
 ) -> tuple[str, Any, list[RequestTimes], float]:
-    """Run a load -> (the model's name, the plan, the times of each request, the client's worst lag in seconds).
+    """Run a load -> (model, plan, times, lag).
+
+    These are the model's name, the `LoadPlan`, the times of each of its requests, and the client's
+    worst lag in seconds.
 
     Args:
         content: the text of the load's file.
         warmup: requests to send before the measurement, all at once.
 
     Raises:
-        ValueError: nothing could be measured: no server, no such model, or a warm-up request failed.
+        ValueError: nothing could be measured: no server, no such model, or a warm-up request
+            failed.
     """
     from tqdm import tqdm
 
@@ -270,17 +283,20 @@ async def measure(
 
     planned = plan.make_plan(load, content)
     async with connected(target) as client:
-        model = await model_of(client, target)
+        model = await find_model(client, target)
         if warmup:
             items = plan.warm_up(load, warmup).items
-            seen, _ = await send(client, load, target, model, items, lambda timed: None)
-            if failed := [timed for timed in seen if timed.error is not None]:
-                what = f"{len(failed)} of {warmup} warm-up requests failed ({failed[0].error}: {failed[0].detail})"
-                raise ValueError(f"{what}; nothing was measured")
+            times, _ = await send_requests(client, load, target, model, items, lambda request: None)
+            failed = [request for request in times if request.error is not None]
+            if failed:
+                raise ValueError(
+                    f"{len(failed)} of {warmup} warm-up requests failed "
+                    f"({failed[0].error}: {failed[0].detail}); nothing was measured"
+                )
         with tqdm(
             total=len(planned.items), desc="requests", disable=not progress, leave=False
         ) as bar:
-            seen, lag = await send(
-                client, load, target, model, planned.items, lambda timed: bar.update()
+            times, lag = await send_requests(
+                client, load, target, model, planned.items, lambda request: bar.update()
             )
-    return model, planned, seen, lag
+    return model, planned, times, lag

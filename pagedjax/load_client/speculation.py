@@ -1,8 +1,12 @@
-"""How many draft tokens a server accepted, from its `/metrics` under the names of vLLM and of this project."""
+"""How many draft tokens a server accepted, from its `/metrics`.
+
+Reads the names of vLLM and those of this project.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import httpx
@@ -15,34 +19,37 @@ COUNTER = re.compile(
 class Drafts(NamedTuple):
     """Counts since the server began.
 
-    tokens: draft tokens that were verified; accepted: those that were accepted, and by their place in a draft.
+    tokens: draft tokens that were verified.
+    accepted: those that were accepted; `by_position`: by their place in a draft.
     """
 
     tokens: int = 0
     accepted: int = 0
     by_position: tuple[int, ...] = ()
 
-    def __sub__(self, other: Drafts) -> Drafts:
-        before = other.by_position + (0,) * (len(self.by_position) - len(other.by_position))
-        positions = tuple(a - b for a, b in zip(self.by_position, before, strict=True))
-        return Drafts(self.tokens - other.tokens, self.accepted - other.accepted, positions)
+    def __sub__(self, earlier: Drafts) -> Drafts:
+        """The counts since `earlier`, which may have fewer positions."""
+        padding = (0,) * (len(self.by_position) - len(earlier.by_position))
+        pairs = zip(self.by_position, earlier.by_position + padding, strict=True)
+        by_position = tuple(count - before for count, before in pairs)
+        return Drafts(self.tokens - earlier.tokens, self.accepted - earlier.accepted, by_position)
 
 
 def read(text: str) -> Drafts:
     """The counts in a page of metrics; zeros if the server does not speculate."""
     tokens = accepted = 0
-    positions: dict[int, int] = {}
+    positions: Counter[int] = Counter()
     for kind, labels, value in COUNTER.findall(text):
-        place = re.search(r'position="(\d+)"', labels)
-        if place:
-            positions[int(place[1])] = positions.get(int(place[1]), 0) + int(float(value))
+        count = int(float(value))
+        position = re.search(r'position="(\d+)"', labels)
+        if position:
+            positions[int(position[1])] += count
         elif kind == "draft":
-            tokens += int(float(value))
+            tokens += count
         else:
-            accepted += int(float(value))
-    return Drafts(
-        tokens, accepted, tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1))
-    )
+            accepted += count
+    by_position = tuple(positions[i] for i in range(max(positions, default=-1) + 1))
+    return Drafts(tokens, accepted, by_position)
 
 
 def fetch(base: str, api_key: str | None) -> Drafts:
@@ -52,15 +59,18 @@ def fetch(base: str, api_key: str | None) -> Drafts:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(base.removesuffix("/v1") + "/metrics", headers=headers, timeout=10)
+        response = httpx.get(base.removesuffix("/v1") + "/metrics", headers=headers, timeout=10)
     except (httpx.HTTPError, httpx.InvalidURL):
         return Drafts()
-    return read(answer.text) if answer.status_code == 200 else Drafts()
+    return read(response.text) if response.status_code == 200 else Drafts()
 
 
 def line(drafts: Drafts) -> str:
     """A line for the table of a load run."""
     share = 100 * drafts.accepted / drafts.tokens
-    places = ", ".join(str(count) for count in drafts.by_position)
-    shown = f"; accepted by position: {places}" if places else ""
-    return f"speculation    {drafts.accepted} of {drafts.tokens} draft tokens accepted ({share:.1f} %){shown}"
+    counts = ", ".join(map(str, drafts.by_position))
+    positions = f"; accepted by position: {counts}" if counts else ""
+    return (
+        f"speculation    {drafts.accepted} of {drafts.tokens} draft tokens accepted "
+        f"({share:.1f} %){positions}"
+    )

@@ -1,4 +1,5 @@
-"""Reads streamed answers: events from bytes, and the content of one answer's events. Pure, without a clock."""
+"""Reads streamed answers: events from bytes, and the content of one answer's events. Pure, without
+a clock."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class EventParser:
 
     def _take(self, line: str) -> str | None:
         if not line:
-            data, self._data = self._data, []
+            data = self._data
+            self._data = []
             return "\n".join(data) if data else None
         name, _, value = line.removeprefix("\ufeff").partition(":")  # a comment has no name
         if name == "data":
@@ -76,23 +78,29 @@ class AnswerReader:
             raise ValueError(f"choices are {choices!r:.80}, not a list of objects")
         if any(map(carries_output, choices)):
             self.chunks.append(at)
-        for reason in (choice.get("finish_reason") for choice in choices):
-            if reason:
-                self.finish_reason, self.closed = str(reason), at
+        for choice in choices:
+            if choice.get("finish_reason"):
+                self.finish_reason = str(choice["finish_reason"])
+                self.closed = at
 
     def count(self, name: str) -> int | None:
+        """The number of that name in `usage`; None if there is none."""
         value = self.usage.get(name)
         return value if type(value) is int else None
 
     @property
     def cached(self) -> int | None:
+        """The number of cached prompt tokens; None if the server does not say."""
         details = self.usage.get("prompt_tokens_details")
         value = details.get("cached_tokens") if isinstance(details, dict) else None
         return value if type(value) is int else None
 
 
 def carries_output(choice: dict[str, Any]) -> bool:
-    """Whether a chunk's choice has output: text, or a token without text; a role or the end alone is none."""
+    """Whether a chunk's choice has output: text, or a token without text.
+
+    A role or the end alone is no output.
+    """
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         return bool(choice.get("text")) or (
@@ -106,7 +114,6 @@ def carries_output(choice: dict[str, Any]) -> bool:
 def message_of(body: Any) -> str:
     """The message of an error's JSON: {"error": {"message": ...}} or similar."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    text = (
-        error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
-    )
-    return str(text)
+    if isinstance(error, dict):
+        return str(error.get("message") or error.get("detail") or error)
+    return str(error)

@@ -1,4 +1,7 @@
-"""The files of recorded loads: traces in CSV, and prompts one a line. Programs of many systems write them."""
+"""The files of recorded loads: traces in CSV, and prompts one a line.
+
+Programs of many systems write them.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ class TraceRow(NamedTuple):
 def trace_rows(
     file: str, content: str, offset: int = 0, limit: int | None = None, hint: str = ""
 ) -> list[TraceRow]:
-    """Rows of a recorded service, by time: `limit` of them from row `offset` of the file on.
+    """The rows of a recorded service, by time: `limit` of them from row `offset` of the file on.
 
     Args:
         file: its name in errors.
         hint: where traces are, for the error of a file that is none.
 
     Raises:
-        ValueError: a column is missing or there twice, or a row cannot be read; names the line. Lengths
-            are decimal and at least 0; times are of ISO 8601, all with a time zone or none.
+        ValueError: a column is missing or there twice, or a row cannot be read; names the line.
+            Lengths are decimal and at least 0; times are of ISO 8601, all with a time zone or none.
     """
     rows: list[TraceRow] = []
     for index, (line, fields) in enumerate(_records(file, content, hint)):
@@ -40,50 +43,59 @@ def trace_rows(
             continue
         row = _row(f"{file}, line {line}", fields)
         if rows and (row.at.tzinfo is None) != (rows[0].at.tzinfo is None):
-            has = "no time zone" if row.at.tzinfo is None else "a time zone"
-            what = f"{file}, line {line}: TIMESTAMP {fields[0]!r} has {has}"
-            raise ValueError(f"{what}, unlike those before it; write all times alike")
+            zone = "no time zone" if row.at.tzinfo is None else "a time zone"
+            raise ValueError(
+                f"{file}, line {line}: TIMESTAMP {fields[0]!r} has {zone}, unlike those before it; "
+                "write all times alike"
+            )
         rows.append(row)
     return sorted(rows, key=lambda row: row.at)
 
 
 def _records(file: str, content: str, hint: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, the fields of COLUMNS) of each record."""
+    """Yield (line, the fields of COLUMNS) of each record."""
     reader = csv.reader(io.StringIO(content.removeprefix(BYTE_ORDER_MARK), newline=""))
     try:
         names = next(reader, [])
-        form = f"a trace is CSV with the columns {','.join(COLUMNS)}{hint and f'. {hint}'}"
-        if missing := [name for name in COLUMNS if name not in names]:
+        form = f"a trace is CSV with the columns {','.join(COLUMNS)}"
+        if hint:
+            form += f". {hint}"
+        missing = [name for name in COLUMNS if name not in names]
+        if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}; {form}")
-        if twice := [name for name in COLUMNS if names.count(name) > 1]:
-            raise ValueError(f"{file} has more than one column {', '.join(twice)}; {form}")
-        places = [names.index(name) for name in COLUMNS]
+        repeated = [name for name in COLUMNS if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"{file} has more than one column {', '.join(repeated)}; {form}")
+        positions = [names.index(name) for name in COLUMNS]
         for record in reader:
             if not record:  # a blank line
                 continue
             if len(record) != len(names):
-                what = f"{file}, line {reader.line_num}: {len(record)} fields"
-                raise ValueError(f"{what}, and the file has {len(names)} columns")
-            yield reader.line_num, [record[place] for place in places]
+                raise ValueError(
+                    f"{file}, line {reader.line_num}: {len(record)} fields, and the file has "
+                    f"{len(names)} columns"
+                )
+            yield reader.line_num, [record[position] for position in positions]
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
 
 
-def _row(where: str, fields: list[str]) -> TraceRow:
+def _row(place: str, fields: list[str]) -> TraceRow:
+    """The row of these fields; `place` is its file and line, for errors."""
     time, *lengths = fields
     try:
         if not re.match(r"\d{4}-\d\d-\d\d", time, re.ASCII):  # 20231116 may be any number
             raise ValueError(time)
         at = datetime.fromisoformat(time)
     except ValueError:
-        what = f"{where}: TIMESTAMP is {time!r:.80}"
         raise ValueError(
-            f"{what}; write a time of ISO 8601, such as 2023-11-16 18:17:03.9799600"
+            f"{place}: TIMESTAMP is {time!r:.80}; write a time of ISO 8601, such as "
+            "2023-11-16 18:17:03.9799600"
         ) from None
     for name, text in zip(COLUMNS[1:], lengths, strict=True):
         if not re.fullmatch(r"[0-9]{1,12}", text.strip(" ")):
             raise ValueError(
-                f"{where}: {name} is {text!r:.80}; it must be a number of tokens, such as 374"
+                f"{place}: {name} is {text!r:.80}; it must be a number of tokens, such as 374"
             )
     prompt, output = (int(text) for text in lengths)
     return TraceRow(at, prompt, output)

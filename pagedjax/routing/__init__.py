@@ -1,6 +1,9 @@
-"""Routers: which replica of an engine gets a request. Pure, as the scheduler is; imports no jax, no numpy and no Ray.
+"""Routers: which replica of an engine gets a request.
 
-state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; `joined`, `left`, `finished`
+Pure, as the scheduler is; imports no jax, no numpy and no Ray.
+
+state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; its
+              transitions `joined`, `left` and `finished`
 prefixes.py   the prefixes that one replica knows, in bounded memory
 recording.py  a record of a router's transitions, and its replay
 routers.py    a router as a value, `route`, and the routers that are shipped

@@ -4,7 +4,8 @@
     {"joined": "a"}      {"left": "a"}      {"finished": "request-7"}
     {"routed": "request-7", "to": "a", "tokens": 48, "hashes": ["9f..."], "user": ""}
 
-Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again from this record.
+Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again
+from this record.
 """
 
 from __future__ import annotations
@@ -24,12 +25,20 @@ log = logging.getLogger("pagedjax.routing")
 
 
 class Recorder:
-    """Holds a router's state, makes its transitions, and writes each as a line. Not safe for several threads."""
+    """Holds a router's state, makes its transitions, and writes each as a line.
+
+    It is not safe for several threads.
+    """
 
     def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
-        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, an error is
-        logged, and routing continues without a record."""
-        self.router, self.state, self._file = router, state.init(known_blocks), None
+        """Begin a record in the file at `path`; None writes nothing.
+
+        If it cannot be written, now or later, an error is logged, and routing continues without a
+        record.
+        """
+        self.router = router
+        self.state = state.init(known_blocks)
+        self._file = None
         if path is not None:
             try:
                 self._file = path.open("w", encoding="utf-8", buffering=1)
@@ -47,18 +56,23 @@ class Recorder:
 
     def route(self, request: RouterRequest) -> Replica:
         self.state, chosen = routers.route(self.state, self.router, request)
-        name, tokens, hashes, user = request
-        self._write(routed=name, to=chosen, tokens=tokens, hashes=hashes, user=user)
+        self._write(
+            routed=request.request_id,
+            to=chosen,
+            tokens=request.tokens,
+            hashes=request.hashes,
+            user=request.user,
+        )
         return chosen
 
     def finished(self, request_id: str) -> None:
-        """Does nothing if the request is not unfinished."""
+        """End a request. Does nothing if no request of that id is unfinished."""
         if request_id in self.state.unfinished:
             self.state = state.finished(self.state, request_id)
             self._write(finished=request_id)
 
     def close(self) -> None:
-        """Ends the file. Later transitions are not written."""
+        """Close the file. Later transitions are not written."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -73,46 +87,52 @@ class Recorder:
 
 
 def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterState, int]:
-    """Make the recorded transitions again -> the last state, and the number of assignments, all as recorded.
+    """Make the recorded transitions again -> the last state, and the number of assignments, all as
+    recorded.
 
     Args:
         router: the one to replay with; None finds the recorded one among those that are shipped.
 
     Raises:
-        ValueError: the text is no record, a transition is not possible, or an assignment differs; names the line.
+        ValueError: the text is no record, a transition is not possible, or an assignment differs;
+            names the line.
     """
-    now, found, count = None, router, 0
+    current: RouterState | None = None
+    count = 0
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            if now is None:
+            if current is None:
                 if entry["routing"] != FORMAT:
                     raise ValueError(
                         f"format {entry['routing']!r} is not {FORMAT}, which this version reads"
                     )
-                found = found or routers.find(entry["router"])
-                now = state.init(entry["known_blocks"])
+                router = router or routers.find(entry["router"])
+                current = state.init(entry["known_blocks"])
             elif "routed" in entry:
                 request = RouterRequest(
                     entry["routed"], entry["tokens"], tuple(entry["hashes"]), entry["user"]
                 )
-                assert found is not None
-                now, chosen = routers.route(now, found, request)
+                assert router is not None
+                current, chosen = routers.route(current, router, request)
                 if chosen != entry["to"]:
-                    what = f"router {found.name!r} sends {request.request_id!r} to {chosen!r}"
-                    raise ValueError(f"{what}, and the record to {entry['to']!r}")
+                    raise ValueError(
+                        f"router {router.name!r} sends {request.request_id!r} to {chosen!r}, and "
+                        f"the record to {entry['to']!r}"
+                    )
                 count += 1
             elif "finished" in entry:
-                now = state.finished(now, entry["finished"])
+                current = state.finished(current, entry["finished"])
+            elif "joined" in entry:
+                current = state.joined(current, entry["joined"])
             else:
-                change = state.joined if "joined" in entry else state.left
-                now = change(now, entry["joined" if "joined" in entry else "left"])
+                current = state.left(current, entry["left"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} is no transition of a router: {line.strip()!r:.80}"
             ) from error
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
-    if now is None:
+    if current is None:
         raise ValueError("the record is empty; its first line names the router")
-    return now, count
+    return current, count

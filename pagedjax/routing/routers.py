@@ -11,21 +11,20 @@ from pagedjax.config import own_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
 
-FACTOR = (
-    1.5  # no replica gets a request beyond this multiple of the mean number of unfinished requests
-)
-SLACK = (
-    8  # unfinished requests of a replica up to which the router "prefix" does not look at the mean
-)
+# No replica gets a request beyond this multiple of the mean number of unfinished requests
+FACTOR = 1.5
+# Unfinished requests of a replica up to which the router "prefix" does not look at the mean
+SLACK = 8
 
 
 class Router(NamedTuple):
     """The decision of a router. The mechanism (loads, known prefixes, turns) stays in `route`.
 
-    choose: (state, request) -> the replica that gets the request, one of `state.replicas`, which is never empty. It
-        must be a function of its arguments alone, so that a simulated run repeats and a real one can be explained.
-    prefixes: whether `choose` reads which prefixes are known. Without, none are remembered, and nobody needs to hash
-        prompts.
+    choose: (state, request) -> the replica that gets the request, one of `state.replicas`, which is
+        never empty. It must be a function of its arguments alone, so that a simulated run repeats
+        and a real one can be explained.
+    prefixes: whether `choose` reads which prefixes are known. Without, none are remembered, and
+        nobody needs to hash prompts.
     """
 
     name: str
@@ -36,22 +35,25 @@ class Router(NamedTuple):
 def route(
     state: RouterState, router: Router, request: RouterRequest
 ) -> tuple[RouterState, Replica]:
-    """Assign a request -> (state, replica). The replica knows the request's prefix from now on: what follows at once
-    finds the blocks while they are computed.
+    """Assign a request -> (state, replica).
+
+    The replica knows the request's prefix from now on: a request that follows at once finds the
+    blocks while they are computed.
 
     Raises:
-        ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the router chose a
-            replica that is not present.
+        ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the
+            router chose a replica that is not present.
     """
     name = request.request_id
     if not state.replicas:
         raise ValueError(
-            f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one join"
+            f"request {name!r} has nowhere to go: 0 replicas are present, and 1 is needed; let one "
+            "join"
         )
     if name in state.unfinished:
-        where = state.unfinished[name].replica
+        replica = state.unfinished[name].replica
         raise ValueError(
-            f"request {name!r} is unfinished on replica {where!r}; give the new one another id"
+            f"request {name!r} is unfinished on replica {replica!r}; give the new one another id"
         )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
@@ -59,52 +61,61 @@ def route(
     if chosen not in state.replicas:  # compared and not hashed: it may be anything
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
-            f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are {present}; its choose "
+            f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are "
+            f"{present}; its choose "
             "must return one of state.replicas"
         )
-    load, known = state.loads[chosen], state.known
+    by_replica = state.known
     if router.prefixes and request.hashes and state.known_blocks:
-        known = known.set(chosen, prefixes.learned(known[chosen], request.hashes))
-    more = Load(load.requests + 1, load.tokens + request.tokens)
-    unfinished = state.unfinished.set(name, Routed(chosen, request.tokens))
-    return RouterState(
-        state.replicas, state.loads.set(chosen, more), known, unfinished, chosen, state.known_blocks
-    ), chosen
+        learned = prefixes.learned(by_replica[chosen], request.hashes)
+        by_replica = by_replica.set(chosen, learned)
+    load = state.loads[chosen]
+    new_load = Load(load.requests + 1, load.tokens + request.tokens)
+    new_state = RouterState(
+        replicas=state.replicas,
+        loads=state.loads.set(chosen, new_load),
+        known=by_replica,
+        unfinished=state.unfinished.set(name, Routed(chosen, request.tokens)),
+        last=chosen,
+        known_blocks=state.known_blocks,
+    )
+    return new_state, chosen
 
 
-def lightest(state: RouterState, among: Iterable[Replica]) -> Replica:
-    """The first of `among` with the fewest unfinished requests, and of these with the fewest tokens."""
+def lightest(state: RouterState, replicas: Iterable[Replica]) -> Replica:
+    """The first replica with the fewest unfinished requests, then with the fewest tokens."""
     loads = state.loads
-    return min(among, key=lambda replica: loads[replica])
+    return min(replicas, key=lambda replica: loads[replica])
 
 
 def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
-    """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the next in turn.
+    """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the
+    next in turn.
 
-    Only replicas below the limit are considered: with the request, the chosen one has no more unfinished ones than
-    `slack` or `factor` times the mean, whichever is more, rounded up. A replica with the mean or less is always below
-    it. So requests with a prefix that is asked for too often go to a second replica, which knows it from then on.
+    Only replicas below the limit are considered: with the request, the chosen one has no more
+    unfinished ones than `slack` or `factor` times the mean, whichever is more, rounded up. A
+    replica with the mean or less is always below it. So requests with a prefix that is asked for
+    too often go to a second replica, which knows it from then on.
 
     Raises:
         ValueError: `factor` is below 1, or `slack` below 0.
     """
     if not 1 <= factor < math.inf:
         raise ValueError(
-            f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and finite"
+            f"factor is {factor}; it must be at least 1, or no replica may be below the limit, and "
+            "finite"
         )
     if slack < 0:
         raise ValueError(f"slack is {slack}; it must be at least 0 requests")
 
     def choose(state: RouterState, request: RouterRequest) -> Replica:
         count = len(state.replicas)
-        most = min(factor, count)  # a larger one limits nothing
-        limit = max(slack, math.ceil(most * (len(state.unfinished) + 1) / count))
-        below = [replica for replica in state.turn if state.loads[replica].requests < limit]
-        depths = [state.known_prefix(replica, request) for replica in below]
-        longest = max(depths)
-        return lightest(
-            state, [one for one, blocks in zip(below, depths, strict=True) if blocks == longest]
-        )
+        multiple = min(factor, count)  # a larger one limits nothing
+        limit = max(slack, math.ceil(multiple * (len(state.unfinished) + 1) / count))
+        candidates = [replica for replica in state.turn if state.loads[replica].requests < limit]
+        depths = {replica: state.known_prefix(replica, request) for replica in candidates}
+        longest = max(depths.values())
+        return lightest(state, [replica for replica in candidates if depths[replica] == longest])
 
     return Router(name, choose)
 
@@ -123,11 +134,13 @@ ROUTERS = {router.name: router for router in (ROUND_ROBIN, LEAST_LOADED, PREFIX)
 
 
 def find(name: str) -> Router:
-    """The router of that name. "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file.
+    """The router of that name.
+
+    "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file.
 
     Raises:
-        ValueError: no such router, module, file or value; a value that is no router; or a `choose` that does not take
-            two arguments.
+        ValueError: no such router, module, file or value; a value that is no router; or a `choose`
+            that does not take two arguments.
     """
     if name in ROUTERS:
         return ROUTERS[name]
@@ -140,7 +153,8 @@ def find(name: str) -> Router:
         inspect.signature(router.choose).bind(init(), RouterRequest("", 0))
     except TypeError:
         raise ValueError(
-            f"router {name!r}: its choose takes other arguments; write choose(state, request), which returns one of "
+            f"router {name!r}: its choose takes other arguments; write choose(state, request), "
+            "which returns one of "
             "state.replicas"
         ) from None
     return router

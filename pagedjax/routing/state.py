@@ -1,4 +1,7 @@
-"""The state of a router, and its transitions beside `route` (routers.py). Each returns a new state."""
+"""The state of a router, and its transitions, except `route` (routers.py).
+
+Each transition returns a new state.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ class RouterRequest(NamedTuple):
 
     request_id: str
     tokens: int  # at its longest: the prompt, and the most output tokens of all its branches
-    hashes: tuple[
-        str, ...
-    ] = ()  # of the prompt's full blocks, `engine.block_hashes.of_prompt`; (): shares no blocks
+    # of the prompt's full blocks, `engine.block_hashes.of_prompt`; () shares no blocks
+    hashes: tuple[str, ...] = ()
     user: str = ""
 
 
@@ -37,15 +39,15 @@ class Routed(NamedTuple):
 
 
 class RouterState(NamedTuple):
-    """What a router knows of its replicas. It is never changed: a transition returns another one."""
+    """What a router knows of its replicas. It is never changed: a transition returns another
+    one."""
 
     replicas: tuple[Replica, ...]  # those present, in the order in which they joined
     loads: Map[Replica, Load]  # of each replica that is present
     known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know
     unfinished: Map[str, Routed]  # by request id
-    last: (
-        Replica | None
-    )  # of the last request; when it leaves, the replica before it in the order of joining
+    # of the last request; when it leaves, the replica before it in the order of joining
+    last: Replica | None
     known_blocks: int  # most hashes that are remembered of each replica
 
     @property
@@ -53,11 +55,12 @@ class RouterState(NamedTuple):
         """The replicas in turn: first the one after `last`, in the order of joining."""
         if self.last is None:
             return self.replicas
-        after = self.replicas.index(self.last) + 1
-        return self.replicas[after:] + self.replicas[:after]
+        start = self.replicas.index(self.last) + 1
+        return self.replicas[start:] + self.replicas[:start]
 
     def known_prefix(self, replica: Replica, request: RouterRequest) -> int:
-        """Blocks at the beginning of the request's prompt that earlier requests brought to the replica."""
+        """Blocks at the beginning of the request's prompt that earlier requests brought to the
+        replica."""
         return depth(self.known[replica], request.hashes)
 
 
@@ -65,7 +68,8 @@ def init(known_blocks: int = 1 << 16) -> RouterState:
     """A router without replicas.
 
     Args:
-        known_blocks: hashes to remember of each replica, best as many as its cache has blocks; about 300 bytes each.
+        known_blocks: hashes to remember of each replica, best as many as its cache has blocks;
+            about 300 bytes each.
 
     Raises:
         ValueError: `known_blocks` is below 0.
@@ -106,55 +110,61 @@ def left(state: RouterState, replica: Replica) -> RouterState:
         raise ValueError(
             f"replica {replica!r} is not present, so it cannot leave; present: {_listed(state)}"
         )
-    at, others = (
-        state.replicas.index(replica),
-        tuple(one for one in state.replicas if one != replica),
-    )
+    position = state.replicas.index(replica)
+    replicas = tuple(present for present in state.replicas if present != replica)
     last = state.last
     if last == replica:  # so that the turn goes on where it was
-        last = others[at - 1] if others else None
-    kept = state.unfinished.mutate()
+        last = replicas[position - 1] if replicas else None
+    unfinished = state.unfinished.mutate()
     for request_id, routed in state.unfinished.items():
         if routed.replica == replica:
-            del kept[request_id]
-    loads, known = state.loads.delete(replica), state.known.delete(replica)
+            del unfinished[request_id]
     return state._replace(
-        replicas=others, loads=loads, known=known, unfinished=kept.finish(), last=last
+        replicas=replicas,
+        loads=state.loads.delete(replica),
+        known=state.known.delete(replica),
+        unfinished=unfinished.finish(),
+        last=last,
     )
 
 
 def finished(state: RouterState, request_id: str) -> RouterState:
-    """The state after the end of a request, whatever ended it. Without change if none of that id is unfinished: the
-    end of a request may be told after its replica has left."""
+    """The state after the end of a request, whatever ended it.
+
+    If no request of that id is unfinished, the state is unchanged: the news of an end may come
+    after the replica has left.
+    """
     routed = state.unfinished.get(request_id)
     if routed is None:
         return state
     load = state.loads[routed.replica]
-    less = Load(load.requests - 1, load.tokens - routed.tokens)
+    new_load = Load(load.requests - 1, load.tokens - routed.tokens)
     return state._replace(
-        loads=state.loads.set(routed.replica, less), unfinished=state.unfinished.delete(request_id)
+        loads=state.loads.set(routed.replica, new_load),
+        unfinished=state.unfinished.delete(request_id),
     )
 
 
 def check(state: RouterState) -> None:
-    """The invariants that hold between any two transitions. Raises AssertionError."""
+    """Check the invariants that hold between any two transitions. Raises AssertionError."""
     present = set(state.replicas)
     assert len(present) == len(state.replicas), "a replica is present twice"
     assert present == set(state.loads) == set(state.known), "a replica is lost or left over"
     assert state.last is None or state.last in present, "the turn is at a replica that has left"
-    found = dict.fromkeys(state.replicas, Load())
+    loads = dict.fromkeys(state.replicas, Load())
     for routed in state.unfinished.values():
-        load = found[routed.replica]
-        found[routed.replica] = Load(load.requests + 1, load.tokens + routed.tokens)
-    assert found == dict(state.loads), "loads are not those of the unfinished requests"
-    for known in state.known.values():
-        assert len(known.stamps) <= known.most == state.known_blocks, (
+        load = loads[routed.replica]
+        loads[routed.replica] = Load(load.requests + 1, load.tokens + routed.tokens)
+    assert loads == dict(state.loads), "loads are not those of the unfinished requests"
+    for prefixes in state.known.values():
+        stamps = prefixes.stamps
+        assert len(stamps) <= prefixes.limit == state.known_blocks, (
             "more hashes than may be remembered"
         )
-        assert {stamp: key for key, stamp in known.stamps.items()} == dict(known.hashes), (
+        assert {stamp: key for key, stamp in stamps.items()} == dict(prefixes.hashes), (
             "a stamp is wrong"
         )
-        assert all(known.oldest <= stamp < known.newest for stamp in known.hashes), (
+        assert all(prefixes.oldest <= stamp < prefixes.newest for stamp in prefixes.hashes), (
             "a stamp is out of range"
         )
 

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible HTTP server over one engine, started by `pagedjax serve`. Needs the extra `serve`.
+"""An OpenAI-compatible HTTP server over one engine, started by `pagedjax serve`.
+
+It needs the extra `serve`.
 
 worker.py      the engine's thread: requests in, tokens out
 schema.py      request bodies: fields, limits, and the sampling parameters that they mean

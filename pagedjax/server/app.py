@@ -46,17 +46,19 @@ class Options:
     api_key: that a client must send as `Authorization: Bearer ...`; None needs no key.
     max_queue: requests that may wait for the engine; one more is answered 429, with Retry-After.
     max_body_bytes: of a request; a larger one is answered 413.
-    allow_origins: web pages of other origins that a browser may connect to this server ("*" is all).
-    min_priority, max_priority: the priorities that a client may give; another one is answered 400. A lower number is
-        more urgent. Both contain 0, the priority of a request that gives none.
-    allow_user: whether the field `user` decides a request's share under the policy "fair". A client can give any name,
-        so allow it only if you trust all clients. Without it the field is accepted and ignored.
+    allow_origins: web pages of other origins that a browser may connect to this server ("*" is
+        all).
+    min_priority, max_priority: the priorities that a client may give; another one is answered 400.
+        A lower number is more urgent. Both contain 0, the priority of a request that gives none.
+    allow_user: whether the field `user` decides a request's share under the policy "fair". A client
+        can give any name, so allow it only if you trust all clients. Without it the field is
+        accepted and ignored.
     lecture_endpoints: whether there are `POST /generate` and `GET /result/{id}`.
     result_seconds: how long a result of `POST /generate` is kept after it was last asked for.
-    tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None finds it in the model's
-        chat template.
-    allow_runtime_lora_updating: whether clients may load and unload adapters. They can name any folder that this
-        process can read, so allow it only if you trust all clients.
+    tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None
+        finds it in the model's chat template.
+    allow_runtime_lora_updating: whether clients may load and unload adapters. They can name any
+        folder that this process can read, so allow it only if you trust all clients.
     """
 
     name: str
@@ -88,7 +90,10 @@ class Options:
 
 
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:
-    """An ASGI application that serves one model. Its engine runs between the application's start-up and shutdown."""
+    """An ASGI application that serves one model.
+
+    Its engine runs between the application's start-up and shutdown.
+    """
     metrics = Metrics(options.name, llm.engine.config)
     live = viewer.Live(llm.engine.scheduler_state, llm.engine.config.policy)
     worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, live, *observers))
@@ -144,33 +149,31 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
         """The pooled hidden states of an input, or of several."""
         check_model(body.model)
         requests = await in_thread(_embedding_requests, llm, body, options)
-        outputs = await _completed(
-            worker, request, await submit(worker, requests, deltas=False, field="input")
-        )
+        submission = await submit(worker, requests, deltas=False, field="input")
+        outputs = await _wait_for_outputs(worker, request, submission)
         if outputs is None:
             return Response(status_code=CLIENT_LEFT)
         name = body.model or options.name
-        return await run_in_threadpool(
-            embeddings.answer, name, body.encoding_format == "base64", outputs
-        )
+        in_base64 = body.encoding_format == "base64"
+        return await run_in_threadpool(embeddings.answer, name, in_base64, outputs)
 
-    def prepared(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
+    def prepare(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
         check_model(body.model)
         return _chat_requests(llm, body, options)
 
-    responses_api.add_routes(app, worker, prepared)
+    responses_api.add_routes(app, worker, prepare)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of a conversation in the model's template."""
         check_model(body.model)
-        return await in_thread(_tokenized, llm, body, options)
+        return await in_thread(_tokenize, llm, body, options)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included."""
         check_model(body.model)
-        return await in_thread(_detokenized, llm, body)
+        return await in_thread(_detokenize, llm, body)
 
     @app.get("/v1/models")
     async def models() -> JSON:
@@ -184,11 +187,9 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.get("/health")
     async def health() -> Response:
         """200 while the engine runs, 503 after it has failed repeatedly."""
-        return (
-            JSONResponse({"status": "ok"})
-            if worker.healthy
-            else JSONResponse({"status": "the engine failed"}, 503)
-        )
+        if not worker.healthy:
+            return JSONResponse({"status": "the engine failed"}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/version")
     async def version() -> JSON:
@@ -197,9 +198,8 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Counters, gauges and histograms in Prometheus's format."""
-        return PlainTextResponse(
-            metrics.text(worker.waiting, llm.engine.background), media_type=metrics.CONTENT_TYPE
-        )
+        text = metrics.text(worker.waiting, llm.engine.background)
+        return PlainTextResponse(text, media_type=metrics.CONTENT_TYPE)
 
 
 def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
@@ -214,7 +214,7 @@ def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
         return JSONResponse(await run_in_threadpool(live.since, since))
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def _completion_requests(
@@ -229,26 +229,24 @@ def _completion_requests(
         )
     if body.echo and body.use_beam_search:
         raise ValueError("echo does not go with use_beam_search")
-    prompts = (
-        body.prompt
-        if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-        else [body.prompt]
-    )
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
-    params = schema.sampling(body, max_tokens, body.logprobs, forms.asked(body))
+    params = schema.sampling(body, max_tokens, body.logprobs, forms.structured_outputs(body))
     grammar = forms.grammar(llm, params, None, body)
     requests = []
     for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else None
-        whole: Any = (
-            prompt
-            if text is None
-            else llm.tokenizer.encode(text, body.add_special_tokens is not False)
-        )
-        ids = _kept(llm, whole, body)
-        shown = text if len(ids) == len(whole) else None
-        requests.append(_request(llm, ids, shown, params, body, options, grammar))
+        text = None
+        all_ids = prompt
+        if isinstance(prompt, str):
+            text = prompt
+            all_ids = llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        ids = _last_tokens(llm, all_ids, body)
+        if len(ids) < len(all_ids):
+            text = None  # which is longer than the prompt
+        requests.append(_request(llm, ids, text, params, body, options, grammar))
     style = Style(
         body.model or options.name,
         chat=False,
@@ -276,11 +274,12 @@ def _chat_requests(
         body.parallel_tool_calls,
         options.tool_call_parser,
     )
-    ids = _kept(llm, _conversation(llm, body.messages, body.add_generation_prompt, use), body)
+    all_ids = _conversation(llm, body.messages, body.add_generation_prompt, use)
+    ids = _last_tokens(llm, all_ids, body)
     room = llm.engine.config.max_model_len - len(ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = schema.sampling(body, max_tokens, logprobs, forms.asked(body))
+    params = schema.sampling(body, max_tokens, logprobs, forms.structured_outputs(body))
     params, ignored = forms.with_tools(llm, params, use, body)
     grammar = forms.grammar(llm, params, use, body)
     style = Style(
@@ -296,7 +295,7 @@ def _chat_requests(
     return [_request(llm, ids, None, params, body, options, grammar)], style
 
 
-def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
+def _last_tokens(llm: LLM, ids: Any, body: GenerationBody) -> Any:
     """The tokens of a prompt that `truncate_prompt_tokens` keeps."""
     return kept(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
 
@@ -304,8 +303,9 @@ def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
 def _embedding_requests(
     llm: LLM, body: EmbeddingRequest, options: Options
 ) -> list[GenerationRequest]:
-    order = _priority(body, options), (body.user or "") if options.allow_user else ""
-    return embeddings.requests(llm, body, *order, adapters.adapter_of(body.model, options.name))
+    user = (body.user or "") if options.allow_user else ""
+    adapter = adapters.adapter_of(body.model, options.name)
+    return embeddings.requests(llm, body, _priority(body, options), user, adapter)
 
 
 def _request(
@@ -322,36 +322,40 @@ def _request(
     name = "messages" if isinstance(body, ChatRequest) else "prompt"
     limit = llm.engine.config.max_model_len
     if len(ids) >= limit:  # checked here, so that the engine's thread does not spend time on it
-        what = f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left for output"
-        raise ValueError(f"{what}; shorten it to {limit - 1} tokens")
+        raise ValueError(
+            f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left "
+            f"for output; shorten it to {limit - 1} tokens"
+        )
     user = (body.user or "") if options.allow_user else ""
     adapter = adapters.adapter_of(body.model, options.name)
     return GenerationRequest(ids, params, text, _priority(body, options), user, grammar, adapter)
 
 
 def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
-    """Raises ValueError for a priority that the operator does not allow."""
-    value, low, high = body.priority or 0, options.min_priority, options.max_priority
+    """The request's priority. Raises ValueError if the operator does not allow it."""
+    value = body.priority or 0
+    low = options.min_priority
+    high = options.max_priority
     if low <= value <= high:
         return value
     allowed = f"{low} to {high}" if low < high else "only 0"
-    side = f"--min-priority {value}" if value < low else f"--max-priority {value}"
+    option = f"--min-priority {value}" if value < low else f"--max-priority {value}"
     raise ValueError(
         f"priority is {value}, but this server allows {allowed}; "
-        f"change the field or leave it out, or have the operator start the server with {side}"
+        f"change the field or leave it out, or have the operator start the server with {option}"
     )
 
 
 def _conversation(
     llm: LLM, messages: Sequence[schema.Message], generating: bool | None, use: ToolUse
 ) -> list[int]:
-    return use.tokens(
-        llm.tokenizer, [message.plain() for message in messages], generating is not False
-    )
+    """The tokens of a conversation in the model's template."""
+    plain_messages = [message.plain() for message in messages]
+    return use.tokens(llm.tokenizer, plain_messages, generating is not False)
 
 
-def _tokenized(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
-    """Makes its JSON here, in a thread, because the JSON of a long text takes long."""
+def _tokenize(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
+    """The whole response. Its JSON is made here, in a thread: that of a long text takes long."""
     ids = _token_ids(llm, body, options)
     answer: JSON = {
         "count": len(ids),
@@ -363,12 +367,13 @@ def _tokenized(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
     return JSONResponse(answer)
 
 
-def _detokenized(llm: LLM, body: DetokenizeRequest) -> Response:
+def _detokenize(llm: LLM, body: DetokenizeRequest) -> Response:
     size = llm.model.model.config.vocab_size
-    if wrong := [token for token in body.tokens if token >= size]:
-        raise ValueError(
-            f"tokens has the id {wrong[0]}, which is not below the vocabulary's {size}"
-        )
+    for token in body.tokens:
+        if token >= size:
+            raise ValueError(
+                f"tokens has the id {token}, which is not below the vocabulary's {size}"
+            )
     return JSONResponse({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
@@ -382,7 +387,7 @@ def _token_ids(llm: LLM, body: TokenizeRequest, options: Options) -> list[int]:
     return llm.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 async def _answer(
@@ -392,7 +397,7 @@ async def _answer(
     requests: Sequence[GenerationRequest],
     style: Style,
 ) -> Response:
-    if body.stream and any(_selects_best(one) for one in requests):
+    if body.stream and any(_selects_best(generation) for generation in requests):
         message = (
             "best_of above n does not go with stream: which branches are best is known at the end"
         )
@@ -403,19 +408,20 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options go with stream: true", "stream_options")
     submission = await submit(worker, requests, deltas=bool(body.stream))
+    headers = forms.headers(style.ignored)
     if body.stream:
-        headers = forms.headers(style.ignored)
-        return EventStream(
-            events(submission, body, style), lambda: worker.cancel(submission), headers
-        )
-    outputs = await _completed(worker, request, submission)
+        stream = events(submission, body, style)
+        return EventStream(stream, lambda: worker.cancel(submission), headers)
+    outputs = await _wait_for_outputs(worker, request, submission)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
-    return JSONResponse(responses.answer(style, outputs), headers=forms.headers(style.ignored))
+    return JSONResponse(responses.answer(style, outputs), headers=headers)
 
 
-async def _completed(worker: Worker, request: Request, submission: Submission) -> list[Any] | None:
-    """The outputs of a submission; None if the client leaves before."""
+async def _wait_for_outputs(
+    worker: Worker, request: Request, submission: Submission
+) -> list[Any] | None:
+    """Wait for the outputs of a submission; None if the client leaves first."""
     try:
         return await unless_client_leaves(request, submission.completed())
     finally:
@@ -423,7 +429,8 @@ async def _completed(worker: Worker, request: Request, submission: Submission) -
 
 
 def _selects_best(request: GenerationRequest) -> bool:
+    """Whether the branches of the answer are chosen at the end, from more branches."""
     params = request.params
-    return isinstance(params, BeamSearchParams) or (
-        isinstance(params, SamplingParams) and params.drawn().n > params.n
-    )
+    if isinstance(params, BeamSearchParams):
+        return True
+    return isinstance(params, SamplingParams) and params.drawn().n > params.n

@@ -49,5 +49,8 @@ def _check(body: bytes) -> None:
     except (ValueError, RecursionError):
         return  # the route says that it is no JSON
     for place in halves(value):
-        what = f"{place or 'the body'} has half of a surrogate pair"
-        raise ApiError(400, f"{what}; remove it, or send the whole character", place or None)
+        message = (
+            f"{place or 'the body'} has half of a surrogate pair; remove it, or send the whole "
+            "character"
+        )
+        raise ApiError(400, message, place or None)

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from pagedjax.llm import LLM
 from pagedjax.params import PoolingParams
-from pagedjax.server.schema import EmbeddingRequest, given
+from pagedjax.server.schema import EmbeddingRequest, field_values
 from pagedjax.session import GenerationRequest
 from pagedjax.text import pooling
 
@@ -37,56 +37,58 @@ def requests(
     Raises:
         ValueError: an input that is empty or too long, or a parameter that the model cannot serve.
     """
-    limit, size = llm.engine.config.max_model_len, llm.model.model.config.hidden
-    params = pooling.resolved(PoolingParams(**given(body, POOLING)), "embed", llm.model.pooling)
+    limit = llm.engine.config.max_model_len
+    size = llm.model.model.config.hidden
+    params = PoolingParams(**field_values(body, POOLING))
+    params = pooling.resolved(params, "embed", llm.model.pooling)
     if (params.dimensions or 0) > size:
         raise ValueError(
             f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers"
         )
     llm.warn_if_not_made_for_embeddings()
-    several = (
-        body.input
-        if isinstance(body.input, list) and not isinstance(body.input[0], int)
-        else [body.input]
-    )
-    found = []
-    for i, one in enumerate(several):
-        text = one if isinstance(one, str) else None
-        ids: Any = (
-            one
-            if text is None
-            else llm.tokenizer.encode(text, body.add_special_tokens is not False)
-        )
+    inputs: Any = body.input
+    if isinstance(inputs, str) or isinstance(inputs[0], int):
+        inputs = [inputs]
+    batch = []
+    for i, text_or_ids in enumerate(inputs):
+        text = None
+        ids = text_or_ids
+        if isinstance(text_or_ids, str):
+            text = text_or_ids
+            ids = llm.tokenizer.encode(text, body.add_special_tokens is not False)
         ids = pooling.truncated(ids, params, limit)
-        which = f"input {i}" if len(several) > 1 else "input"
+        name = f"input {i}" if len(inputs) > 1 else "input"
         if not ids:
-            raise ValueError(f"{which} is empty: it has no tokens; give it at least one")
+            raise ValueError(f"{name} is empty: it has no tokens; give it at least one")
         if len(ids) > limit:  # checked here, so that the engine's thread does not spend time on it
-            remedy = f"shorten it, or set truncate_prompt_tokens to at most {limit}"
             raise ValueError(
-                f"{which} has {len(ids)} tokens, but max_model_len is {limit}; {remedy}"
+                f"{name} has {len(ids)} tokens, but max_model_len is {limit}; shorten it, or set "
+                f"truncate_prompt_tokens to at most {limit}"
             )
-        found.append(GenerationRequest(ids, params, text, priority, user, adapter=adapter))
-    return found
+        batch.append(GenerationRequest(ids, params, text, priority, user, adapter=adapter))
+    return batch
 
 
 def answer(
     model: str, in_base64: bool, outputs: Sequence[pooling.PoolingRequestOutput]
 ) -> Response:
-    """The whole response. Its JSON is made vector by vector, because `json.dumps` keeps Python's lock: the event loop
-    and the engine get it in between."""
+    """The whole response.
+
+    Its JSON is made vector by vector, because `json.dumps` keeps Python's lock: the event loop and
+    the engine get it in between.
+    """
     data = [_entry(i, output.outputs.data, in_base64) for i, output in enumerate(outputs)]
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     details = {"cached_tokens": cached}
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
-    rest = json.dumps({"object": "list", "model": model, "usage": usage})
-    return Response(f'{rest[:-1]}, "data": [{", ".join(data)}]}}', media_type="application/json")
+    head = json.dumps({"object": "list", "model": model, "usage": usage})
+    return Response(f'{head[:-1]}, "data": [{", ".join(data)}]}}', media_type="application/json")
 
 
 def _entry(index: int, vector: np.ndarray, in_base64: bool) -> str:
-    """Raises ValueError for a NaN, which JSON cannot express."""
-    values = (
-        base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector.tolist()
-    )
+    """The JSON of one vector. Raises ValueError for a NaN, which JSON cannot express."""
+    values = vector.tolist()
+    if in_base64:
+        values = base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return json.dumps({"object": "embedding", "index": index, "embedding": values}, allow_nan=False)

@@ -37,37 +37,42 @@ class ApiError(Exception):
         seconds: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.seconds = status, param, code, seconds
+        self.status = status
+        self.param = param
+        self.code = code
+        self.seconds = seconds
 
     def response(self) -> JSONResponse:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        other_kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, other_kind)
         headers = {} if self.seconds is None else {"Retry-After": str(self.seconds)}
-        return JSONResponse(
-            responses.error(str(self), kind, self.param, self.code), self.status, headers
-        )
+        body = responses.error(str(self), kind, self.param, self.code)
+        return JSONResponse(body, self.status, headers)
 
 
 async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function in a thread, because a long prompt takes long to tokenize. Raises ApiError for its ValueError."""
+    """Call a function in a thread, because a long prompt takes long to tokenize.
+
+    Raises:
+        ApiError: in place of the function's ValueError.
+    """
     try:
         return await run_in_threadpool(function, *args)
     except ValueError as error:
-        raise invalid(error) from error
+        raise bad_request(error) from error
 
 
-def invalid(error: ValueError) -> ApiError:
-    """A 400. It names a field if the message begins with one."""
-    first = str(error).split(" ", 1)[0].rstrip(":").split(".")[0]
-    bodies = CompletionRequest, ChatRequest, DetokenizeRequest, EmbeddingRequest
-    known = {name for body in bodies for name in body.model_fields}
+def bad_request(error: ValueError) -> ApiError:
+    """A response of status 400. It names a field if the message begins with one."""
+    word = str(error).split(" ", 1)[0].rstrip(":").split(".")[0]
+    bodies = (CompletionRequest, ChatRequest, DetokenizeRequest, EmbeddingRequest)
+    is_field = any(word in body.model_fields for body in bodies)
     too_long = "max_model_len" in str(error)
     return ApiError(
         400,
         str(error),
-        param=first if first in known else None,
+        param=word if is_field else None,
         code="context_length_exceeded" if too_long else None,
     )
 
@@ -79,15 +84,21 @@ async def submit(
     deltas: bool = True,
     field: str = "prompt",
 ) -> Submission:
-    """Queue requests, which are those of a field of the body. Raises ApiError if they can never run, or if the queue
-    has no room."""
+    """Queue requests, which are those of the body's field `field`.
+
+    Raises:
+        ApiError: they can never run, or the queue has no room.
+    """
     if len(requests) > worker.max_queue:
-        message = f"{field} lists {len(requests)}, but the queue has room for {worker.max_queue}; send fewer at once"
+        message = (
+            f"{field} lists {len(requests)}, but the queue has room for {worker.max_queue}; send "
+            "fewer at once"
+        )
         raise ApiError(400, message, field)
     try:
         return await worker.submit(requests, deltas=deltas)
     except ValueError as error:
-        raise invalid(error) from error
+        raise bad_request(error) from error
     except QueueFull as error:
         raise ApiError(429, str(error), code="queue_full", seconds=error.seconds) from error
 

@@ -1,4 +1,4 @@
-"""Forms of answers: `response_format`, `structured_outputs` and tools -> sampling parameters and grammars.
+"""Forms of answers: from `response_format`, `structured_outputs` and tools to grammars.
 
 Compiling takes up to a second, so these functions run in a request's thread.
 """
@@ -23,42 +23,44 @@ FIELDS = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
 SCHEMA = "response_format.json_schema.schema"  # instead of the engine's name, in errors
 
 
-def asked(body: GenerationBody) -> StructuredOutputsParams | None:
-    """The form that a request asks for.
+def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    """The form that a request asks for; None if its answer is free.
 
     Raises:
         ValueError: two forms, or one that is wrong.
     """
-    wanted, given = body.response_format, body.structured_outputs
-    if given is None:
-        return None if wanted is None else _of_response_format(wanted)
-    if wanted is not None and wanted.type != "text":
+    response_format = body.response_format
+    fields = body.structured_outputs
+    if fields is None:
+        return None if response_format is None else _of_response_format(response_format)
+    if response_format is not None and response_format.type != "text":
         raise ValueError(
-            "response_format and structured_outputs both give the answer's form; leave one of them out"
+            "response_format and structured_outputs both give the answer's form; leave one of them "
+            "out"
         )
-    if unknown := [name for name in given if name not in FIELDS]:
-        near = difflib.get_close_matches(unknown[0][:40], FIELDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(FIELDS)}"
-        raise ValueError(f"structured_outputs has the unknown field {unknown[0]!r:.80}{hint}")
-    return StructuredOutputsParams(
-        **{name: value for name, value in given.items() if value is not None}
-    )
+    for name in fields:
+        if name not in FIELDS:
+            similar = difflib.get_close_matches(name[:40], FIELDS, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(FIELDS)}"
+            raise ValueError(f"structured_outputs has the unknown field {name!r:.80}; {hint}")
+    options = {name: value for name, value in fields.items() if value is not None}
+    return StructuredOutputsParams(**options)
 
 
-def _of_response_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
-    if wanted.type != "json_schema":
-        if wanted.json_schema is not None:
+def _of_response_format(form: ResponseFormat) -> StructuredOutputsParams | None:
+    schema = form.json_schema
+    if form.type != "json_schema":
+        if schema is not None:
             raise ValueError(
-                f"response_format has a json_schema and the type {wanted.type!r}; set it to 'json_schema'"
+                f"response_format has a json_schema and the type {form.type!r}; set it to "
+                "'json_schema'"
             )
-        return None if wanted.type == "text" else StructuredOutputsParams(json_object=True)
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        return None if form.type == "text" else StructuredOutputsParams(json_object=True)
+    if schema is None or schema.schema_ is None:
         raise ValueError(
             'response_format needs a json_schema: {"name": ..., "schema": {...}} with this type'
         )
-    return StructuredOutputsParams(
-        json=wanted.json_schema.schema_, ignore_unsupported=wanted.json_schema.strict is False
-    )
+    return StructuredOutputsParams(json=schema.schema_, ignore_unsupported=schema.strict is False)
 
 
 def with_tools(
@@ -68,7 +70,7 @@ def with_tools(
     try:
         return use.applied(params, llm.tokenizer)
     except ValueError as error:
-        raise _renamed(error, body) from error
+        raise _with_field_names(error, body) from error
 
 
 def grammar(llm: LLM, params: Any, use: ToolUse | None, body: GenerationBody) -> Grammar | None:
@@ -84,11 +86,11 @@ def grammar(llm: LLM, params: Any, use: ToolUse | None, body: GenerationBody) ->
     try:
         return llm.session.grammars.compiled(params.structured_outputs)
     except ValueError as error:
-        raise _renamed(error, body) from error
+        raise _with_field_names(error, body) from error
 
 
-def _renamed(error: ValueError, body: GenerationBody) -> ValueError:
-    """The error with the field's name of this request."""
+def _with_field_names(error: ValueError, body: GenerationBody) -> ValueError:
+    """The error with the names of this request's fields."""
     if body.structured_outputs is not None or body.response_format is None:
         return error
     message = str(error).replace("structured_outputs.json_object", "response_format")
@@ -100,7 +102,11 @@ def _renamed(error: ValueError, body: GenerationBody) -> ValueError:
 
 
 def headers(ignored: Sequence[str]) -> dict[str, str]:
-    """The response header that lists ignored keywords, as JSON pointers with percent signs where HTTP needs them."""
+    """The response header that lists ignored keywords.
+
+    They are JSON pointers, with percent signs where HTTP needs them.
+    """
     if not ignored:
         return {}
-    return {HEADER: ", ".join(quote(place, safe="#/$~-_.") for place in ignored)[:MAX_HEADER]}
+    text = ", ".join(quote(pointer, safe="#/$~-_.") for pointer in ignored)
+    return {HEADER: text[:MAX_HEADER]}

@@ -1,7 +1,8 @@
-"""Prometheus metrics: a fold over the engine's events, with vLLM's names and the prefix of this project.
+"""Prometheus metrics, counted from the engine's events.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html explains the names. A dashboard for vLLM works after its prefix is
-changed. Times are seconds, with the definitions of experiments/core/metrics.py.
+They have vLLM's names and the prefix of this project.
+https://docs.vllm.ai/en/latest/usage/metrics.html explains the names. A dashboard for vLLM works
+after its prefix is changed. Times are seconds, with the definitions of experiments/core/metrics.py.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Metrics:
 
     def __init__(self, model: str, config: Resolved) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self._model, self._branches = model, dict[str, _Branch]()
+        self._model = model
+        self._branches: dict[str, _Branch] = {}
         self._admissions = FirstAdmissions()
         self._state: SchedulerState | None = None
         gauges = {
@@ -91,7 +93,8 @@ class Metrics:
             "num_requests_waiting": "Requests that are not admitted yet",
             "num_requests_swapped": "Sequences whose blocks are in host memory",
             "kv_cache_usage_perc": "Share of the cache's blocks that have an owner, 1 is all",
-            "missing_programs": "Programs that are not compiled yet; until then steps are padded to larger ones",
+            "missing_programs": "Programs that are not compiled yet; until then steps are padded "
+            "to larger ones",
         }
         counters = {
             "prompt_tokens": "Prompt tokens computed, those found in the cache left out",
@@ -133,8 +136,8 @@ class Metrics:
             name: self._metric(prometheus.Histogram, name, text, buckets=SECONDS)
             for name, text in times.items()
         } | {
-            name: self._metric(prometheus.Histogram, name, text, buckets=steps)
-            for name, (text, steps) in sizes.items()
+            name: self._metric(prometheus.Histogram, name, text, buckets=buckets)
+            for name, (text, buckets) in sizes.items()
         }
         self._success = prometheus.Counter(
             f"{PREFIX}:request_success",
@@ -144,24 +147,23 @@ class Metrics:
         )
         self._positions: Any = None
         if config.speculative:
-            name, text = (
-                "spec_decode_num_accepted_tokens_per_pos",
+            counter = prometheus.Counter(
+                f"{PREFIX}:spec_decode_num_accepted_tokens_per_pos",
                 "Accepted draft tokens, by their place in a draft",
+                ("model_name", "position"),
+                registry=self.registry,
             )
-            labels = "model_name", "position"
-            counter = prometheus.Counter(f"{PREFIX}:{name}", text, labels, registry=self.registry)
             self._positions = [
                 counter.labels(model, i) for i in range(config.speculative.num_tokens)
             ]
-        self._max_loras, self._adapters = config.max_loras, None
+        self._max_loras = config.max_loras
+        self._adapters = None
         if config.enable_lora:
-            name, text = (
-                "lora_requests_info",
-                "Adapters of unfinished requests, at a time in seconds since 1970",
-            )
-            labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
             self._adapters = prometheus.Gauge(
-                f"{PREFIX}:{name}", text, labels, registry=self.registry
+                f"{PREFIX}:lora_requests_info",
+                "Adapters of unfinished requests, at a time in seconds since 1970",
+                ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+                registry=self.registry,
             )
         info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
         fields = (
@@ -182,45 +184,44 @@ class Metrics:
 
         Args:
             waiting: requests that are not admitted yet.
-            programs: what is compiled behind the steps.
+            programs: those that are compiled while steps run.
         """
         self._gauges["missing_programs"].set(0 if programs is None else programs.missing)
         state = self._state
         if state is not None:
             self._gauges["num_requests_running"].set(len(state.running.seqs))
             self._gauges["num_requests_swapped"].set(sum(bool(seq.blocks) for seq in state.waiting))
-            self._gauges["kv_cache_usage_perc"].set(used(state) / state.config.num_blocks)
+            usage = blocks_in_use(state) / state.config.num_blocks
+            self._gauges["kv_cache_usage_perc"].set(usage)
         self._gauges["num_requests_waiting"].set(waiting)
         if self._adapters is not None:
-            running, queued = ((), ()) if state is None else (state.running.seqs, state.waiting)
+            running = "" if state is None else self._adapter_names(state.running.seqs)
+            queued = "" if state is None else self._adapter_names(state.waiting)
             self._adapters.clear()  # as vLLM has it: names are labels, the value is the time
-            self._adapters.labels(self._max_loras, self._named(running), self._named(queued)).set(
-                time.time()
-            )
+            self._adapters.labels(self._max_loras, running, queued).set(time.time())
         return prometheus.generate_latest(self.registry).decode()
 
-    def _named(self, seqs: Iterable[Any]) -> str:
+    def _adapter_names(self, seqs: Iterable[Any]) -> str:
         """The adapters of sequences, as a list with commas."""
-        branches = (self._branches.get(seq.request_id) for seq in seqs)
-        return ",".join(
-            sorted({one.request.adapter for one in branches if one and one.request.adapter})
-        )
+        names = set()
+        for seq in seqs:
+            branch = self._branches.get(seq.request_id)
+            if branch and branch.request.adapter:
+                names.add(branch.request.adapter)
+        return ",".join(sorted(names))
 
-    # as an observer, in the engine's thread ---------------------------------------------------------------------------
+    # as an observer, in the engine's thread -------------------------------------------------------
 
     def added(
         self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState
     ) -> None:
-        timed = _Request(at, len(names), request.adapter)
-        self._branches |= {name: _Branch(timed) for name in names}
-        width = (
-            request.params.beam_width
-            if isinstance(request.params, BeamSearchParams)
-            else request.params.n
-        )
+        times = _Request(at, len(names), request.adapter)
+        self._branches |= {name: _Branch(times) for name in names}
+        params = request.params
+        width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
-        self._histograms["request_params_n"].observe(request.params.n or width)
-        self._histograms["request_params_max_tokens"].observe(request.params.max_tokens)
+        self._histograms["request_params_n"].observe(params.n or width)
+        self._histograms["request_params_max_tokens"].observe(params.max_tokens)
 
     def stepped(
         self,
@@ -232,20 +233,20 @@ class Metrics:
         self._state = after
         if result is not None:
             self._histograms["iteration_tokens_total"].observe(result.plan.num_tokens)
-            self._scheduled(result)
+            self._count_step(result)
             for search in result.beams:
-                self._searched(search, result.finished)
+                self._count_search(search, result.finished)
         for admitted in self._admissions.among(events):
             self._counters["prefix_cache_queries"].inc(admitted.num_tokens)
             self._counters["prefix_cache_hits"].inc(admitted.num_cached)
         for event in events:
-            self._event(event, result)
+            self._count_event(event, result)
 
-    def _scheduled(self, result: StepResult) -> None:
+    def _count_step(self, result: StepResult) -> None:
+        """Count the prompt tokens of a step, and the requests that it has for the first time."""
+        plan = result.plan
         computed = 0
-        for seq, start, count in zip(
-            result.plan.seqs, result.plan.starts, result.plan.counts, strict=True
-        ):
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             computed += max(0, min(start + count, seq.request.prompt_len) - start)
             branch = self._branches.get(seq.request_id)
             if branch is not None and branch.request.scheduled is None:
@@ -256,29 +257,30 @@ class Metrics:
                     )
         self._counters["prompt_tokens"].inc(computed)
 
-    def _searched(self, search: BeamResult, now: float) -> None:
-        """The end of a beam search. It counts the tokens of the sequences that it found."""
-        lengths = tuple(len(one.token_ids) for one in search.sequences)
+    def _count_search(self, search: BeamResult, at: float) -> None:
+        """Count the tokens of the sequences that a beam search found, when it ends."""
+        lengths = tuple(len(sequence.token_ids) for sequence in search.sequences)
         self._counters["generation_tokens"].inc(sum(lengths))
-        self._tokens((search.request_id,), now)
-        if (branch := self._branches.get(search.request_id)) is not None:
+        self._count_tokens((search.request_id,), at)
+        branch = self._branches.get(search.request_id)
+        if branch is not None:
             branch.sequences = lengths
 
-    def _event(self, event: Event, result: StepResult | None) -> None:
+    def _count_event(self, event: Event, result: StepResult | None) -> None:
         if isinstance(event, Preempted):
             self._counters["num_preemptions"].inc()
         elif isinstance(event, Sampled) and result is not None:
             self._counters["generation_tokens"].inc(len(event.token_ids))
-            self._tokens(event.request_ids, result.finished)
+            self._count_tokens(event.request_ids, result.finished)
         elif isinstance(event, Beamed) and result is not None:
-            self._tokens(event.request_ids, result.finished)
+            self._count_tokens(event.request_ids, result.finished)
         elif isinstance(event, Verified):
-            self._verified(event)
+            self._count_drafts(event)
         elif isinstance(event, Finished):
             self._success.labels(self._model, event.reason).inc()
-            self._ended(event)
+            self._count_end(event)
 
-    def _verified(self, event: Verified) -> None:
+    def _count_drafts(self, event: Verified) -> None:
         self._counters["spec_decode_num_drafts"].inc(len(event.request_ids))
         self._counters["spec_decode_num_draft_tokens"].inc(sum(event.drafts))
         self._counters["spec_decode_num_accepted_tokens"].inc(sum(event.accepted))
@@ -286,37 +288,39 @@ class Metrics:
             for counter in self._positions[:accepted]:
                 counter.inc()
 
-    def _tokens(self, names: Iterable[str], now: float) -> None:
-        gap, first = (
-            self._histograms["inter_token_latency_seconds"],
-            self._histograms["time_to_first_token_seconds"],
-        )
+    def _count_tokens(self, names: Iterable[str], at: float) -> None:
+        """Count one token of each branch."""
+        gaps = self._histograms["inter_token_latency_seconds"]
+        first_tokens = self._histograms["time_to_first_token_seconds"]
         for name in names:
-            if (branch := self._branches.get(name)) is None:
+            branch = self._branches.get(name)
+            if branch is None:
                 continue
             if branch.last is None:
-                first.observe(now - branch.request.added)
-                branch.first = now
+                first_tokens.observe(at - branch.request.added)
+                branch.first = at
             else:
-                gap.observe(now - branch.last)
-            branch.last, branch.tokens = now, branch.tokens + 1
+                gaps.observe(at - branch.last)
+            branch.last = at
+            branch.tokens += 1
 
-    def _ended(self, event: Finished) -> None:
+    def _count_end(self, event: Finished) -> None:
         branch = self._branches.pop(event.request_id, None)
         if branch is None or event.reason == "abort" or branch.first is None or branch.last is None:
             return
-        times, begun = self._histograms, branch.request.scheduled or branch.first
+        histograms = self._histograms
+        scheduled = branch.request.scheduled or branch.first
         for count in branch.sequences or (branch.tokens,):
-            self._histograms["request_generation_tokens"].observe(count)
-        times["e2e_request_latency_seconds"].observe(branch.last - branch.request.added)
-        times["request_prefill_time_seconds"].observe(branch.first - begun)
-        times["request_decode_time_seconds"].observe(branch.last - branch.first)
-        times["request_inference_time_seconds"].observe(branch.last - begun)
+            histograms["request_generation_tokens"].observe(count)
+        histograms["e2e_request_latency_seconds"].observe(branch.last - branch.request.added)
+        histograms["request_prefill_time_seconds"].observe(branch.first - scheduled)
+        histograms["request_decode_time_seconds"].observe(branch.last - branch.first)
+        histograms["request_inference_time_seconds"].observe(branch.last - scheduled)
         if branch.tokens > 1:
             per_token = (branch.last - branch.first) / (branch.tokens - 1)
-            times["request_time_per_output_token_seconds"].observe(per_token)
+            histograms["request_time_per_output_token_seconds"].observe(per_token)
 
 
-def used(state: SchedulerState) -> int:
+def blocks_in_use(state: SchedulerState) -> int:
     """Blocks that have an owner."""
     return state.config.num_blocks - state.pool.num_free

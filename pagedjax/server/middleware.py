@@ -9,32 +9,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.server.errors import ApiError
 
-OPEN = (
-    "/health",
-    "/metrics",
-    "/version",
-    "/viewer",
-)  # need no key; the viewer's page alone shows no data
+# These paths need no key; the viewer's page alone shows no data
+OPEN = ("/health", "/metrics", "/version", "/viewer")
 
 
 class Gate:
     """Refuses requests without the key (401) and bodies that are too large (413)."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
-        self.app, self.api_key, self.max_body_bytes = app, api_key, max_body_bytes
+        self.app = app
+        self.api_key = api_key
+        self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        error = self._wrong_key(
-            scope["path"].removeprefix(scope.get("root_path", "")), headers
-        ) or self._large_body(headers)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        error = self._wrong_key(path, headers) or self._large_body(headers)
         if error is not None:
             await error.response()(scope, receive, send)
             return
-        await self.app(scope, self._counted(receive), send)
+        await self.app(scope, self._counting(receive), send)
 
     def _wrong_key(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         key = self.api_key
@@ -57,11 +54,11 @@ class Gate:
             413, f"the body has more than {limit} bytes, the limit of this server", code="too_large"
         )
 
-    def _counted(self, receive: Receive) -> Receive:
-        """For a body without a Content-Length: counts its bytes as they arrive."""
+    def _counting(self, receive: Receive) -> Receive:
+        """A `receive` that counts the bytes of a body, for one without a Content-Length."""
         count = 0
 
-        async def counted() -> Message:
+        async def receive_and_count() -> Message:
             nonlocal count
             message = await receive()
             count += len(message.get("body", b""))
@@ -69,4 +66,4 @@ class Gate:
                 raise HTTPException(413, str(self._too_large()))
             return message
 
-        return counted
+        return receive_and_count

@@ -1,4 +1,7 @@
-"""An answer of OpenAI's Responses API: its items, and the events of its stream. `Answer` makes both from pieces."""
+"""An answer of OpenAI's Responses API: its items, and the events of its stream.
+
+`Answer` makes both from pieces.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ JSON = dict[str, Any]
 
 
 class Answer:
-    """A response under construction. Its events tell how it grows; `response` is what it is now.
+    """A response under construction: `response` is its JSON so far, events tell how it grows.
 
     Args:
         head: the fields of the response that do not change.
@@ -24,11 +27,12 @@ class Answer:
         self._open = False  # the last item is not complete
 
     def begin(self) -> Iterator[JSON]:
+        """Yield the first events."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._snapshot())
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[JSON]:
-        """The events of new text and calls."""
+        """Add new text and calls; yield their events."""
         for piece in pieces:
             if piece.name is not None:
                 yield from self._close("completed")
@@ -38,11 +42,9 @@ class Answer:
                     "name": piece.name,
                     "arguments": "",
                 }
-                yield from self._added("fc", call)
+                yield from self._add("fc", call)
             elif piece.call is None and not self._open:
-                yield from self._added(
-                    "msg", {"type": "message", "role": "assistant", "content": []}
-                )
+                yield from self._add("msg", {"type": "message", "role": "assistant", "content": []})
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 self._item["content"].append(part)
                 yield self._of_item("response.content_part.added", part=dict(part), **_FIRST)
@@ -57,19 +59,24 @@ class Answer:
                 self._item["arguments"] += piece.text
                 yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
 
-    def end(self, reason: str, usage: JSON, now: int) -> Iterator[JSON]:
-        """The last events. `reason`: why the answer ended."""
-        complete = reason == "stop"
-        status = "completed" if complete else "incomplete"
+    def end(self, reason: str, usage: JSON, time: int) -> Iterator[JSON]:
+        """End the answer; yield the last events.
+
+        Args:
+            reason: why the answer ended.
+            time: when, in seconds since 1970.
+        """
+        status = "completed" if reason == "stop" else "incomplete"
         yield from self._close(status)
-        why = "max_output_tokens" if reason == "length" else "content_filter"
         self.response |= {"status": status, "usage": usage}
-        self.response |= (
-            {"completed_at": now} if complete else {"incomplete_details": {"reason": why}}
-        )
+        if reason == "stop":
+            self.response["completed_at"] = time
+        else:
+            details = "max_output_tokens" if reason == "length" else "content_filter"
+            self.response["incomplete_details"] = {"reason": details}
         yield self._event(f"response.{status}", response=self._snapshot())
 
-    def failed(self, message: str) -> JSON:
+    def failure(self, message: str) -> JSON:
         """The event of an error of the server."""
         return self._event("error", code="server_error", message=message, param=None)
 
@@ -77,16 +84,19 @@ class Answer:
     def _item(self) -> JSON:
         return self.response["output"][-1]
 
-    def _added(self, prefix: str, item: JSON) -> Iterator[JSON]:
+    def _add(self, prefix: str, item: JSON) -> Iterator[JSON]:
+        """Add an item; yield its event."""
         self.response["output"].append(
             {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
         )
         self._open = True
-        copied = {**self._item, "content": []} if "content" in item else dict(self._item)
-        yield self._event("response.output_item.added", output_index=self._index, item=copied)
+        copy = dict(self._item)
+        if "content" in item:
+            copy["content"] = []
+        yield self._event("response.output_item.added", output_index=self._index, item=copy)
 
     def _close(self, status: str) -> Iterator[JSON]:
-        """The events of the end of the last item."""
+        """Complete the last item, if it is open; yield the events of its end."""
         if not self._open:
             return
         self._open = False
@@ -98,8 +108,11 @@ class Answer:
             )
             yield self._of_item("response.content_part.done", part=dict(part), **_FIRST)
         else:
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._of_item("response.function_call_arguments.done", **done)
+            yield self._of_item(
+                "response.function_call_arguments.done",
+                arguments=item["arguments"],
+                name=item["name"],
+            )
         item["status"] = status
         yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
 
@@ -108,6 +121,7 @@ class Answer:
         return len(self.response["output"]) - 1
 
     def _of_item(self, kind: str, **fields: Any) -> JSON:
+        """An event of the last item."""
         return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> JSON:

@@ -1,6 +1,8 @@
-"""Response bodies as JSON: whole answers, stream chunks, errors. Pure functions of outputs and deltas.
+"""Response bodies as JSON: whole answers, stream chunks, errors.
 
-Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
+All are pure functions of outputs and deltas.
+Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`,
+`prompt_logprobs`, token ids).
 """
 
 from __future__ import annotations
@@ -58,68 +60,77 @@ class Style:
             "model": self.model,
         }
 
-    def spelled(self, token_id: int, text: str) -> str:
+    def spelling(self, token_id: int, text: str) -> str:
+        """How a token is written in log-probabilities; `text` is its text."""
         return f"token_id:{token_id}" if self.tokens_as_ids else text
 
 
-# --- whole answers ----------------------------------------------------------------------------------------------------
+# --- whole answers --------------------------------------------------------------------------------
 
 
 def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
     """The answer to one HTTP request. It has one output for each prompt."""
-    choices, width = [], max(len(output.outputs) for output in outputs)
+    choices = []
+    width = max(len(output.outputs) for output in outputs)
     for i, output in enumerate(outputs):
-        choices += [choice(style, output, one, i * width + one.index) for one in output.outputs]
-    of_prompt = about_prompt(style, outputs[0]) if style.chat else {}
+        for branch in output.outputs:
+            choices.append(choice(style, output, branch, i * width + branch.index))
+    prompt_fields = fields_of_prompt(style, outputs[0]) if style.chat else {}
     return {
         **style.head(),
         "choices": choices,
         "usage": usage(outputs, style.only_echo),
-        **of_prompt,
+        **prompt_fields,
     }
 
 
-def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: int) -> JSON:
-    ends: JSON = {
+def choice(style: Style, output: RequestOutput, branch: CompletionOutput, index: int) -> JSON:
+    """The choice of a whole answer, for one branch of an output."""
+    fields: JSON = {
         "index": index,
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
+        "finish_reason": branch.finish_reason,
+        "stop_reason": branch.stop_reason,
     }
     if style.chat:
-        said: JSON = {"content": one.text}
+        message: JSON = {"content": branch.text}
         if style.calls is not None:
-            said, ends["finish_reason"] = tool_answers.message(one, style.calls)
-        ends["message"] = {"role": style.role, **said, "refusal": None}
-        ends["logprobs"] = (
-            chat_logprobs(style, one.token_ids, one.logprobs or ()) if wanted(style) else None
-        )
+            message, fields["finish_reason"] = tool_answers.message(branch, style.calls)
+        fields["message"] = {"role": style.role, **message, "refusal": None}
+        fields["logprobs"] = None
+        if has_logprobs(style):
+            fields["logprobs"] = chat_logprobs(style, branch.token_ids, branch.logprobs or ())
     else:
-        text = "" if style.only_echo else one.text
-        ends["text"] = echoed(style, output) + text if style.echo else text
-        ends["logprobs"] = completion_logprobs(style, output, one) if wanted(style) else None
-        ends |= about_prompt(style, output)
+        text = "" if style.only_echo else branch.text
+        fields["text"] = prompt_text(style, output) + text if style.echo else text
+        fields["logprobs"] = None
+        if has_logprobs(style):
+            fields["logprobs"] = completion_logprobs(style, output, branch)
+        fields |= fields_of_prompt(style, output)
     if style.token_ids:
-        ends["token_ids"] = [] if style.only_echo else list(one.token_ids)
-    return ends
+        fields["token_ids"] = [] if style.only_echo else list(branch.token_ids)
+    return fields
 
 
-def about_prompt(style: Style, output: RequestOutput) -> JSON:
-    """vLLM's fields about a prompt: in a chat they are in the answer, in a completion in each choice."""
-    about: JSON = {}
-    if output.prompt_logprobs is not None and not (style.echo and wanted(style)):
-        about["prompt_logprobs"] = [
+def fields_of_prompt(style: Style, output: RequestOutput) -> JSON:
+    """vLLM's fields about a prompt.
+
+    In a chat they are in the answer, in a completion in each choice.
+    """
+    fields: JSON = {}
+    if output.prompt_logprobs is not None and not (style.echo and has_logprobs(style)):
+        fields["prompt_logprobs"] = [
             position and candidates(position) for position in output.prompt_logprobs
         ]
     if style.token_ids:
-        about["prompt_token_ids"] = list(output.prompt_token_ids)
-    return about
+        fields["prompt_token_ids"] = list(output.prompt_token_ids)
+    return fields
 
 
-def wanted(style: Style) -> bool:
+def has_logprobs(style: Style) -> bool:
     return style.logprobs is not None
 
 
-def echoed(style: Style, output: RequestOutput | GenerationRequest) -> str:
+def prompt_text(style: Style, output: RequestOutput | GenerationRequest) -> str:
     """The prompt, as text."""
     if output.prompt is not None:
         return output.prompt
@@ -127,15 +138,17 @@ def echoed(style: Style, output: RequestOutput | GenerationRequest) -> str:
 
 
 def usage(outputs: Sequence[RequestOutput], only_echo: bool = False) -> JSON:
-    counts = [len(one.token_ids) for output in outputs for one in output.outputs]
-    return used(
+    """The counts of all outputs together."""
+    counts = [len(branch.token_ids) for output in outputs for branch in output.outputs]
+    return usage_counts(
         sum(len(output.prompt_token_ids) for output in outputs),
         0 if only_echo else sum(counts),
         sum(output.num_cached_tokens for output in outputs),
     )
 
 
-def used(prompt: int, generated: int, cached: int = 0) -> JSON:
+def usage_counts(prompt: int, generated: int, cached: int = 0) -> JSON:
+    """The JSON of these numbers of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -144,7 +157,7 @@ def used(prompt: int, generated: int, cached: int = 0) -> JSON:
     }
 
 
-# --- log-probabilities ------------------------------------------------------------------------------------------------
+# --- log-probabilities ----------------------------------------------------------------------------
 
 
 def finite(logprob: float) -> float:
@@ -156,11 +169,11 @@ def candidates(position: PositionLogprobs) -> JSON:
     """vLLM's format: by token id."""
     return {
         str(token): {
-            "logprob": finite(one.logprob),
-            "rank": one.rank,
-            "decoded_token": one.decoded_token,
+            "logprob": finite(candidate.logprob),
+            "rank": candidate.rank,
+            "decoded_token": candidate.decoded_token,
         }
-        for token, one in position.items()
+        for token, candidate in position.items()
     }
 
 
@@ -173,32 +186,41 @@ def best(style: Style, position: PositionLogprobs) -> list[tuple[int, Logprob]]:
 def chat_logprobs(
     style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]
 ) -> JSON:
-    def entry(token: int, one: Logprob) -> JSON:
-        coded = style.tokenizer.coding is not None
-        raw = style.tokenizer.token_bytes(token) if coded else one.decoded_token.encode()
-        text = style.spelled(token, one.decoded_token)
-        return {"token": text, "logprob": finite(one.logprob), "bytes": list(raw)}
+    """In the format of chats: an entry for each token, with the most likely ones."""
 
-    content = [
-        entry(token, position[token])
-        | {"top_logprobs": [entry(*candidate) for candidate in best(style, position)]}
-        for token, position in zip(token_ids, positions, strict=True)
-    ]
+    def entry(token: int, candidate: Logprob) -> JSON:
+        text = candidate.decoded_token
+        raw = text.encode()
+        if style.tokenizer.coding is not None:
+            raw = style.tokenizer.token_bytes(token)
+        return {
+            "token": style.spelling(token, text),
+            "logprob": finite(candidate.logprob),
+            "bytes": list(raw),
+        }
+
+    content = []
+    for token, position in zip(token_ids, positions, strict=True):
+        top = [entry(token_id, candidate) for token_id, candidate in best(style, position)]
+        content.append({**entry(token, position[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutput) -> JSON:
-    """Of a whole answer. With an echo, those of the prompt come first, and its first token has none."""
-    tokens = () if style.only_echo else one.token_ids
-    positions: list[PositionLogprobs | None] = list((one.logprobs or ())[: len(tokens)])
-    offsets = OutputOffsets(style, output)
-    end = offsets.at + len(one.text)  # tokens of a stop string may come behind it
-    columns = [min(offsets.next(token), end) for token in tokens]
+def completion_logprobs(style: Style, output: RequestOutput, branch: CompletionOutput) -> JSON:
+    """Those of a whole answer, in the format of completions.
+
+    With an echo, those of the prompt come first, and its first token has none.
+    """
+    tokens = () if style.only_echo else branch.token_ids
+    positions: list[PositionLogprobs | None] = list((branch.logprobs or ())[: len(tokens)])
+    output_offsets = OutputOffsets(style, output)
+    end = output_offsets.at + len(branch.text)  # tokens of a stop string may come behind it
+    offsets = [min(output_offsets.next(token), end) for token in tokens]
     if style.echo:
         tokens = (*output.prompt_token_ids, *tokens)
         positions = [*(output.prompt_logprobs or ()), *positions]
-        columns = [*prompt_offsets(style, output), *columns]
-    return legacy_logprobs(style, tokens, positions, columns)
+        offsets = [*prompt_offsets(style, output), *offsets]
+    return legacy_logprobs(style, tokens, positions, offsets)
 
 
 class OutputOffsets:
@@ -212,30 +234,35 @@ class OutputOffsets:
         ids = prompt.prompt_token_ids
         skips = style.skips_special_tokens
         self._pieces = Detokenizer(style.tokenizer, ids, skip_special_tokens=skips)
-        self.start = self.at = len(echoed(style, prompt)) if style.echo else 0
+        self.start = self.at = len(prompt_text(style, prompt)) if style.echo else 0
 
     def next(self, token: int) -> int:
+        """Take the next token -> its offset."""
         offset = self.at
         self.at += len(self._pieces.push(token))
         return offset
 
 
 def prompt_offsets(style: Style, output: RequestOutput) -> list[int]:
-    """Where each token of a prompt begins in its text, in which special tokens that were added before it have no place.
+    """Where each token of a prompt begins in its text.
 
-    If the tokenizer writes a character otherwise, offsets behind it are near and not exact.
+    Special tokens that were added before the text have the offset 0. If the tokenizer writes a
+    character otherwise than the text does, the offsets after it are not exact.
     """
-    text, tokenizer, ids = echoed(style, output), style.tokenizer, output.prompt_token_ids
+    text = prompt_text(style, output)
+    tokenizer = style.tokenizer
+    ids = output.prompt_token_ids
     added = 0
     while added < len(ids) and ids[added] in tokenizer.special_ids:
         if text.startswith(tokenizer.decode_token(ids[added])):
             break
         added += 1
-    pieces, at = Detokenizer(tokenizer, skip_special_tokens=False), 0
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    offset = 0
     offsets = [0] * added
     for token in ids[added:]:
-        offsets.append(min(at, len(text)))
-        at += len(pieces.push(token))
+        offsets.append(min(offset, len(text)))
+        offset += len(detokenizer.push(token))
     return offsets
 
 
@@ -246,12 +273,19 @@ def legacy_logprobs(
     offsets: Sequence[int],
 ) -> JSON:
     """In columns, the format of completions. `offsets`: where each token begins in the text."""
-    texts, values, tops = [], [], []
+    texts = []
+    values = []
+    tops = []
     for token, position in zip(token_ids, positions, strict=True):
-        plain = position[token].decoded_token if position else style.tokenizer.decode_token(token)
-        texts.append(style.spelled(token, plain))
-        values.append(finite(position[token].logprob) if position else None)
-        tops.append(legacy_top(style, token, position) if position else None)
+        if position:
+            text = position[token].decoded_token
+            values.append(finite(position[token].logprob))
+            tops.append(legacy_top(style, token, position))
+        else:
+            text = style.tokenizer.decode_token(token)
+            values.append(None)
+            tops.append(None)
+        texts.append(style.spelling(token, text))
     return {
         "tokens": texts,
         "token_logprobs": values,
@@ -261,17 +295,22 @@ def legacy_logprobs(
 
 
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
-    """By text: the most likely tokens, and the token itself. Of tokens with the same text, the most likely one."""
+    """The log-probabilities of the most likely tokens and of the token itself, by text.
+
+    Of tokens with the same text, it has that of the most likely one.
+    """
     top: dict[str, float] = {}
-    for other, one in (*best(style, position), (token, position[token])):
-        top.setdefault(style.spelled(other, one.decoded_token), finite(one.logprob))
+    for token_id, candidate in (*best(style, position), (token, position[token])):
+        text = style.spelling(token_id, candidate.decoded_token)
+        top.setdefault(text, finite(candidate.logprob))
     return top
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
-# Characters at which Python's `splitlines` ends a line, with which clients read events. JSON may have them as they are.
+# Characters at which Python's `splitlines` ends a line, with which clients read events. JSON may
+# have them as they are.
 LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
@@ -284,29 +323,34 @@ def event(body: JSON | str, kind: str | None = None) -> str:
 
 
 def opening(style: Style, index: int, prompt: GenerationRequest) -> JSON | None:
-    """The first chunk of a branch: the role in a chat, the prompt in a completion with echo; None if there is none."""
-    plain: JSON = {"index": index, "logprobs": None, "finish_reason": None}
+    """The first chunk of a branch: the role in a chat, the prompt in a completion with echo.
+
+    None if there is no such chunk.
+    """
+    fields: JSON = {"index": index, "logprobs": None, "finish_reason": None}
     ids = {"prompt_token_ids": list(prompt.prompt_token_ids)} if style.token_ids else {}
     if style.chat:
-        first = chunk(style, {**plain, "delta": {"role": style.role, "content": ""}})
-        return {**first, **(ids if index == 0 else {})}
+        first = chunk(style, {**fields, "delta": {"role": style.role, "content": ""}})
+        return first | ids if index == 0 else first
     if not (style.echo or ids):
         return None
-    return chunk(style, {**plain, "text": echoed(style, prompt) if style.echo else "", **ids})
+    text = prompt_text(style, prompt) if style.echo else ""
+    return chunk(style, {**fields, "text": text, **ids})
 
 
 def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
+    """One chunk of a stream; without a choice it has the usage alone."""
     return {**style.head(chunk=True), "choices": [choice] if choice else [], "usage": usage}
 
 
 def delta_choice(
-    style: Style, delta: Delta, index: int, offset: int, said: JSON, reason: str | None
+    style: Style, delta: Delta, index: int, offset: int, message: JSON, reason: str | None
 ) -> JSON:
     """The choice of a stream chunk, for one new token.
 
     Args:
         offset: where the token begins in the text of the choice.
-        said: what is new, as the delta of a chat.
+        message: the new content, as the delta of a chat.
         reason: why the branch ended.
     """
     position = delta.logprobs or {}
@@ -314,19 +358,19 @@ def delta_choice(
     if reason is not None:
         fields["stop_reason"] = delta.stop_reason
     if style.chat:
-        fields["delta"] = said
-        if wanted(style):
+        fields["delta"] = message
+        if has_logprobs(style):
             fields["logprobs"] = chat_logprobs(style, (delta.token_id,), (position,))
     else:
-        fields["text"] = said["content"]
-        if wanted(style):
+        fields["text"] = message["content"]
+        if has_logprobs(style):
             fields["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), (offset,))
     if style.token_ids:
         fields["token_ids"] = [] if style.only_echo else [delta.token_id]
     return fields
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def error(

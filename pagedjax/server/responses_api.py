@@ -27,17 +27,20 @@ Prepare = Callable[[ChatRequest], tuple[list[GenerationRequest], Style]]
 
 # Fields that a chat has under the same name.
 SHARED = (
-    *(
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "presence_penalty",
-    ),
-    *("frequency_penalty", "stop", "cache_salt", "priority", "user", "parallel_tool_calls"),
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "cache_salt",
+    "priority",
+    "user",
+    "parallel_tool_calls",
 )
 STATELESS = "this server stores no answers; send the whole conversation as input"
 ROLES = ("user", "assistant", "system", "developer")
@@ -102,7 +105,12 @@ class ResponsesRequest(Strict):
 
 
 def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
-    """`prepare`: the engine's requests of a chat, and the style of its answer. It runs in a thread."""
+    """Add the route.
+
+    Args:
+        prepare: gives the engine's requests of a chat, and the style of its answer. It runs in a
+            thread.
+    """
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -110,27 +118,24 @@ def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
         try:
             requests, style = await in_thread(lambda: prepare(as_chat(body)))
         except ApiError as error:
-            raise _renamed(error) from error
-        answer, reader = (
-            Answer(_head(body, style)),
-            CallReader(style.calls) if style.calls else None,
-        )
+            raise _with_field_names(error) from error
+        answer = Answer(_head(body, style))
+        reader = CallReader(style.calls) if style.calls else None
         headers = forms.headers(style.ignored)
         submission = await submit(worker, requests, deltas=bool(body.stream))
         if body.stream:
-            return EventStream(
-                _events(submission, answer, reader), lambda: worker.cancel(submission), headers
-            )
+            stream = _events(submission, answer, reader)
+            return EventStream(stream, lambda: worker.cancel(submission), headers)
         try:
             outputs = await unless_client_leaves(request, submission.completed())
         finally:
             worker.cancel(submission)
         if outputs is None:
             return Response(status_code=CLIENT_LEFT)
-        (one,) = outputs[0].outputs
-        for _ in answer.push(_pieces(reader, one.text, last=True)):
+        (branch,) = outputs[0].outputs
+        for _ in answer.push(_pieces(reader, branch.text, last=True)):
             pass
-        for _ in answer.end(one.finish_reason, _usage(submission), int(time.time())):
+        for _ in answer.end(branch.finish_reason, _usage(submission), int(time.time())):
             pass
         return JSONResponse(answer.response, headers=headers)
 
@@ -145,14 +150,13 @@ async def _events(
     try:
         async for delta in submission:
             reason = delta.finish_reason or reason
-            for event in answer.push(
-                _pieces(reader, delta.text, last=delta.finish_reason is not None)
-            ):
+            pieces = _pieces(reader, delta.text, last=delta.finish_reason is not None)
+            for event in answer.push(pieces):
                 yield _sse(event)
         for event in answer.end(reason, _usage(submission), int(time.time())):
             yield _sse(event)
     except EngineStopped as error:
-        yield _sse(answer.failed(str(error)))
+        yield _sse(answer.failure(str(error)))
 
 
 def _sse(event: JSON) -> str:
@@ -167,16 +171,17 @@ def _pieces(reader: CallReader | None, text: str, last: bool) -> list[Piece]:
 
 def _usage(submission: Submission) -> JSON:
     (output,) = submission.outputs
-    given, made = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+    prompt_tokens = len(output.prompt_token_ids)
+    output_tokens = sum(len(branch.token_ids) for branch in output.outputs)
     return {
-        "input_tokens": given,
+        "input_tokens": prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": output.num_cached_tokens,
             "cache_write_tokens": 0,
         },
-        "output_tokens": made,
+        "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given + made,
+        "total_tokens": prompt_tokens + output_tokens,
     }
 
 
@@ -207,7 +212,7 @@ def _head(body: ResponsesRequest, style: Style) -> JSON:
     }
 
 
-# --- a response as a chat ---------------------------------------------------------------------------------------------
+# --- a response as a chat -------------------------------------------------------------------------
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
@@ -218,31 +223,34 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         ValueError: an item of another type than messages, calls and their outputs.
     """
     fields = {
-        **schema.given(body, SHARED),
+        **schema.field_values(body, SHARED),
         "messages": messages(body),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": None if body.tools is None else [_nested(tool) for tool in body.tools],
-        "tool_choice": _nested(body.tool_choice),
+        "tools": None if body.tools is None else [_chat_function(tool) for tool in body.tools],
+        "tool_choice": _chat_function(body.tool_choice),
         "response_format": _response_format(body.text.format if body.text else None),
     }
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        raise ApiError(400, *schema.first_error([dict(one) for one in error.errors()])) from error
+        errors = [dict(details) for details in error.errors()]
+        raise ApiError(400, *schema.first_error(errors)) from error
 
 
-def _renamed(error: ApiError) -> ApiError:
+def _with_field_names(error: ApiError) -> ApiError:
     """The error with this API's names of fields."""
     names = {
         "messages": "input",
         "response_format": "text",
         "max_completion_tokens": "max_output_tokens",
     }
-    message, param = str(error), error.param
+    message = str(error)
+    param = error.param
     if param is None:
         param = next((name for name in ("input", "text") if message.startswith(f"{name}.")), None)
     if param in names:
-        message, param = message.replace(param, names[param], 1), names[param]
+        message = message.replace(param, names[param], 1)
+        param = names[param]
     return ApiError(error.status, message, param, code=error.code, seconds=error.seconds)
 
 
@@ -252,34 +260,34 @@ def messages(body: ResponsesRequest) -> list[JSON]:
     Raises:
         ValueError: an item of another type than messages, calls and their outputs.
     """
-    found: list[JSON] = (
-        [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    )
+    conversation: list[JSON] = []
+    if body.instructions is not None:
+        conversation.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
+        return [*conversation, {"role": "user", "content": body.input}]
     for i, item in enumerate(body.input):
-        place, kind = f"input.{i}", item.get("type", "message")
+        place = f"input.{i}"
+        kind = item.get("type", "message")
         if kind == "message" and item.get("role") in ROLES:
-            found.append(
-                {"role": item["role"], "content": _content(f"{place}.content", item.get("content"))}
-            )
+            content = _content(f"{place}.content", item.get("content"))
+            conversation.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(call)
+            if not conversation or conversation[-1]["role"] != "assistant":
+                conversation.append({"role": "assistant", "content": ""})
+            conversation[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = _content(f"{place}.output", item.get("output"))
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            call_id = item.get("call_id")
+            conversation.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind != "reasoning":  # which this server never makes, and no template takes
-            what = f"{place} has the type {kind!r:.80}" + (
-                "" if kind != "message" else f" and no role of {ROLES}"
-            )
+            role = f" and no role of {ROLES}" if kind == "message" else ""
             raise ValueError(
-                f"{what}; items here are messages, function_call and function_call_output"
+                f"{place} has the type {kind!r:.80}{role}; items here are messages, function_call "
+                "and function_call_output"
             )
-    return found
+    return conversation
 
 
 def _content(place: str, content: Any) -> str:
@@ -289,23 +297,19 @@ def _content(place: str, content: Any) -> str:
     return content_text(place, content)
 
 
-def _nested(given: Any) -> Any:
-    """A function as a chat has it: its fields are in `function`."""
-    if not isinstance(given, dict) or given.get("type") != "function":
-        return given
-    return {
-        "type": "function",
-        "function": {name: value for name, value in given.items() if name != "type"},
-    }
+def _chat_function(tool: Any) -> Any:
+    """A tool or a choice as a chat has it: the fields of a function are in `function`."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    fields = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": fields}
 
 
-def _response_format(given: dict[str, Any] | None) -> Any:
+def _response_format(form: dict[str, Any] | None) -> Any:
     """`text.format` as a chat has it: the schema's fields are in `json_schema`."""
-    if given is None or given.get("type") != "json_schema":
-        return given
-    if too_deep(given):
+    if form is None or form.get("type") != "json_schema":
+        return form
+    if too_deep(form):
         raise ValueError(f"text.format has more than {MAX_LEVELS} levels; make it flatter")
-    return {
-        "type": "json_schema",
-        "json_schema": {name: value for name, value in given.items() if name != "type"},
-    }
+    fields = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": fields}

@@ -1,7 +1,9 @@
-"""Request bodies, and the sampling parameters that they mean. Names and defaults are OpenAI's and vLLM's.
+"""Request bodies, and the sampling parameters that they mean. Names and defaults are OpenAI's and
+vLLM's.
 
-An unknown field is an error that suggests a similar name. A field that needs an unsupported feature is an error too.
-Fields that change no token here (`IGNORED`) are accepted, because clients send them.
+An unknown field is an error that suggests a similar name. A field that needs an unsupported feature
+is an error too. Fields that change no token here (`IGNORED`) are accepted, because clients send
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsP
 from pagedjax.tools.definitions import CHOICE_FORM, MAX_TOOLS
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
-MAX_STOP = 1000  # characters of a stop string; so many characters of an answer may wait, and are searched at each token
+# Characters of a stop string; so many of an answer may wait, and are searched at each token
+MAX_STOP = 1000
 MAX_FIELDS = 256  # of an object, more than any request needs
 MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
 MAX_FIELD_TOKENS = 4096  # tokens that a field lists or biases
@@ -33,7 +36,8 @@ MAX_PATH = 4096  # characters of its folder
 
 
 def at_most(limit: int) -> Callable[[Any], Any]:
-    """A check of an object's size, before its fields are checked: each wrong field would be one more error."""
+    """A check of an object's size, before its fields are checked: each wrong field would be one
+    more error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -47,14 +51,18 @@ def plain_values(value: Any) -> Any:
     """A check of `vllm_xargs`: one error, however many values are wrong."""
     plain = (str, bool, int, float)
     for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
-        several = item if isinstance(item, list) else [item]
-        if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
-            what = f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
-            raise ValueError(what)
+        elements = item if isinstance(item, list) else [item]
+        too_many = len(elements) > MAX_FIELD_TOKENS
+        if too_many or not all(isinstance(element, plain) for element in elements):
+            raise ValueError(
+                f"{name!r:.80} must be a text, a number, true, false, or a list of at most "
+                f"{MAX_FIELD_TOKENS} of them"
+            )
     return value
 
 
-# Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of errors.
+# Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of
+# errors.
 Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its metrics
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -109,23 +117,25 @@ SHARED_WITH_BEAMS = (
 class Strict(BaseModel):
     # "3" is not a number, 1 is not a boolean, and numbers are finite
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
+    _field_limit = model_validator(mode="before")(at_most(MAX_FIELDS))
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = (
-        None  # OpenAI's padding against traffic analysis; there is none here
-    )
+    # OpenAI's padding against traffic analysis; there is none here
+    include_obfuscation: bool | None = None
 
 
-def refused(why: str) -> BeforeValidator:
-    """A field that asks for what does not exist here. `why`: and what to do instead."""
+def refused(reason: str) -> BeforeValidator:
+    """A field that asks for what does not exist here.
+
+    `reason` is the error: why it does not exist, and what to do instead.
+    """
 
     def check(value: Any) -> None:
         if value is not None:
-            raise ValueError(why)
+            raise ValueError(reason)
 
     return BeforeValidator(check)
 
@@ -142,7 +152,10 @@ class ResponseFormat(Strict):
     json_schema: SchemaFormat | None = None
 
 
-OLD_FORM = "this is the older form of structured_outputs and does not exist here; use structured_outputs: {{{}: ...}}"
+OLD_FORM = (
+    "this is the older form of structured_outputs and does not exist here; use "
+    "structured_outputs: {{{}: ...}}"
+)
 GUIDED = {
     f"guided_{name}": OLD_FORM.format(name)
     for name in ("json", "regex", "choice", "grammar", "json_object")
@@ -220,9 +233,11 @@ class GenerationBody(Strict):
 
 def form(prompt: Any) -> str:
     """The form of a prompt, by its first element. The prompt is checked as that form only."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    several = "lists" if isinstance(first, list) else "texts" if isinstance(first, str) else "ids"
-    return several if isinstance(prompt, list) else "text"
+    if not isinstance(prompt, list):
+        return "text"
+    if not prompt or isinstance(prompt[0], list):
+        return "lists"
+    return "texts" if isinstance(prompt[0], str) else "ids"
 
 
 Prompts = Annotated[
@@ -268,7 +283,8 @@ def text_parts(content: Any) -> Any:
     for part in content[:MAX_FIELDS] if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") in OTHER_PARTS:
             raise ValueError(
-                f"a part has the type {part['type']!r}, and models here read text alone; send its text"
+                f"a part has the type {part['type']!r}, and models here read text alone; send its "
+                "text"
             )
     return content
 
@@ -277,7 +293,7 @@ class Message(BaseModel):
     """One message. Other fields (`name`, `refusal`, ...) go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
+    _field_limit = model_validator(mode="before")(at_most(MAX_FIELDS))
 
     role: str
     content: Annotated[
@@ -289,9 +305,9 @@ class Message(BaseModel):
         """The message for a chat template: content is a text, and the role developer is system."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        extra = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         return {
-            **rest,
+            **extra,
             "role": "system" if self.role == "developer" else self.role,
             "content": text,
         }
@@ -323,7 +339,8 @@ def only_false(value: Any) -> Any:
     if value in (None, False):
         return value
     raise ValueError(
-        "an answer is made while its client waits, and is not kept; leave it out, and use stream: true"
+        "an answer is made while its client waits, and is not kept; leave it out, and use stream: "
+        "true"
     )
 
 
@@ -409,9 +426,10 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: int | None = None  # vLLM's number of it, which it ignores too
 
 
-def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
+def field_values(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
     """The fields that are not null; in OpenAI's API null means absent."""
-    return {name: value for name in names if (value := getattr(request, name)) is not None}
+    values = {name: getattr(request, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def sampling(
@@ -427,18 +445,18 @@ def sampling(
     """
     if request.use_beam_search:
         if form is not None:
-            name = (
-                "structured_outputs"
-                if request.structured_outputs is not None
-                else "response_format"
-            )
+            name = "response_format"
+            if request.structured_outputs is not None:
+                name = "structured_outputs"
             raise ValueError(
-                f"{name} does not go with use_beam_search, whose answers have no form; leave one of them out"
+                f"{name} does not go with use_beam_search, whose answers have no form; leave one "
+                "of them out"
             )
         return beam_search(request, max_tokens, logprobs)
-    if wrong := list(given(request, BEAMS)):
-        raise ValueError(f"{wrong[0]} goes with use_beam_search: true")
-    values = given(request, SAMPLING)
+    beam_fields = list(field_values(request, BEAMS))
+    if beam_fields:
+        raise ValueError(f"{beam_fields[0]} goes with use_beam_search: true")
+    values = field_values(request, SAMPLING)
     if request.seed is not None:
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
     if request.vllm_xargs is not None:
@@ -456,17 +474,23 @@ def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) 
         "top_k": (0, -1),
         "best_of": (request.n,),
     }
-    used = given(
-        request,
-        [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")],
-    )
-    used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
-    if used or logprobs is not None or request.stream:
-        name = next(iter(used), "stream" if request.stream else "logprobs")
+    shared_names = (*SHARED_WITH_BEAMS, "n")
+    names = [name for name in (*SAMPLING, "vllm_xargs") if name not in shared_names]
+    excluded = [
+        name
+        for name, value in field_values(request, names).items()
+        if value not in neutral.get(name, ())
+    ]
+    if request.stream:
+        excluded.append("stream")
+    elif logprobs is not None:
+        excluded.append("logprobs")
+    if excluded:
         raise ValueError(
-            f"{name} does not go with use_beam_search: a beam search samples nothing and comes whole"
+            f"{excluded[0]} does not go with use_beam_search: a beam search samples nothing and comes "
+            "whole"
         )
-    shared = given(request, (*SHARED_WITH_BEAMS, *BEAMS))
+    shared = field_values(request, (*SHARED_WITH_BEAMS, *BEAMS))
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
 
 
@@ -485,33 +509,30 @@ FORMS = {
 
 def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """The most useful of pydantic's errors -> (message, field)."""
-    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
-    first = (unknown or long or list(errors))[0]
+    unknown_fields = [error for error in errors if error["type"] == "extra_forbidden"]
+    too_long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
+    first = (unknown_fields or too_long or list(errors))[0]
     if first["type"] == "json_invalid":
         return (
             f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}",
             None,
         )
-    place, *rest = first["loc"]
-    path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
+    path = list(map(str, first["loc"]))
+    if first["loc"][0] in ("body", "query", "path"):
+        del path[0]
     field = path[0][:80] if path else None
-    if unknown:
-        known = sorted(
-            {
-                *CompletionRequest.model_fields,
-                *ChatRequest.model_fields,
-                *EmbeddingRequest.model_fields,
-            }
-        )
-        near = difflib.get_close_matches(path[-1], known, n=1)
-        return f"unknown field {'.'.join(path)!r:.120}" + (
-            f"; did you mean {near[0]!r}?" if near else ""
-        ), field
+    if unknown_fields:
+        bodies = (CompletionRequest, ChatRequest, EmbeddingRequest)
+        names = sorted({name for body in bodies for name in body.model_fields})
+        similar = difflib.get_close_matches(path[-1], names, n=1)
+        message = f"unknown field {'.'.join(path)!r:.120}"
+        if similar:
+            message += f"; did you mean {similar[0]!r}?"
+        return message, field
     text = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
         checked_here = first["type"] == "value_error" and at == len(path) - 1
         if part in FORMS and first["type"] != "missing" and not checked_here:
             name = ".".join(path[: at + 1])[:120]
-            return f"{name}: {text}" if long else f"{name} must be {FORMS[part]}", field
+            return f"{name}: {text}" if too_long else f"{name} must be {FORMS[part]}", field
     return f"{'.'.join(path)[:120] or 'the body'}: {text}", field

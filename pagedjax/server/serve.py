@@ -28,7 +28,9 @@ log = logging.getLogger("pagedjax.server")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, before a model is loaded, so that a port in use is an early error.
+    """A socket bound to an address.
+
+    It is bound before a model is loaded, so that a port in use is an early error.
 
     Raises:
         ValueError: the address cannot be used.
@@ -39,14 +41,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
         raise ValueError(
             f"cannot listen at {host!r}, port {port}: {error}; choose others (--host, --port)"
         ) from error
-    return made
+    return listener
 
 
 def serve(
@@ -59,24 +61,26 @@ def serve(
 ) -> None:
     """Serve until a signal. Prints the address when the server listens.
 
-    SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
-    connections that do not read the answer are closed. A second SIGINT does not wait for them. After SIGTERM this
-    returns; after SIGINT it raises KeyboardInterrupt.
+    SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they
+    are answered 503, and connections that do not read the answer are closed. A second SIGINT does
+    not wait for them. After SIGTERM this returns; after SIGINT it raises KeyboardInterrupt.
     """
     app = create_app(llm, options)
     config = uvicorn.Config(
         app,
         log_level=log_level,
         access_log=log_level == "debug",
-        timeout_graceful_shutdown=drain_seconds
-        + 2 * GRACE,  # then uvicorn cancels, without an answer
-        timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that clients close it
+        # Then uvicorn cancels, without an answer
+        timeout_graceful_shutdown=drain_seconds + 2 * GRACE,
+        # Seconds; longer than clients keep an idle connection, so that clients close it
+        timeout_keep_alive=75,
         server_header=False,
     )
     host, port = listener.getsockname()[:2]
-    where = f"[{host}]" if ":" in host else host
-    line = f"serving {options.name} at http://{where}:{port}/v1"
-    if group := joined():
+    host = f"[{host}]" if ":" in host else host
+    line = f"serving {options.name} at http://{host}:{port}/v1"
+    group = joined()
+    if group:
         group.on_failure.append(app.state.worker.fail)
     _Server(config, app.state.worker, drain_seconds, line).run(sockets=[listener])
 
@@ -88,7 +92,9 @@ class _Server(uvicorn.Server):
         self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str
     ) -> None:
         super().__init__(config)
-        self._worker, self._drain_seconds, self._line = worker, drain_seconds, line
+        self._worker = worker
+        self._drain_seconds = drain_seconds
+        self._line = line
         self._second_signal = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,7 +108,10 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(leave)  # now, because uvicorn raises SIGINT again
 
     async def _end_after_drain(self) -> None:
-        """Answer unfinished requests when the time is over, and then close the connections that do not read."""
+        """Answer unfinished requests when the time is over.
+
+        Then close the connections that do not read.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
                 await self._second_signal.wait()
@@ -115,18 +124,19 @@ class _Server(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT and not self._second_signal.is_set():
             self._second_signal.set()  # the loop reads it when it next wakes, ten times a second
         elif sig == signal.SIGTERM:
-            self.should_exit = (
-                True  # uvicorn would raise it again in the end, and the exit status would not be 0
-            )
+            # uvicorn would raise it again in the end, and the exit status would not be 0
+            self.should_exit = True
         else:
             super().handle_exit(sig, frame)
 
 
 def follow(llm: LLM, group: Any, record: str | None) -> int:
-    """Serve as a process that takes no requests. SIGTERM here stops process 0, which drains and then ends all.
+    """Serve as a process that takes no requests -> the exit status.
+
+    SIGTERM here stops process 0, which drains and then ends all.
 
     Args:
-        record: the recording of process 0; this process writes one beside it.
+        record: the recording of process 0; this process writes one in the same folder.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -135,8 +145,8 @@ def follow(llm: LLM, group: Any, record: str | None) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     print(group, flush=True)
-    beside = Path(record).with_suffix(f".process-{group.process}.jsonl") if record else None
-    llm.follow(record=beside)
+    path = Path(record).with_suffix(f".process-{group.process}.jsonl") if record else None
+    llm.follow(record=path)
     return 0
 
 
@@ -150,10 +160,10 @@ def read_key(file: str) -> str:
     try:
         key = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        what = f"the API key file {file!r} cannot be read: {why}"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"{what}; name a text file that has the key alone, or leave it out to need no key"
+            f"the API key file {file!r} cannot be read: {reason}; name a text file that has the "
+            "key alone, or leave it out to need no key"
         ) from None
     if not key:
         raise ValueError(
@@ -163,7 +173,7 @@ def read_key(file: str) -> str:
 
 
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
-    """The command. `engine`: fields of EngineConfig."""
+    """Run the command -> the exit status. `engine`: fields of EngineConfig."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pagedjax").setLevel(args.log_level.upper())
     key = None if args.api_key_file is None else read_key(args.api_key_file)
@@ -188,14 +198,19 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning(
-            "the policy is fair, but the field user of requests is ignored; add --allow-user to share by it"
+            "the policy is fair, but the field user of requests is ignored; add --allow-user to "
+            "share by it"
         )
     group = joined()
-    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
+    llm_options = {
+        "progress": sys.stderr.isatty(),
+        "compilation_cache": args.compilation_cache,
+        **engine,
+    }
     if group is not None and group.process:
-        return follow(LLM(args.model, **start), group, args.record)
+        return follow(LLM(args.model, **llm_options), group, args.record)
     with bound_socket(args.host, args.port) as listener:
-        llm = LLM(args.model, **start)
+        llm = LLM(args.model, **llm_options)
         for name, folder in folders.items():
             llm.load_adapter(name, folder)
         if args.record:
@@ -205,15 +220,19 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
                 llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level
             )
         except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
-            return ended(llm, 130)
+            return finish(llm, 130)
         finally:
             llm.engine.record(None)
-    return ended(llm, 0)
+    return finish(llm, 0)
 
 
-def ended(llm: LLM, status: int) -> int:
-    """The exit status. If a program is being compiled the process ends here, because Python would wait for it."""
-    if (programs := llm.engine.background) is not None:
+def finish(llm: LLM, status: int) -> int:
+    """Stop the compilation of programs -> the exit status.
+
+    If a program is being compiled, the process ends here, because Python would wait for it.
+    """
+    programs = llm.engine.background
+    if programs is not None:
         programs.stop()
         if programs.compiling:
             logging.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
@@ -15,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from pagedjax.server import responses, schema, tool_answers
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
-from pagedjax.server.worker import EngineStopped, Submission
+from pagedjax.server.worker import Delta, EngineStopped, Submission
+from pagedjax.session import GenerationRequest
 from pagedjax.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
@@ -23,87 +23,114 @@ Result = TypeVar("Result")
 
 
 async def unless_client_leaves(request: Request, awaitable: Awaitable[Result]) -> Result | None:
-    """The awaitable's result, or None if the client leaves first. The awaitable is cancelled then."""
-    work, left = asyncio.ensure_future(awaitable), asyncio.ensure_future(_disconnected(request))
+    """Wait for the awaitable -> its result.
+
+    If the client leaves first, the awaitable is cancelled, and the result is None.
+    """
+    work = asyncio.ensure_future(awaitable)
+    client_leaves = asyncio.ensure_future(_wait_until_disconnected(request))
     try:
-        await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, client_leaves), return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
     finally:
-        for task in (work, left):
-            task.cancel()
+        work.cancel()
+        client_leaves.cancel()
         with suppress(asyncio.CancelledError):
-            await left
+            await client_leaves
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_until_disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `ended` is called after the last event, when the client leaves, and if it has left before."""
+    """Server-sent events.
+
+    `on_end` is called after the last event, when the client leaves, and if it has left before.
+    """
 
     def __init__(
         self,
         events: AsyncIterator[str],
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
         headers: Mapping[str, str] | None = None,
     ) -> None:
         # nginx and others behind its example would keep events until their buffer is full
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._ended = ended
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._ended()
+            self._on_end()
+
+
+class _Branch:
+    """What a stream remembers of one branch."""
+
+    def __init__(self, style: Style, request: GenerationRequest) -> None:
+        self.request = request
+        self.tokens = 0
+        self.offset = 0  # where the last token begins in the text, if log-probabilities show it
+        self._only_echo = style.only_echo
+        self._characters = 0
+        self._calls = CallReader(style.calls) if style.calls is not None else None
+        self._offsets = None
+        if style.logprobs is not None and not style.chat:
+            self._offsets = responses.OutputOffsets(style, request)
+
+    def push(self, delta: Delta) -> tuple[JSON, str | None]:
+        """Take a new token -> (its fields in the delta of a chat, why the branch ended)."""
+        self.tokens += not self._only_echo
+        fields: JSON = {"content": "" if self._only_echo else delta.text}
+        reason: str | None = delta.finish_reason
+        if self._calls is not None:
+            fields, reason = tool_answers.delta(self._calls, delta.text, reason)
+        if self._offsets is not None:
+            self.offset = self._offsets.next(delta.token_id)
+            self._characters += len(delta.text)
+            if reason is not None:  # tokens of a stop string may come behind the text
+                self.offset = min(self.offset, self._offsets.start + self._characters)
+        return fields, reason
 
 
 async def events(submission: Submission, body: GenerationBody, style: Style) -> AsyncIterator[str]:
     """The server-sent events of a submission."""
     options = body.stream_options or schema.StreamOptions()
-    always = bool(options.continuous_usage_stats)
+    usage_in_chunks = bool(options.continuous_usage_stats)
     requests = submission.requests
     width = max(request.params.n or 1 for request in requests)
-    counts = style.logprobs is not None and not style.chat
-    each = [request for request in requests for _ in range(width)] if counts else []
-    offsets = [responses.OutputOffsets(style, request) for request in each]
-    sent: Counter[int] = Counter()  # characters of each branch
-    generated: Counter[int] = Counter()  # tokens of each branch
-    readers = [CallReader(style.calls) for _ in range(len(requests) * width)] if style.calls else []
+    branches = [_Branch(style, request) for request in requests for _ in range(width)]
 
-    def with_usage(chunk: JSON, index: int) -> str:
-        """With vLLM's usage so far, which counts one branch."""
-        if always:
-            chunk["usage"] = responses.used(
-                len(requests[index // width].prompt_token_ids), generated[index]
-            )
+    def with_usage(chunk: JSON, branch: _Branch) -> str:
+        """The event of a chunk, with vLLM's usage so far, which counts one branch."""
+        if usage_in_chunks:
+            prompt_tokens = len(branch.request.prompt_token_ids)
+            chunk["usage"] = responses.usage_counts(prompt_tokens, branch.tokens)
         return responses.event(chunk)
 
     try:
-        for index in range(len(requests) * width):
-            first = responses.opening(style, index, requests[index // width])
-            if first is not None:
-                yield with_usage(first, index)
+        for index, branch in enumerate(branches):
+            opening = responses.opening(style, index, branch.request)
+            if opening is not None:
+                yield with_usage(opening, branch)
         async for delta in submission:
             index = delta.request * width + delta.index
-            generated[index] += not style.only_echo
-            said: JSON = {"content": "" if style.only_echo else delta.text}
-            reason: str | None = delta.finish_reason
-            if style.calls is not None:
-                said, reason = tool_answers.delta(readers[index], delta.text, reason)
-            offset = 0
-            if counts:
-                offset = offsets[index].next(delta.token_id)
-                sent[index] += len(delta.text)
-                if reason is not None:  # tokens of a stop string may come behind the text
-                    offset = min(offset, offsets[index].start + sent[index])
-            shown = style.logprobs is not None or style.token_ids or reason is not None or always
-            if shown or any(said.values()):
-                choice = responses.delta_choice(style, delta, index, offset, said, reason)
-                yield with_usage(responses.chunk(style, choice), index)
+            branch = branches[index]
+            fields, reason = branch.push(delta)
+            has_logprobs = style.logprobs is not None
+            if (
+                any(fields.values())
+                or has_logprobs
+                or style.token_ids
+                or reason is not None
+                or usage_in_chunks
+            ):
+                choice = responses.delta_choice(style, delta, index, branch.offset, fields, reason)
+                yield with_usage(responses.chunk(style, choice), branch)
         if options.include_usage:
             usage = responses.usage(submission.outputs, style.only_echo)
             yield responses.event(responses.chunk(style, None, usage))

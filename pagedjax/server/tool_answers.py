@@ -1,4 +1,7 @@
-"""Calls of tools in answers, in OpenAI's format. Pure functions, except that a call gets a random id."""
+"""Calls of tools in answers, in OpenAI's format.
+
+The functions are pure, except that a call gets a random id.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
     text, calls, complete = read(output.text, form)
     if not calls:
         return {"content": text}, output.finish_reason
-    listed = [
+    tool_calls = [
         {
             "id": call.id,
             "type": "function",
@@ -25,15 +28,21 @@ def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
         for call in calls
     ]
     reason = _reason(output.finish_reason, complete)
-    return {"content": text or None, "tool_calls": listed}, reason
+    return {"content": text or None, "tool_calls": tool_calls}, reason
 
 
 def delta(reader: CallReader, text: str, reason: str | None) -> tuple[JSON, str | None]:
-    """(the delta of a stream for the next text of an answer, why it ended). A call's id and name come once."""
-    pieces = reader.push(text) + (reader.finish() if reason is not None else [])
-    said: JSON = {}
-    if own := "".join(piece.text for piece in pieces if piece.call is None):
-        said["content"] = own
+    """(the delta of a stream for the next text of an answer, why the answer ended).
+
+    A call's id and name come once.
+    """
+    pieces = reader.push(text)
+    if reason is not None:
+        pieces += reader.finish()
+    fields: JSON = {}
+    content = "".join(piece.text for piece in pieces if piece.call is None)
+    if content:
+        fields["content"] = content
     calls: dict[int, JSON] = {}
     for piece in pieces:
         if piece.call is None:
@@ -43,10 +52,10 @@ def delta(reader: CallReader, text: str, reason: str | None) -> tuple[JSON, str 
             call |= {"id": piece.id, "type": "function", "function": {"name": piece.name}}
         call["function"]["arguments"] = call["function"].get("arguments", "") + piece.text
     if calls:
-        said["tool_calls"] = list(calls.values())
-    return said, reason and _reason(reason, reader.calls > 0 and reader.complete)
+        fields["tool_calls"] = list(calls.values())
+    return fields, reason and _reason(reason, reader.calls > 0 and reader.complete)
 
 
 def _reason(reason: str, complete: bool) -> str:
-    """An answer that ends by itself after a call waits for the call's result."""
+    """Why the answer ended: one that stops by itself after a call waits for the call's result."""
     return "tool_calls" if reason == "stop" and complete else reason

@@ -1,13 +1,17 @@
-"""The two endpoints of vllmini, a small engine from a lecture: start a generation, and ask for its text so far.
+"""The two endpoints of vllmini, a small engine from a lecture.
 
-    POST /generate {"prompt": "...", "max_length": 100}   ->  {"sequence_id": "kQ3v..."}
-    GET  /result/kQ3v...                                  ->  {"status": "in progress", "generated": "so far"}
+They start a generation, and tell its text so far:
 
-`status` is "not found", "in progress", "completed" or "error". Sampling is greedy. In vllmini `sequence_id` is a number
-that counts up. Here it is a random text, so that a client cannot read the results of another client.
+    POST /generate {"prompt": "...", "max_length": 100}  ->  {"sequence_id": "kQ3v..."}
+    GET  /result/kQ3v...    ->  {"status": "in progress", "generated": "so far"}
 
-A result is kept for `result_seconds` after its POST or its last GET. Then it is forgotten, and its generation is
-cancelled if it still runs. At most MAX_RESULTS are kept; the oldest completed one makes room for a new one.
+`status` is "not found", "in progress", "completed" or "error". Sampling is greedy. In vllmini
+`sequence_id` is a number that counts up. Here it is a random text, so that a client cannot read the
+results of another client.
+
+A result is kept for `result_seconds` after its POST or its last GET. Then it is forgotten, and its
+generation is cancelled if it still runs. At most MAX_RESULTS are kept; the oldest completed one
+makes room for a new one.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ class Result:
     reader: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
+        """Collect the text until the generation ends."""
         try:
             async for delta in self.submission:
                 self.generated += delta.text
@@ -53,7 +58,8 @@ class Results:
     """The results that are kept, in order of their POST. For use in the event loop."""
 
     def __init__(self, worker: Worker, seconds: float) -> None:
-        self._worker, self._seconds = worker, seconds
+        self._worker = worker
+        self._seconds = seconds
         self._results: dict[str, Result] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -61,18 +67,23 @@ class Results:
         """Keep the result of a submission, and read its text from now on. Returns its id.
 
         Raises:
-            ApiError: all results are in progress, and there is no room for one more. The submission is cancelled.
+            ApiError: all results are in progress, and there is no room for one more. The submission
+                is cancelled.
         """
         if len(self._results) >= MAX_RESULTS:
-            completed = next(
-                (name for name, one in self._results.items() if one.status != "in progress"), None
-            )
-            if completed is None:
+            completed = [
+                key for key, result in self._results.items() if result.status != "in progress"
+            ]
+            if not completed:
                 self._worker.cancel(submission)
-                message = f"{MAX_RESULTS} generations are in progress, the limit of /generate; try again later"
+                message = (
+                    f"{MAX_RESULTS} generations are in progress, the limit of /generate; try again "
+                    "later"
+                )
                 raise ApiError(429, message, code="queue_full", seconds=1)
-            self._forget(completed)
-        name, result = secrets.token_urlsafe(ID_BYTES), Result(submission)
+            self._forget(completed[0])
+        name = secrets.token_urlsafe(ID_BYTES)
+        result = Result(submission)
         result.reader = asyncio.create_task(result.read())
         self._results[name] = result
         self._keep(name)
@@ -80,16 +91,15 @@ class Results:
 
     def get(self, name: str) -> Result | None:
         """The result; it is kept for `seconds` more."""
-        found = self._results.get(name)
-        if found is not None:
+        result = self._results.get(name)
+        if result is not None:
             self._timers.pop(name).cancel()
             self._keep(name)
-        return found
+        return result
 
     def _keep(self, name: str) -> None:
-        self._timers[name] = asyncio.get_running_loop().call_later(
-            self._seconds, self._forget, name
-        )
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(self._seconds, self._forget, name)
 
     def _forget(self, name: str) -> None:
         result = self._results.pop(name)
@@ -117,18 +127,19 @@ def add_routes(app: FastAPI, worker: Worker, result_seconds: float) -> None:
     @app.get("/result/{sequence_id}")
     async def result(sequence_id: str) -> JSON:
         """The text so far."""
-        found = results.get(sequence_id)
-        if found is None:
+        generation = results.get(sequence_id)
+        if generation is None:
             return {"status": "not found", "generated": None}
-        return {"status": found.status, "generated": found.generated}
+        return {"status": generation.status, "generated": generation.generated}
 
 
 def _request(worker: Worker, body: LectureRequest) -> GenerationRequest:
-    """Raises ValueError if `max_length` leaves no room for output."""
+    """The engine's request. Raises ValueError if `max_length` leaves no room for output."""
     ids = worker.llm.tokenizer.encode(body.prompt)
     room = body.max_length - len(ids)
     if room < 1:
         raise ValueError(
-            f"max_length is {body.max_length} tokens with the prompt's {len(ids)}; it must be at least {len(ids) + 1}"
+            f"max_length is {body.max_length} tokens with the prompt's {len(ids)}; it must be at "
+            f"least {len(ids) + 1}"
         )
     return GenerationRequest(ids, SamplingParams(temperature=0.0, max_tokens=room), body.prompt)

@@ -1,15 +1,19 @@
-"""The engine's thread. Only this thread uses the engine; requests, cancellations and changes reach it through a queue.
+"""The engine's thread.
 
-    submission = await worker.submit(requests)      # ValueError: one can never run; QueueFull: try again later
-    async for delta in submission: ...              # new tokens, of all requests
-    submission.outputs                              # when all requests have ended
-    worker.cancel(submission)                       # at any time; its blocks are free before the next step
-    await worker.change(function)                   # function(engine), between two steps
+Only this thread uses the engine; requests, cancellations and changes reach it through a queue.
+
+    # ValueError: a request can never run; QueueFull: try again later
+    submission = await worker.submit(requests)
+    async for delta in submission: ...  # new tokens, of all requests
+    submission.outputs                  # when all requests have ended
+    worker.cancel(submission)           # at any time; its blocks are free before the next step
+    await worker.change(function)       # function(engine), between two steps
 
 One call to the event loop delivers everything that a step produced, for all requests.
 
-A failed step is rolled back: its requests return to the queue and the worker continues. MAX_FAILED_STEPS failed steps
-in a row end the engine. So does an error after the step, while its tokens become text, because tokens would be missing.
+A failed step is rolled back: its requests return to the queue and the worker continues.
+MAX_FAILED_STEPS failed steps in a row end the engine. So does an error after the step, while its
+tokens become text, because tokens would be missing.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from pagedjax.engine.engine import Engine
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
-from pagedjax.session import Branches, GenerationRequest, output_of
+from pagedjax.session import Branches, GenerationRequest, SessionStep, output_of
 from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
@@ -57,7 +61,8 @@ class QueueFull(Exception):
 
     def __init__(self, waiting: int, limit: int, seconds: int) -> None:
         super().__init__(
-            f"{waiting} requests are waiting, and the limit is {limit}; try again in about {seconds} s"
+            f"{waiting} requests are waiting, and the limit is {limit}; try again in about "
+            f"{seconds} s"
         )
         self.seconds = seconds
 
@@ -70,11 +75,15 @@ Update = Delta | Completed | Exception
 
 
 class Submission:
-    """Requests that one client sent together. Iterating yields deltas until all requests have ended."""
+    """Requests that one client sent together.
+
+    Iterating yields deltas until all requests have ended.
+    """
 
     def __init__(self, requests: Sequence[GenerationRequest], deltas: bool) -> None:
         """`deltas`: False if only the outputs are needed."""
-        self.requests, self.deltas = tuple(requests), deltas
+        self.requests = tuple(requests)
+        self.deltas = deltas
         self.received_at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -123,7 +132,12 @@ class Observer(Protocol):
     def added(
         self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState, /
     ) -> None:
-        """A request was queued; `names` are its branches. `at`: time.perf_counter when the server received it."""
+        """A request was queued.
+
+        Args:
+            names: its branches.
+            at: time.perf_counter when the server received it.
+        """
 
     def stepped(
         self,
@@ -133,7 +147,10 @@ class Observer(Protocol):
         after: SchedulerState,
         /,
     ) -> None:
-        """A step, with the stop strings found after it. `result` is None for cancellations and for a failed step."""
+        """A step was made, and the stop strings in its text were found.
+
+        `result` is None for cancellations and for a failed step.
+        """
 
 
 class Worker:
@@ -143,7 +160,8 @@ class Worker:
         self, llm: LLM, *, max_queue: int = 256, observers: Sequence[Observer] = ()
     ) -> None:
         """`max_queue`: requests that may wait; one more raises `QueueFull`."""
-        self.llm, self.max_queue = llm, max_queue
+        self.llm = llm
+        self.max_queue = max_queue
         self.error: BaseException | None = None  # that ended the engine
         self._session = llm.session
         self._observers = tuple(observers)
@@ -153,9 +171,8 @@ class Worker:
         self._submitted = 0  # requests put into the inbox; only the event loop writes it
         self._received = 0  # requests taken from the inbox; only the thread writes it
         self._failures = 0  # failed steps in a row
-        self._seconds_per_request = (
-            0.1  # of steps between two requests that end, as a moving average
-        )
+        # of steps between two requests that end, as a moving average
+        self._seconds_per_request = 0.1
         self._busy_seconds = 0.0  # of steps since a request ended
         self._stopped = True  # before the start and after the end
         self._finishing = threading.Lock()
@@ -163,13 +180,16 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
 
     def start(self) -> None:
-        """Must be called in the event loop that submits requests."""
+        """Start the thread. Must be called in the event loop that submits requests."""
         self._loop = asyncio.get_running_loop()
         self._stopped = False
         self._thread.start()
 
     def halt(self) -> None:
-        """Stop after the present step; unfinished requests get EngineStopped. Any thread, any number of times."""
+        """Stop after the present step; unfinished requests get EngineStopped.
+
+        Any thread may call this, any number of times.
+        """
         self._inbox.put(("stop", None, None))
 
     def stop(self) -> None:
@@ -211,11 +231,12 @@ class Worker:
         return submission
 
     async def change(self, function: Callable[[Engine], None]) -> None:
-        """Call a function with the engine between two steps. What it raises is raised here, and steps continue: it must
-        leave the engine unchanged then.
+        """Call a function with the engine between two steps.
 
         Raises:
             EngineStopped: the engine has ended.
+            Exception: that of the function. Steps continue, so the function must leave the engine
+                unchanged then.
         """
         await self._put("change", function)
 
@@ -234,7 +255,7 @@ class Worker:
         if not submission.done:
             self._inbox.put(("cancel", submission, None))
 
-    # in the engine's thread -------------------------------------------------------------------------------------------
+    # in the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -247,7 +268,10 @@ class Worker:
         self._finish(self._reason())
 
     def _receive(self) -> bool:
-        """Handle the messages of the inbox; wait for one if no request is unfinished. Returns False for the end."""
+        """Handle the messages of the inbox -> whether the thread goes on.
+
+        Waits for a message if no request is unfinished.
+        """
         wait = not self._session.branches
         while True:
             try:
@@ -266,42 +290,42 @@ class Worker:
 
     def _add(self, submission: Submission, accepted: asyncio.Future[None]) -> None:
         try:
-            added = self._session.add(submission.requests)
+            branches_of_requests = self._session.add(submission.requests)
         except ValueError as error:
             self._call_in_loop(_refuse, accepted, error)
-        except (
-            Exception
-        ) as error:  # it ends the engine; this client is not among the owners, so answer it here
+        except Exception as error:
+            # It ends the engine. This client is not among the owners, so it is answered here
             self.error = error
             self._call_in_loop(_refuse, accepted, self._reason())
             raise
         else:
             state = self.llm.engine.scheduler_state
-            for i, branches in enumerate(added):
+            received_at = submission.received_at
+            for i, branches in enumerate(branches_of_requests):
                 self._owners |= dict.fromkeys(branches, _Owner(submission, i, branches))
-                self._notify(
-                    "added", tuple(branches), submission.requests[i], submission.received_at, state
-                )
+                request = submission.requests[i]
+                self._notify("added", tuple(branches), request, received_at, state)
             self._call_in_loop(_accept, accepted)
         self._received += len(submission.requests)
 
-    def _change(self, function: Callable[[Engine], None], done: asyncio.Future[None]) -> None:
+    def _change(self, function: Callable[[Engine], None], answer: asyncio.Future[None]) -> None:
         try:
             function(self.llm.engine)
         except Exception as error:
-            self._call_in_loop(_refuse, done, error)
+            self._call_in_loop(_refuse, answer, error)
         else:
-            self._call_in_loop(_accept, done)
+            self._call_in_loop(_accept, answer)
 
     def _cancel(self, submission: Submission) -> None:
         """Abandon each unfinished request of the submission once."""
-        before, events = self.llm.engine.scheduler_state, ()
-        owned = {
-            name: owner for name, owner in self._owners.items() if owner.submission is submission
-        }
-        for name in owned:
-            del self._owners[name]
-        for branches in {owner.request: owner.branches for owner in owned.values()}.values():
+        before = self.llm.engine.scheduler_state
+        events: tuple[Event, ...] = ()
+        by_request: dict[int, Branches] = {}
+        for name, owner in list(self._owners.items()):
+            if owner.submission is submission:
+                by_request[owner.request] = owner.branches
+                del self._owners[name]
+        for branches in by_request.values():
             events += self._session.abandon(branches)
         self._notify("stepped", before, None, events, self.llm.engine.scheduler_state)
 
@@ -311,17 +335,22 @@ class Worker:
             step = self._session.step()
         except Exception:
             self._failures += 1
-            if self._failures == MAX_FAILED_STEPS or not _rolled_back(
-                before, self.llm.engine.scheduler_state
-            ):
+            after = self.llm.engine.scheduler_state
+            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, after):
                 raise
             log.exception(
                 "a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS
             )
-            self._notify("stepped", before, None, (), self.llm.engine.scheduler_state)
+            self._notify("stepped", before, None, (), after)
             return
         self._failures = 0
         self._notify("stepped", before, step.result, step.events, self.llm.engine.scheduler_state)
+        updates = self._deltas(step) + self._take_completed(step)
+        if updates:
+            self._call_in_loop(_deliver, updates)
+
+    def _deltas(self, step: SessionStep) -> list[tuple[Submission, Update]]:
+        """The new tokens of a step, for the submissions that want them."""
         updates: list[tuple[Submission, Update]] = []
         for name, token_id, text in step.deltas:
             submission, request, branches = self._owners[name]
@@ -333,26 +362,25 @@ class Worker:
             reason = branch.finish_reason
             delta = Delta(request, branch.index, text, token_id, entry, reason, branch.stop_reason)
             updates.append((submission, delta))
-        ends, self._busy_seconds = (
-            0,
-            self._busy_seconds + step.result.finished - step.result.started,
-        )
+        return updates
+
+    def _take_completed(self, step: SessionStep) -> list[tuple[Submission, Update]]:
+        """Forget the branches that ended -> the outputs of requests without unfinished branches."""
+        updates: list[tuple[Submission, Update]] = []
         for name in step.ended:
             submission, request, branches = self._owners.pop(name)
             if all(branch.finish_reason is not None for branch in branches.values()):
                 output = output_of(name, submission.requests[request], branches)
                 updates.append((submission, Completed(request, output)))
-                ends += 1
-        if ends:
-            self._seconds_per_request += 0.2 * (
-                self._busy_seconds / ends - self._seconds_per_request
-            )
-            self._busy_seconds = 0.0
+        self._busy_seconds = self._busy_seconds + step.result.finished - step.result.started
         if updates:
-            self._call_in_loop(_deliver, updates)
+            seconds = self._busy_seconds / len(updates)
+            self._seconds_per_request += 0.2 * (seconds - self._seconds_per_request)
+            self._busy_seconds = 0.0
+        return updates
 
     def _notify(self, method: Literal["added", "stepped"], *args: Any) -> None:
-        """Call the observers. One that fails must not stop the engine; its first error is logged."""
+        """Call the observers. An error of one is logged once, and does not stop the engine."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*args)
@@ -365,15 +393,17 @@ class Worker:
                     )
 
     def fail(self, reason: str) -> None:
-        """Answer every client with the reason, while the engine's thread may wait for a device that never answers."""
+        """Answer every client with the reason.
+
+        The engine's thread may wait meanwhile for a device that never answers.
+        """
         self.error = RuntimeError(reason)
         self._finish(self._reason())
 
     def _finish(self, error: Exception) -> None:
         """Answer every client with the error. A working engine also cancels what is unfinished."""
-        with (
-            self._finishing
-        ):  # `fail` may answer first, and the engine's thread what it was just taking
+        # `fail` may answer first; then the engine's thread answers only what it was just taking
+        with self._finishing:
             self._answer(error)
 
     def _answer(self, error: Exception) -> None:
@@ -392,9 +422,9 @@ class Worker:
                 self._call_in_loop(_refuse, answer, error)
 
     def _reason(self) -> EngineStopped:
-        return EngineStopped(
-            "the server is stopping" if self.error is None else f"the engine failed: {self.error}"
-        )
+        if self.error is None:
+            return EngineStopped("the server is stopping")
+        return EngineStopped(f"the engine failed: {self.error}")
 
     def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None, "call start first"
@@ -405,7 +435,10 @@ class Worker:
 
 
 def _rolled_back(before: SchedulerState, after: SchedulerState) -> bool:
-    """Whether a step left the state as after a roll-back. If not, the step was made, and its tokens are lost."""
+    """Whether a step left the state as after a roll-back.
+
+    If not, the step was made, and its tokens are lost.
+    """
     return not after.running.seqs and len(after.ids) == len(before.ids)
 
 

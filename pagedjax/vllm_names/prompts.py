@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TEXT, TOKENS = "prompt", "prompt_token_ids"
+TEXT = "prompt"
+TOKENS = "prompt_token_ids"
 
 
 def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """The text of a prompt, if it has one, and what its tokens come from: token ids, or the text.
+    """(the text or None, the prompt) of a mapping; the prompt is its token ids, or else its text.
 
     Args:
         prompt: a mapping with "prompt", "prompt_token_ids" or both.
@@ -17,17 +18,14 @@ def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     Raises:
         ValueError: a mapping with neither, or with something else.
     """
-    others = [
-        key for key, value in prompt.items() if key not in (TEXT, TOKENS) and value is not None
-    ]
-    if others:
-        remedy = (
-            "use SamplingParams(cache_salt=...)"
-            if others[0] == "cache_salt"
-            else "models here take text alone"
-        )
-        raise ValueError(f"a prompt has {others[0]!r}; {remedy}")
-    text, tokens = prompt.get(TEXT), prompt.get(TOKENS)
+    for key, value in prompt.items():
+        if key not in (TEXT, TOKENS) and value is not None:
+            remedy = "models here take text alone"
+            if key == "cache_salt":
+                remedy = "use SamplingParams(cache_salt=...)"
+            raise ValueError(f"a prompt has {key!r}; {remedy}")
+    text = prompt.get(TEXT)
+    tokens = prompt.get(TOKENS)
     if text is None and tokens is None:
         raise ValueError(f"a prompt is {prompt!r:.80}; a mapping has {TEXT!r} or {TOKENS!r}")
     if text is not None and not isinstance(text, str):
@@ -39,4 +37,5 @@ def kept(tokens: Sequence[int], truncate: int | None, max_model_len: int) -> Seq
     """The last `truncate` tokens; of -1, as many as leave room for one token of output."""
     if truncate is None:
         return tokens
-    return tokens[-(max_model_len - 1 if truncate == -1 else truncate) :]
+    count = max_model_len - 1 if truncate == -1 else truncate
+    return tokens[-count:]

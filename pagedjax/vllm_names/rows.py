@@ -1,4 +1,4 @@
-"""A row of a table: what happens to some arguments of vLLM. Arguments are read by the table's rows."""
+"""The rows of a table: what happens to some arguments of vLLM, and how arguments are read by it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 log = logging.getLogger("pagedjax.vllm_names")
 
-What = Literal["taken", "changes nothing", "refused"]
+Effect = Literal["taken", "changes nothing", "refused"]
 
 
 class Row(NamedTuple):
@@ -16,78 +16,87 @@ class Row(NamedTuple):
 
     Attributes:
         names: the arguments, as vLLM has them.
-        what: "taken" has the meaning that vLLM gives it; "changes nothing" is accepted and
+        effect: "taken" has the meaning that vLLM gives it; "changes nothing" is accepted and
             logged; "refused" is an error.
-        text: for the reader. Of a refused argument it ends the error's sentence and names the alternative.
-        becomes: (name, value) -> options of this project, for what is taken under another name or with other values.
-            It may raise ValueError with the part of the message after "name is value; ".
-        asks_nothing: values beside None, False, 0 and what is empty that ask for nothing, so they are not refused.
+        text: for the reader. Of a refused argument it ends the error's sentence and names the
+            alternative.
+        becomes: (name, value) -> options of this project, for an argument that has another name or
+            other values here. It may raise ValueError with the part of the message after "name is
+            value; ".
+        asks_nothing: values that ask for nothing, so they are not refused. None, False, 0 and
+            empty values are not listed; they ask for nothing of any argument.
         warns: a value that asks for something may break what a user expects.
     """
 
     names: tuple[str, ...]
-    what: What
+    effect: Effect
     text: str
     becomes: Callable[[str, Any], Mapping[str, Any]] | None = None
     asks_nothing: tuple[Any, ...] = ()
     warns: bool = False
 
 
-def taken(
+def translation(
     names: str, text: str, becomes: Callable[[str, Any], Mapping[str, Any]] | None = None
 ) -> Row:
     return Row(tuple(names.split()), "taken", text, becomes)
 
 
-def nothing(names: str, text: str, *asks_nothing: Any, warns: bool = False) -> Row:
+def no_effect(names: str, text: str, *asks_nothing: Any, warns: bool = False) -> Row:
     return Row(
         tuple(names.split()), "changes nothing", text, asks_nothing=asks_nothing, warns=warns
     )
 
 
-def refused(names: str, text: str, *asks_nothing: Any) -> Row:
+def refusal(names: str, text: str, *asks_nothing: Any) -> Row:
     return Row(tuple(names.split()), "refused", text, asks_nothing=asks_nothing)
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
+    """The row of each argument, by its name."""
     return {name: row for row in rows for name in row.names}
 
 
 def read(
-    given: Mapping[str, Any], table: Mapping[str, Row], error: type[Exception] = ValueError
+    arguments: Mapping[str, Any], table: Mapping[str, Row], error: type[Exception] = ValueError
 ) -> dict[str, Any]:
-    """The arguments as options of this project. Names that are not in the table stay as they are.
+    """Read arguments of vLLM -> options of this project; log those that change nothing.
+
+    Names that are not in the table stay as they are.
 
     Raises:
         ValueError, or `error`: an argument that is refused, or a value that its row refuses.
         ValueError: two arguments are the same option.
     """
-    found: dict[str, Any] = {name: value for name, value in given.items() if name not in table}
-    info, warnings = [], []
-    for name, value in given.items():
+    options: dict[str, Any] = {
+        name: value for name, value in arguments.items() if name not in table
+    }
+    without_effect: dict[int, list[str]] = {logging.INFO: [], logging.WARNING: []}
+    for name, value in arguments.items():
         if name not in table:
             continue
         row = table[name]
         asks = not _asks_nothing(value, row)
-        if row.what == "refused" and asks:
+        if row.effect == "refused" and asks:
             raise error(f"{name} is {value!r:.80}; {row.text}")
-        if row.what == "changes nothing":
-            (warnings if row.warns and asks else info).append(f"{name} ({row.text})")
-        if row.what == "taken":
-            options = _options(name, value, row, error)
-            for option in options:
-                if option in found:
+        if row.effect == "changes nothing":
+            level = logging.WARNING if row.warns and asks else logging.INFO
+            without_effect[level].append(f"{name} ({row.text})")
+        if row.effect == "taken":
+            translated = _options(name, value, row, error)
+            for option in translated:
+                if option in options:
                     raise ValueError(
-                        f"{name} is vLLM's name of {option}, and both are given; leave one of them out"
+                        f"{name} is vLLM's name of {option}, and both are given; leave one of them "
+                        "out"
                     )
-            found |= options
-            log.debug(
-                "%s is taken as %s", name, ", ".join(options) or "the default"
-            )  # no value: one may be secret
-    for level, lines in ((logging.INFO, info), (logging.WARNING, warnings)):
+            options |= translated
+            # No value is logged: it may be secret
+            log.debug("%s is taken as %s", name, ", ".join(translated) or "the default")
+    for level, lines in without_effect.items():
         if lines:
             log.log(level, "accepted, and changes nothing: %s", "; ".join(lines))
-    return found
+    return options
 
 
 def _options(name: str, value: Any, row: Row, error: type[Exception]) -> dict[str, Any]:
@@ -101,7 +110,8 @@ def _options(name: str, value: Any, row: Row, error: type[Exception]) -> dict[st
 
 def _asks_nothing(value: Any, row: Row) -> bool:
     """Whether a value is off, or vLLM's default: some scripts give all arguments."""
-    off = value is None or (
-        isinstance(value, (int, float, str, list, tuple, dict, set)) and not value
-    )
-    return off or any(type(value) is type(one) and value == one for one in row.asks_nothing)
+    if value is None:
+        return True
+    if isinstance(value, (int, float, str, list, tuple, dict, set)) and not value:
+        return True
+    return any(type(value) is type(default) and value == default for default in row.asks_nothing)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from pagedjax import cli
-from pagedjax.load_client.client import Target, connected, model_of
+from pagedjax.load_client.client import Target, connected, find_model
 from pagedjax.load_client.plan import Load, make_plan
 from tests.load_client.test_load_plan import HEADER
 from tests.load_client.test_load_stream import delta, text
@@ -168,7 +168,7 @@ def test_no_connection_is_kept_idle(server):
     async def idle() -> list:
         async with connected(Target(url)) as client:
             assert (
-                await asyncio.gather(*(model_of(client, Target(url)) for _ in range(5)))
+                await asyncio.gather(*(find_model(client, Target(url)) for _ in range(5)))
                 == ["stub"] * 5
             )
             return client._transport._pool.connections

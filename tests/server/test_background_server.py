@@ -84,9 +84,9 @@ def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, 
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     programs = SimpleNamespace(stop=lambda: stopped.append(True), compiling=compiling)
     llm = SimpleNamespace(engine=SimpleNamespace(background=programs))
-    assert serve.ended(llm, 130) == 130  # type: ignore[arg-type]
+    assert serve.finish(llm, 130) == 130  # type: ignore[arg-type]
     assert (left, stopped) == ([130] if compiling else [], [True])
-    assert serve.ended(SimpleNamespace(engine=SimpleNamespace(background=None)), 0) == 0  # type: ignore[arg-type]
+    assert serve.finish(SimpleNamespace(engine=SimpleNamespace(background=None)), 0) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

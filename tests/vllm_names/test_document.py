@@ -38,7 +38,7 @@ OF_VLLM = {
 def markdown(rows: Sequence[Row]) -> str:
     lines = ["| arguments | what happens | as what, why, or what instead |", "|---|---|---|"]
     lines += [
-        f"| {', '.join(f'`{name}`' for name in row.names)} | {row.what} | {row.text} |"
+        f"| {', '.join(f'`{name}`' for name in row.names)} | {row.effect} | {row.text} |"
         for row in rows
     ]
     return "\n".join(lines)

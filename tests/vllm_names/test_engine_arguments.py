@@ -171,7 +171,7 @@ def test_what_a_user_may_expect_otherwise_is_a_warning(caplog, value, level):
     assert [record.levelname for record in caplog.records] == [level]
 
 
-REFUSED = [row for row in TABLE if row.what == "refused"]
+REFUSED = [row for row in TABLE if row.effect == "refused"]
 ON = {"logprobs_mode": "raw_logits", "load_format": "dummy", "device": "cuda"}
 
 
@@ -230,4 +230,4 @@ def test_an_engine_refuses_with_the_remedy(tiny, given, message):
 def test_options_of_this_project_are_not_hidden():
     """A name that is an option here means the option."""
     own = {field.name for field in fields(EngineConfig)}
-    assert {name for name in own & set(ARGUMENTS) if ARGUMENTS[name].what != "taken"} == set()
+    assert {name for name in own & set(ARGUMENTS) if ARGUMENTS[name].effect != "taken"} == set()

@@ -50,7 +50,7 @@ def test_every_refused_argument_names_its_value(rows):
         (SamplingParams, {}) if rows is SAMPLING else (BeamSearchParams, {"beam_width": 2})
     )
     for row in rows:
-        for name in row.names if row.what == "refused" else ():
+        for name in row.names if row.effect == "refused" else ():
             with pytest.raises(TypeError, match=f"^{name} is 7; "):
                 cls(**needed, **{name: 7})
             assert cls(**needed, **{name: None}) == cls(**needed)
@@ -61,10 +61,10 @@ def test_what_is_taken_under_its_own_name_is_a_field_and_nothing_else_is(rows):
     cls = SamplingParams if rows is SAMPLING else BeamSearchParams
     fields = {field.name for field in dataclasses.fields(cls)}
     assert {
-        name for row in rows if row.what == "taken" and row.becomes is None for name in row.names
+        name for row in rows if row.effect == "taken" and row.becomes is None for name in row.names
     } <= fields
     assert {
-        name for row in rows if row.what != "taken" or row.becomes for name in row.names
+        name for row in rows if row.effect != "taken" or row.becomes for name in row.names
     } & fields == set()
 
 

@@ -1,7 +1,10 @@
-"""Replicas of an engine on Ray Serve, behind one address. Needs the extra `ray`. `docs/design/replicas.md` explains it.
+"""Replicas of an engine on Ray Serve, behind one address. It needs the extra `ray`.
+
+`docs/design/replicas.md` explains it.
 
 options.py         the options, checked before anything starts
-application.py     `app`: the application of Ray Serve, for `serve run pagedjax.server.ray:app` and YAML files
+application.py     `app`: the application of Ray Serve, for YAML files and for
+                   `serve run pagedjax.server.ray:app`
 ingress.py         the one address: key, router, passing answers on
 prompts.py         what a router must know of a request, from its body
 request_router.py  Ray Serve's request router around a pure one of pagedjax.routing

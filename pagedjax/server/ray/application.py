@@ -37,7 +37,7 @@ def app(args: Mapping[str, Any]) -> Application:
 
 
 def application(options: ClusterOptions) -> Application:
-    """Ray must be initialized."""
+    """The application of these options. Ray must be initialized."""
     scaling = options.scaling()
     router = {
         "router": options.router,
@@ -45,7 +45,7 @@ def application(options: ClusterOptions) -> Application:
         "drain_seconds": options.drain_seconds,
         "record": options.record_routing,
     }
-    # the ingress answers 503 when the time to drain is over; Serve ends the processes a moment later
+    # The ingress answers 503 when the time to drain is over; Serve ends the processes after that
     stops: dict[str, Any] = {
         "graceful_shutdown_timeout_s": options.drain_seconds + GRACE,
         "graceful_shutdown_wait_loop_s": 0.5,
@@ -79,7 +79,10 @@ def application(options: ClusterOptions) -> Application:
 
 
 class Ingress:
-    """Its application is made by `build`. `replicas`: so that Serve deploys them with it."""
+    """The ingress's deployment; `build` makes its application.
+
+    `replicas` is an argument so that Serve deploys them with it.
+    """
 
     def __init__(self, replicas: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""`pagedjax serve --replicas N`: replicas on this machine, or on the Ray cluster of --ray-address."""
+"""`pagedjax serve --replicas N`: replicas on this machine, or on the cluster of --ray-address."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
         ValueError: a wrong option, or one that replicas cannot have.
     """
     if args.allow_runtime_lora_updating:
-        what = "--allow-runtime-lora-updating changes one engine, and --replicas are several"
-        raise ValueError(f"{what}; name the adapters at the start, with --lora-modules")
+        raise ValueError(
+            "--allow-runtime-lora-updating changes one engine, and --replicas are several; name "
+            "the adapters at the start, with --lora-modules"
+        )
     if args.coordinator or args.processes:
         raise ValueError(
             "--replicas are engines of one process each; leave --coordinator and --processes out"
@@ -79,7 +81,11 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
 
 
 def check_files(options: ClusterOptions) -> None:
-    """Raises ValueError or OSError for what is missing, now and not in each replica."""
+    """Check now, and not in each replica, that all files are there.
+
+    Raises:
+        ValueError, OSError: one is missing.
+    """
     options.api_key()
     open_checkpoint(options.model, family=own_family(options.engine.get("model_family")))
     for name, folder in options.adapters.items():
@@ -95,13 +101,14 @@ def check_files(options: ClusterOptions) -> None:
 
 
 def _absolute(path: str) -> str:
-    """Of a path that exists here; a name stays. Replicas have another working folder."""
+    """The absolute path, if it exists here; a name stays. Replicas have another working folder."""
     return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _absolute_file(name: str) -> str:
-    where, colon, value = name.rpartition(":")
-    return f"{os.path.abspath(where)}{colon}{value}" if where.endswith(".py") else name
+    """Of "folder/file.py:NAME" with an absolute path; another name stays."""
+    file, colon, value = name.rpartition(":")
+    return f"{os.path.abspath(file)}{colon}{value}" if file.endswith(".py") else name
 
 
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
@@ -124,9 +131,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         count = options.replicas if scaling is None else scaling.initial_replicas
         words = f"{count} replica{'s' * (count != 1)}"
         print(f"serving {options.of_server().name} on {words} at {url}/v1", flush=True)
-        while not stopped.wait(
-            1.0
-        ):  # a wait without end would hold back the signal on some platforms
+        # A wait without end would hold back the signal on some platforms
+        while not stopped.wait(1.0):
             pass
         serve.delete(NAME)  # the replicas drain
     finally:
@@ -137,16 +143,19 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
 
 
 def _interrupted(*_: Any) -> None:
-    """Nothing is served yet, so there is nothing to drain."""
+    """End at once: nothing is served yet, so there is nothing to drain."""
     raise KeyboardInterrupt
 
 
 def check_cluster(options: ClusterOptions, cluster: str | None) -> None:
-    """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may grow."""
+    """Check that Ray has room for the replicas.
+
+    Raises:
+        ValueError: Ray on this machine has none. Another cluster may grow, so there is a warning.
+    """
+    resources = application.resources_of(options)
     try:
-        cluster_options.check_room(
-            options, application.resources_of(options), ray.cluster_resources()
-        )
+        cluster_options.check_room(options, resources, ray.cluster_resources())
     except ValueError as error:
         if cluster is None:
             raise
@@ -157,7 +166,8 @@ def address(args: argparse.Namespace) -> tuple[str, int]:
     """Where Ray Serve is to listen.
 
     Raises:
-        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there already.
+        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there
+            already.
     """
     if args.ray_address is not None:
         if not 0 < args.port < 2**16:
@@ -173,41 +183,40 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
     """Start the replicas, and wait until they are ready -> the address of the ingress.
 
     Raises:
-        ValueError: the cluster serves an application of this name, or listens elsewhere already; or a replica cannot
-            start, with Ray's reason.
+        ValueError: the cluster serves an application of this name, or listens elsewhere already; or
+            a replica cannot start, with Ray's reason.
     """
-    shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
+    logs = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
     serve.start(
-        proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown
+        proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=logs
     )
-    there = serve.status().applications.get(NAME)
-    if there is not None and there.status != "DEPLOY_FAILED":  # a failed one is replaced
-        what = f"this cluster serves an application {NAME!r} already"
+    present = serve.status().applications.get(NAME)
+    if present is not None and present.status != "DEPLOY_FAILED":  # a failed one is replaced
         raise ValueError(
-            f"{what}; stop the command that serves it, or call serve.delete({NAME!r}) in Python"
+            f"this cluster serves an application {NAME!r} already; stop the command that serves "
+            f"it, or call serve.delete({NAME!r}) in Python"
         )
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        serve.run(
-            application.application(options), name=NAME, route_prefix="/", logging_config=shown
-        )
-        answer = httpx.get(f"{url}/health", timeout=60)
-        if answer.status_code != 200:
+        replicas = application.application(options)
+        serve.run(replicas, name=NAME, route_prefix="/", logging_config=logs)
+        response = httpx.get(f"{url}/health", timeout=60)
+        if response.status_code != 200:
             raise ValueError(
-                f"the replicas have started, and {url}/health answers {answer.status_code}: {answer.text}"
+                f"the replicas have started, and {url}/health answers {response.status_code}: "
+                f"{response.text}"
             )
     except httpx.HTTPError as error:
         serve.delete(NAME)
-        what = f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on this cluster already"
-        raise ValueError(f"{what}; give that address with --host and --port") from error
+        raise ValueError(
+            f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on "
+            "this cluster already; give that address with --host and --port"
+        ) from error
     except RuntimeError as error:
-        reasons = [
-            one.message
-            for one in serve.status().applications[NAME].deployments.values()
-            if one.message
-        ]
+        deployments = serve.status().applications[NAME].deployments.values()
+        reasons = "; ".join(filter(None, (deployment.message for deployment in deployments)))
         serve.delete(NAME)
-        raise ValueError(f"the replicas cannot start: {error}\n{'; '.join(reasons)}") from error
+        raise ValueError(f"the replicas cannot start: {error}\n{reasons}") from error
     except (ValueError, KeyboardInterrupt):
         serve.delete(NAME)
         raise
@@ -215,7 +224,7 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
 
 
 def log_level(args: argparse.Namespace) -> str:
-    """Of Ray. Its information about itself is shown with `--log-level debug`."""
+    """The log level of Ray. Its information about itself is shown with `--log-level debug`."""
     return "WARNING" if args.log_level == "info" else args.log_level.upper()
 
 
@@ -226,12 +235,12 @@ def start_ray(address: str | None, level: str) -> None:
         ValueError: no cluster is at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported
-    shown = {"log_to_driver": level != "ERROR", "logging_level": level}
+    logs: dict[str, Any] = {"log_to_driver": level != "ERROR", "logging_level": level}
     if address is None:
-        ray.init(address="local", include_dashboard=False, **shown)
+        ray.init(address="local", include_dashboard=False, **logs)
         return
     try:
-        ray.init(address=address, **shown)
+        ray.init(address=address, **logs)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(
             f"no Ray cluster is at {address!r}: {error}; start one with ray start --head"

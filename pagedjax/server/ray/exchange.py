@@ -1,4 +1,7 @@
-"""One HTTP exchange as values: an ASGI scope that can be pickled, and the messages that an application answers with."""
+"""One HTTP exchange as values.
+
+They are an ASGI scope that can be pickled, and the messages that an application answers with.
+"""
 
 from __future__ import annotations
 
@@ -21,49 +24,50 @@ KEYS = (
     "root_path",
     "headers",
 )
-ENDING = 5.0  # seconds that an application has to end after its client has left
+ENDING_SECONDS = 5.0  # that an application has to end after its client has left
 
 
 def plain(scope: Scope) -> dict[str, Any]:
-    """The parts of a scope that say what was asked for."""
+    """The parts of a scope that describe the request, and can be pickled."""
     return {key: scope[key] for key in KEYS if key in scope}
 
 
 def get(path: str) -> dict[str, Any]:
     """The scope of a GET without a body."""
     return {
-        **{
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "GET",
-            "scheme": "http",
-        },
-        **{
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [],
-        },
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
     }
 
 
-async def answered(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-    """Call an application -> its messages, those that are ready together. Closing the generator is the client's leave.
+async def answer_messages(
+    app: ASGIApp, scope: Scope, body: bytes
+) -> AsyncGenerator[list[Message], None]:
+    """Call an application; yield its messages, those that are ready together.
+
+    To close the generator is to leave, as a client.
 
     Raises:
         Exception: that of the application, after its messages.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    left, asked = asyncio.Event(), False
+    client_left = asyncio.Event()
+    body_received = False
 
     async def receive() -> Message:
-        nonlocal asked
-        if not asked:
-            asked = True
+        nonlocal body_received
+        if not body_received:
+            body_received = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await left.wait()
+        await client_left.wait()
         return {"type": "http.disconnect"}
 
     call = asyncio.ensure_future(app(dict(scope), receive, messages.put))  # type: ignore[arg-type]
@@ -75,10 +79,11 @@ async def answered(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[li
             while not messages.empty():
                 ready.append(messages.get_nowait())
             ended = None in ready
-            if found := [message for message in ready if message is not None]:
-                yield found
+            batch = [message for message in ready if message is not None]
+            if batch:
+                yield batch
         await call
     finally:
-        left.set()
+        client_left.set()
         with suppress(asyncio.CancelledError, Exception):
-            await asyncio.wait_for(call, ENDING)
+            await asyncio.wait_for(call, ENDING_SECONDS)

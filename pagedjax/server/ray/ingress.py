@@ -1,5 +1,7 @@
-"""The ingress: the one address of a cluster. It checks the key, tells the router what it must know of a request, and
-passes the answer of the chosen replica on, message by message.
+"""The ingress: the one address of a cluster.
+
+It checks the key, tells the router what it must know of a request, and passes the answer of the
+chosen replica on, message by message.
 
     /health             200 while at least one replica is healthy
     /metrics            those of all replicas, with the label `replica`
@@ -49,32 +51,37 @@ log = logging.getLogger("pagedjax.server")
 
 
 def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIApp:
-    """The ASGI application. `replicas`: the handle of their deployment, whose request router is PureRouter."""
-    app, ingress = FastAPI(title="PagedJAX", openapi_url=None), Ingress(options, replicas)
+    """The ASGI application.
+
+    Args:
+        replicas: the handle of their deployment, whose request router is PureRouter.
+    """
+    app = FastAPI(title="PagedJAX", openapi_url=None)
+    ingress = Ingress(options, replicas)
     add_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
         """200 while a replica is healthy."""
-        good = [one.replica for one in await ingress.of_all("/health") if one.status == 200]
-        return JSONResponse(
-            {"status": "ok" if good else "no replica is healthy"}, 200 if good else 503
-        )
+        if not await ingress.healthy():
+            return JSONResponse({"status": "no replica is healthy"}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Those of all replicas."""
-        found = {one.replica: one.body.decode() for one in await ingress.of_all("/metrics")}
-        return PlainTextResponse(
-            await run_in_threadpool(pages.merged, found), media_type=Metrics.CONTENT_TYPE
-        )
+        answers = await ingress.ask_all("/metrics")
+        by_replica = {answer.replica: answer.body.decode() for answer in answers}
+        page = await run_in_threadpool(pages.merged_page, by_replica)
+        return PlainTextResponse(page, media_type=Metrics.CONTENT_TYPE)
 
     @app.get("/replicas")
     async def present() -> Response:
         """The names of the replicas that are present, and whether they are healthy."""
-        good = {one.replica for one in await ingress.of_all("/health") if one.status == 200}
-        listed = [{"name": name, "healthy": name in good} for name in await ingress.present()]
-        return JSONResponse({"object": "list", "data": listed})
+        healthy = await ingress.healthy()
+        names = await ingress.present()
+        data = [{"name": name, "healthy": name in healthy} for name in names]
+        return JSONResponse({"object": "list", "data": data})
 
     @app.get("/viewer")
     async def viewers(request: Request) -> Response:
@@ -86,17 +93,18 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
         ]
         return HTMLResponse(f"<!doctype html><title>Replicas</title><ul>{''.join(links)}</ul>")
 
-    app.mount("/replicas/{name}", ingress.named)
-    app.mount("/", ingress.routed)
+    app.mount("/replicas/{name}", ingress.forward_to_replica)
+    app.mount("/", ingress.forward)
     server = options.of_server()
     app.add_middleware(Gate, api_key=options.api_key(), max_body_bytes=server.max_body_bytes)
     if server.allow_origins:
-        every: dict[str, Any] = {
-            "allow_methods": ["*"],
-            "allow_headers": ["*"],
-            "expose_headers": [HEADER],
-        }
-        app.add_middleware(CORSMiddleware, allow_origins=list(server.allow_origins), **every)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
     return app
 
 
@@ -104,23 +112,24 @@ class Ingress:
     """Passes requests on. It keeps nothing of them but the calls that are under way."""
 
     def __init__(self, options: ClusterOptions, replicas: DeploymentHandle) -> None:
-        self._options, self._replicas = options, replicas
+        self._options = options
+        self._replicas = replicas
         self._tokenizer = open_tokenizer(options.model)
         self._reader: Reader | None = None
-        self._drained: dict[
-            str, asyncio.Event
-        ] = {}  # of each replica that has a request: its time is over
+        # of each replica that has a request: it has left, and its time to drain is over
+        self._drained: dict[str, asyncio.Event] = {}
 
-    async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of everything that the router decides."""
         await self._forward(scope, receive, send, None)
 
-    async def named(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def forward_to_replica(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of the paths below /replicas/NAME."""
-        name, present = scope["path_params"]["name"], await self.present()
-        if name not in present:
-            what = f"there is no replica {name!r:.80}; present are {', '.join(present) or 'none'}"
-            raise ApiError(404, what, code="replica_not_found")
+        name = scope["path_params"]["name"]
+        names = await self.present()
+        if name not in names:
+            message = f"there is no replica {name!r:.80}; present are {', '.join(names) or 'none'}"
+            raise ApiError(404, message, code="replica_not_found")
         await self._forward(scope, receive, send, name)
 
     async def present(self) -> list[str]:
@@ -130,18 +139,25 @@ class Ingress:
                 await self._read_facts(PAGE_SECONDS)
         return sorted(LINK.present())
 
-    async def of_all(self, path: str) -> list[Answer]:
-        """What each replica answers to GET. A replica that does not answer in time is left out."""
+    async def healthy(self) -> set[str]:
+        """The names of the replicas that are healthy."""
+        answers = await self.ask_all("/health")
+        return {answer.replica for answer in answers if answer.status == 200}
+
+    async def ask_all(self, path: str) -> list[Answer]:
+        """Send GET to all replicas -> the answers of those that answer in time."""
         names = await self.present()
-        # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
+        # Serve takes two calls of one HTTP request for one, which its context says; so each has a
+        # context of its own
         calls = [
-            asyncio.create_task(self._of_one(name, path), context=contextvars.Context())
+            asyncio.create_task(self._ask(name, path), context=contextvars.Context())
             for name in names
         ]
-        found = await asyncio.gather(*calls)
-        return [one for one in found if one is not None]
+        answers = await asyncio.gather(*calls)
+        return [answer for answer in answers if answer is not None]
 
-    async def _of_one(self, name: str, path: str) -> Answer | None:
+    async def _ask(self, name: str, path: str) -> Answer | None:
+        """Send GET to one replica -> its answer; None if it does not answer in time."""
         call = self._replicas.whole.remote(path, target=name)
         try:
             async with asyncio.timeout(PAGE_SECONDS):
@@ -151,7 +167,11 @@ class Ingress:
             return None
 
     async def _read_facts(self, seconds: float) -> Reader:
-        """Raises ApiError if no replica is present in time."""
+        """Ask a replica what the router must know -> `_reader`, from now on.
+
+        Raises:
+            ApiError: no replica is present in time.
+        """
         call = self._replicas.facts.remote()
         try:
             async with asyncio.timeout(seconds):
@@ -160,8 +180,13 @@ class Ingress:
             call.cancel()
             raise _no_replica(seconds) from error
         hashes = find(self._options.router).prefixes and facts["enable_prefix_caching"]
-        limits = facts["max_model_len"], facts["block_size"]
-        self._reader = Reader(self._tokenizer, self._options.of_server(), *limits, hashes)
+        self._reader = Reader(
+            tokenizer=self._tokenizer,
+            server=self._options.of_server(),
+            max_model_len=facts["max_model_len"],
+            block_size=facts["block_size"],
+            hashes=hashes,
+        )
         loop = asyncio.get_running_loop()
 
         def drained(name: str) -> None:
@@ -171,10 +196,11 @@ class Ingress:
         return self._reader
 
     def _drain_is_over(self, name: str) -> None:
-        if (event := self._drained.pop(name, None)) is not None:
+        event = self._drained.pop(name, None)
+        if event is not None:
             event.set()
 
-    # one request ------------------------------------------------------------------------------------------------------
+    # one request ----------------------------------------------------------------------------------
 
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, target: str | None
@@ -194,9 +220,8 @@ class Ingress:
                 routed = await run_in_threadpool(
                     prompts.router_request, reader, routed.request_id, path, body
                 )
-        asked = exchange.plain(scope)
         call: Any = self._replicas.options(stream=True).answer.remote(
-            asked, body, routed=routed, target=target
+            exchange.plain(scope), body, routed=routed, target=target
         )
         try:
             await _unless_client_leaves(receive, self._pass_on(call, send))
@@ -206,15 +231,19 @@ class Ingress:
                 LINK.end(routed.request_id)
 
     async def _pass_on(self, call: DeploymentResponseGenerator[list[Message]], send: Send) -> None:
-        """Send a replica's messages. If it ends before its answer begins, that is an ApiError, and after that the last
-        event of a stream."""
+        """Send a replica's messages to the client.
+
+        If the replica ends before its answer begins, that is an ApiError. If it ends later, a
+        stream gets a last event that says so.
+        """
         start: Message | None = None
         try:
-            taken = await self._taken(call)
-            drained = self._drained.setdefault(taken, asyncio.Event())
+            replica = await self._wait_for_replica(call)
+            drained = self._drained.setdefault(replica, asyncio.Event())
             while (messages := await _next(call, drained)) is not None:
                 for message in messages:
-                    start = message if message["type"] == "http.response.start" else start
+                    if message["type"] == "http.response.start":
+                        start = message
                     await send(message)
         except (*GONE, _Drained) as error:
             log.warning("a replica ended with a request under way: %s", type(error).__name__)
@@ -222,12 +251,13 @@ class Ingress:
                 raise ApiError(503, ENDED, code="replica_ended", seconds=1) from error
             if not _is_stream(start):
                 raise  # a part of the answer is sent already, so the connection ends
-            last = responses.event(responses.error(ENDED, "server_error", code="replica_ended"))
-            await send(
-                {"type": "http.response.body", "body": (last + responses.event("[DONE]")).encode()}
+            error_event = responses.event(
+                responses.error(ENDED, "server_error", code="replica_ended")
             )
+            end = (error_event + responses.event("[DONE]")).encode()
+            await send({"type": "http.response.body", "body": end})
 
-    async def _taken(self, call: DeploymentResponseGenerator[list[Message]]) -> str:
+    async def _wait_for_replica(self, call: DeploymentResponseGenerator[list[Message]]) -> str:
         """Wait for a replica that takes the request -> its name.
 
         Raises:
@@ -252,7 +282,8 @@ async def _next(
     call: DeploymentResponseGenerator[list[Message]], drained: asyncio.Event
 ) -> list[Message] | None:
     """The next messages; None at the end. Raises _Drained if the replica's time is over before."""
-    messages, over = asyncio.ensure_future(anext(call, None)), asyncio.ensure_future(drained.wait())
+    messages = asyncio.ensure_future(anext(call, None))
+    over = asyncio.ensure_future(drained.wait())
     try:
         await asyncio.wait((messages, over), return_when=asyncio.FIRST_COMPLETED)
         if messages.done():
@@ -268,23 +299,24 @@ def _is_stream(start: Message) -> bool:
 
 
 def _no_replica(seconds: float) -> ApiError:
-    what = f"no replica was ready within {seconds:g} s; try again later"
-    return ApiError(503, what, code="no_replica", seconds=10)
+    message = f"no replica was ready within {seconds:g} s; try again later"
+    return ApiError(503, message, code="no_replica", seconds=10)
 
 
 async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end, or until the client leaves."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.ensure_future(work)
+    client_leaves = asyncio.ensure_future(_wait_until_disconnected(receive))
     try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, client_leaves), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
     finally:
-        left.cancel()
+        client_leaves.cancel()
         task.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        await asyncio.gather(task, client_leaves, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

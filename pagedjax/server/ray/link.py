@@ -1,4 +1,7 @@
-"""What the ingress and its request router know of each other. They run in one process, in two threads."""
+"""What the ingress and its request router know of each other.
+
+They run in one process, in two threads.
+"""
 
 from __future__ import annotations
 

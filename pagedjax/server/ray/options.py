@@ -1,4 +1,4 @@
-"""The options of a cluster: the `args` of a YAML for `serve deploy`, or what `pagedjax serve --replicas` was given.
+"""The options of a cluster: the `args` of a YAML for `serve deploy`, or of `serve --replicas`.
 
 Everything here is checked before Ray starts a replica, so that a mistake is one early error.
 """
@@ -41,11 +41,8 @@ TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": (int | float, ("drain_seconds", "route_seconds")),
     "true or false": (bool, ("compilation_cache",)),
 }
-OF_THE_INGRESS = (
-    "api_key",
-    "lecture_endpoints",
-    "allow_runtime_lora_updating",
-)  # fields of Options
+# Fields of Options that only the ingress has
+OF_THE_INGRESS = ("api_key", "lecture_endpoints", "allow_runtime_lora_updating")
 
 
 @dataclass(frozen=True)
@@ -55,18 +52,24 @@ class ClusterOptions:
     model: as `pagedjax serve` takes it. A folder must exist on every node.
     engine: fields of EngineConfig, the same for each replica.
     server: fields of `server.app.Options`, except the three of OF_THE_INGRESS.
-    adapters: folders of adapters that each replica loads, by name; needs `engine: {enable_lora: true}`.
+    adapters: folders of adapters that each replica loads, by name; needs `engine: {enable_lora:
+        true}`.
     replicas: how many there are, from the start and without `autoscaling` always.
-    autoscaling: fields of Ray Serve's AutoscalingConfig. Its `target_ongoing_requests`, per replica, has the default
-        `engine.max_num_seqs`; its `min_replicas` and `initial_replicas` have the default `replicas`.
-    resources: what a replica asks Ray for, as a deployment's `ray_actor_options`; None is `default_resources`.
+    autoscaling: fields of Ray Serve's AutoscalingConfig. Its `target_ongoing_requests`, per
+        replica, has the default `engine.max_num_seqs`; its `min_replicas` and `initial_replicas`
+        have the default `replicas`.
+    resources: what a replica asks Ray for, as a deployment's `ray_actor_options`; None is
+        `default_resources`.
     router: "round_robin", "least_loaded", "prefix", or file.py:NAME on the node of the ingress.
     known_blocks: see `routing.init`; best the number of a replica's blocks.
     api_key_file: a file, on the node of the ingress, with the key that clients must send.
-    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered 503.
+    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered
+        503.
     route_seconds: how long a request waits while no replica is present; then it is answered 503.
-    record: each replica records its engine's run into this file, with the replica's name before the ending.
-    record_routing: the ingress records the router's transitions into this file (`routing/recording.py`).
+    record: each replica records its engine's run into this file, with the replica's name before the
+        ending.
+    record_routing: the ingress records the router's transitions into this file
+        (`routing/recording.py`).
     compilation_cache: keep compiled programs on disk.
     """
 
@@ -88,11 +91,11 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that no replica or router can have."""
-        for what, (kinds, names) in TYPES.items():
+        for description, (kinds, names) in TYPES.items():
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-                    raise ValueError(f"{name} is {value!r:.200}; it must be {what}")
+                    raise ValueError(f"{name} is {value!r:.200}; it must be {description}")
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
         for name in ("drain_seconds", "route_seconds"):
@@ -113,7 +116,8 @@ class ClusterOptions:
                 )
             if name == "resources" and not isinstance(value, Mapping):
                 raise ValueError(
-                    f"resources.resources is {value!r}; it must be amounts by name, such as {{TPU: 4}}"
+                    f"resources.resources is {value!r}; it must be amounts by name, such as "
+                    f"{{TPU: 4}}"
                 )
         for name, folder in self.adapters.items():
             if not isinstance(folder, str):
@@ -133,37 +137,39 @@ class ClusterOptions:
             raise ValueError(f"server has a value of a wrong type: {error}") from error
 
     def of_replica(self) -> Options:
-        """Of its application: what the ingress does already is left out."""
+        """The options of a replica's application, without what the ingress does already."""
         return dataclasses.replace(self.of_server(), allow_origins=())
 
     def api_key(self) -> str | None:
-        """Raises ValueError if its file cannot be read or is empty."""
+        """The key of clients. Raises ValueError if its file cannot be read or is empty."""
         return None if self.api_key_file is None else read_key(self.api_key_file)
 
     def scaling(self) -> AutoscalingConfig | None:
-        """Raises ValueError for fields that Ray Serve refuses."""
+        """Ray Serve's form of `autoscaling`. Raises ValueError for fields that it refuses."""
         if self.autoscaling is None:
             return None
         target = self.engine.get("max_num_seqs", EngineConfig.max_num_seqs)
-        least = {
+        fields = {
             "min_replicas": self.replicas,
             "initial_replicas": self.replicas,
             "target_ongoing_requests": target,
+            **self.autoscaling,
         }
-        if unknown := [
-            name for name in self.autoscaling if name not in AutoscalingConfig.model_fields
-        ]:
-            raise ValueError(
-                f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's AutoscalingConfig"
-            )
+        for name in self.autoscaling:
+            if name not in AutoscalingConfig.model_fields:
+                raise ValueError(
+                    f"autoscaling has the unknown field {name!r}; see Ray Serve's AutoscalingConfig"
+                )
         try:
-            return AutoscalingConfig(**{**least, **self.autoscaling})
+            return AutoscalingConfig(**fields)
         except ValueError as error:
             raise ValueError(f"autoscaling: {error}") from error
 
 
 def of_args(args: Mapping[str, Any]) -> ClusterOptions:
-    """The options of a YAML's `args`, or of the words NAME=VALUE of `serve run`, whose values are then read as YAML.
+    """The options of a YAML's `args`, or of the words NAME=VALUE of `serve run`.
+
+    The values of these words are read as YAML.
 
     Raises:
         ValueError: an unknown or wrong option.
@@ -188,7 +194,9 @@ def _read(name: str, value: str) -> Any:
 def default_resources(
     cluster: Mapping[str, float], mesh: Mapping[str, int] | None
 ) -> dict[str, Any]:
-    """What a replica asks for: its mesh's number of GPUs or TPU chips if the cluster has some, else one CPU.
+    """What a replica asks for.
+
+    It is its mesh's number of GPUs or TPU chips if the cluster has some, else one CPU.
 
     Args:
         cluster: amounts by name, as `ray.cluster_resources` has them.
@@ -203,22 +211,23 @@ def default_resources(
 def check_room(
     options: ClusterOptions, resources: Mapping[str, Any], cluster: Mapping[str, float]
 ) -> None:
-    """Raises ValueError if a cluster of a fixed size has no room for the replicas."""
-    flat = {
+    """Check that a cluster of a fixed size has room for the replicas. Raises ValueError."""
+    amounts = {
         "CPU": resources.get("num_cpus", 0),
         "GPU": resources.get("num_gpus", 0),
         **resources.get("resources", {}),
+        "memory": resources.get("memory", 0),
     }
-    flat["memory"] = resources.get("memory", 0)
     kind = resources.get("accelerator_type")
     if kind is not None and f"accelerator_type:{kind}" not in cluster:
         raise ValueError(
-            f"replicas need an accelerator {kind!r}, which Ray does not have; change --replica-resources"
+            f"replicas need an accelerator {kind!r}, which Ray does not have; change "
+            "--replica-resources"
         )
-    for name, amount in flat.items():
-        if options.replicas * amount > cluster.get(name, 0):
-            what = f"replicas is {options.replicas}, and each needs {amount:g} {name}"
-            here = f"Ray has {cluster.get(name, 0):g}"
+    for name, amount in amounts.items():
+        present = cluster.get(name, 0)
+        if options.replicas * amount > present:
             raise ValueError(
-                f"{what}, but {here}; start fewer, or ask for less with --replica-resources"
+                f"replicas is {options.replicas}, and each needs {amount:g} {name}, but Ray has "
+                f"{present:g}; start fewer, or ask for less with --replica-resources"
             )

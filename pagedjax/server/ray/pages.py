@@ -9,15 +9,13 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 
-def merged(pages: Mapping[str, str]) -> str:
-    """`pages`: the page of each replica, by its name."""
+def merged_page(pages: Mapping[str, str]) -> str:
+    """One page with the samples of all pages; `pages` are those of the replicas, by name."""
     families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in text_string_to_metric_families(page):
-            whole = families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            whole.samples += [
+            empty = Metric(family.name, family.documentation, family.type)
+            families.setdefault(family.name, empty).samples += [
                 sample._replace(labels={**sample.labels, "replica": replica})
                 for sample in family.samples
             ]
@@ -25,7 +23,7 @@ def merged(pages: Mapping[str, str]) -> str:
 
 
 class _Page:
-    """What `generate_latest` reads."""
+    """A registry for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

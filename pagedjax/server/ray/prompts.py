@@ -1,6 +1,7 @@
-"""What a router must know of a request: its length and the hashes of its prompt's blocks, from the body of its HTTP
-request. The ingress tokenizes as the replica will. It checks nothing: a body that it cannot read goes to any replica,
-whose answer says what is wrong.
+"""What a router must know of a request: its length and the hashes of its prompt's blocks.
+
+Both are read from the body of its HTTP request. The ingress tokenizes as the replica will. It
+checks nothing: a body that it cannot read goes to any replica, whose answer says what is wrong.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.use import tool_use
 from pagedjax.vllm_names.prompts import kept
 
-CHARACTERS = (
-    32  # of a token at most, on average; a longer text is refused, and is not worth tokenizing
-)
+# Characters of a token at most, on average; a longer text is refused, and not worth tokenizing
+CHARACTERS = 32
 log = logging.getLogger("pagedjax.server")
 
 
@@ -41,49 +41,54 @@ class Reader(NamedTuple):
 
 
 def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> RouterRequest:
-    """The request as the router sees it. Several prompts of one body have one router request, with the hashes of the
-    first one. Other endpoints have 0 tokens and no hashes."""
+    """The request as the router sees it.
+
+    Several prompts of one body have one router request, with the hashes of the first one. Other
+    endpoints have 0 tokens and no hashes.
+    """
     try:
         if path == "/v1/completions":
             completion = CompletionRequest.model_validate_json(body)
-            prompts, longest = _prompts(reader, completion), completion.max_tokens
-            return _of(reader, request_id, completion, prompts, 16 if longest is None else longest)
+            prompts = _prompts(reader, completion)
+            max_tokens = 16 if completion.max_tokens is None else completion.max_tokens
+            return _of_prompts(reader, request_id, completion, prompts, max_tokens)
         if path in ("/v1/chat/completions", "/v1/responses"):
             if path == "/v1/responses":
                 chat = responses_api.as_chat(ResponsesRequest.model_validate_json(body))
             else:
                 chat = ChatRequest.model_validate_json(body)
             ids = _conversation(reader, chat)
-            longest = (
-                chat.max_completion_tokens or chat.max_tokens or reader.max_model_len - len(ids)
-            )
-            return _of(reader, request_id, chat, [ids], longest)
-    except (
-        Exception
-    ) as error:  # a wrong body, whose error the replica answers; and whatever else it may cause
+            room = reader.max_model_len - len(ids)
+            max_tokens = chat.max_completion_tokens or chat.max_tokens or room
+            return _of_prompts(reader, request_id, chat, [ids], max_tokens)
+    except Exception as error:
+        # A wrong body, whose error the replica answers, and any other error that it may cause
         log.debug("a body is not read: %r", error)
     return RouterRequest(request_id, 0)
 
 
-def _of(
+def _of_prompts(
     reader: Reader,
     request_id: str,
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
-    longest: int,
+    max_tokens: int,
 ) -> RouterRequest:
     prompts = [kept(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts]
     if any(len(ids) >= reader.max_model_len for ids in prompts):
         raise ValueError("a prompt is too long")
     branches = max(body.n or 1, body.best_of or 1)
-    tokens = sum(len(ids) + branches * max(longest, 0) for ids in prompts)
+    tokens = sum(len(ids) + branches * max(max_tokens, 0) for ids in prompts)
     user = (body.user or "") if reader.server.allow_user else ""
     return RouterRequest(request_id, tokens, _hashes(reader, body, prompts[0]), user)
 
 
 def _hashes(reader: Reader, body: GenerationBody, ids: Sequence[int]) -> tuple[str, ...]:
-    """Those of the prompt's full blocks. They need to differ from each other where the engine's do, and no more: an
-    adapter goes by its name, which stays the same for the life of a cluster."""
+    """The hashes of the prompt's full blocks.
+
+    They need to differ from each other where the engine's do, and no more: an adapter goes by its
+    name, which stays the same for the life of a cluster.
+    """
     if not reader.hashes or body.prompt_logprobs is not None:
         return ()
     adapter = adapters.adapter_of(body.model, reader.server.name) or ""
@@ -92,16 +97,17 @@ def _hashes(reader: Reader, body: GenerationBody, ids: Sequence[int]) -> tuple[s
 
 
 def _prompts(reader: Reader, body: CompletionRequest) -> list[Sequence[int]]:
-    several: Any = body.prompt
-    if isinstance(several, str) or isinstance(several[0], int):
-        several = [several]
-    special = body.add_special_tokens is not False
-    if any(
-        isinstance(one, str) and len(one) > CHARACTERS * reader.max_model_len for one in several
-    ):
+    """The tokens of each prompt."""
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if any(len(text) > CHARACTERS * reader.max_model_len for text in texts):
         raise ValueError("a prompt is too long")
+    special = body.add_special_tokens is not False
     return [
-        reader.tokenizer.encode(one, special) if isinstance(one, str) else one for one in several
+        reader.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+        for prompt in prompts
     ]
 
 

@@ -1,4 +1,7 @@
-"""A replica: one engine in a process of Ray's, with the application that `pagedjax serve` has. It listens nowhere."""
+"""A replica: one engine in a process of Ray's, with the application that `pagedjax serve` has.
+
+It listens nowhere.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,13 @@ class Answer(NamedTuple):
 
 
 class Replica:
-    """The methods that the ingress calls. Serve waits for those that run before it stops the replica."""
+    """The methods that the ingress calls.
 
-    async def __init__(
-        self, options: ClusterOptions
-    ) -> None:  # async: in the event loop that answers
+    Serve waits for those that run before it stops the replica.
+    """
+
+    # async: it runs in the event loop that answers
+    async def __init__(self, options: ClusterOptions) -> None:
         self.name = serve.get_replica_context().replica_id.unique_id
         self.llm = LLM(
             options.model,
@@ -49,13 +54,13 @@ class Replica:
         self.app.state.worker.start()
 
     async def __del__(self) -> None:
-        """Serve calls it once, after the drain; and if `__init__` has failed."""
+        """End. Serve calls it once, after the drain; and if `__init__` has failed."""
         if hasattr(self, "app"):
             self.app.state.worker.halt()
             self.llm.engine.record(None)
 
     async def check_health(self) -> None:
-        """Serve replaces a replica for which this raises."""
+        """Check the engine. Serve replaces a replica for which this raises."""
         worker = self.app.state.worker
         if not worker.healthy:
             raise RuntimeError(f"the engine of replica {self.name} has ended: {worker.error!r}")
@@ -63,10 +68,8 @@ class Replica:
     async def facts(self) -> dict[str, Any]:
         """What the ingress must know of the engine."""
         config = self.llm.engine.config
-        return {
-            name: getattr(config, name)
-            for name in ("max_model_len", "block_size", "enable_prefix_caching")
-        }
+        names = ("max_model_len", "block_size", "enable_prefix_caching")
+        return {name: getattr(config, name) for name in names}
 
     async def answer(
         self,
@@ -76,27 +79,34 @@ class Replica:
         routed: RouterRequest | None = None,
         target: str | None = None,
     ) -> AsyncGenerator[list[Message], None]:
-        """The messages of the answer to an HTTP request. Before them, one says which replica has taken the request.
+        """Yield the messages of the answer to an HTTP request.
+
+        Before them comes one that says which replica has taken the request.
 
         Args:
             routed, target: for the request router.
         """
         yield [{"type": TAKEN, "replica": self.name}]
-        async for messages in exchange.answered(self.app, scope, body):
-            yield [self._named(message) for message in messages]
+        async for messages in exchange.answer_messages(self.app, scope, body):
+            yield [self._with_name(message) for message in messages]
 
-    def _named(self, message: Message) -> Message:
+    def _with_name(self, message: Message) -> Message:
+        """The message; the one with the headers gets this replica's name as another one."""
         if message["type"] != "http.response.start":
             return message
-        return {
-            **message,
-            "headers": [*message.get("headers", ()), (HEADER.encode(), self.name.encode())],
-        }
+        header = (HEADER.encode(), self.name.encode())
+        return {**message, "headers": [*message.get("headers", ()), header]}
 
     async def whole(self, path: str, *, target: str) -> Answer:
-        """The answer to GET, for pages that all replicas are asked for. `target`: for the request router."""
-        messages: list[Any] = []
-        async for found in exchange.answered(self.app, exchange.get(path), b""):
-            messages += found
-        status = next(one["status"] for one in messages if one["type"] == "http.response.start")
-        return Answer(self.name, status, b"".join(one.get("body", b"") for one in messages))
+        """The answer to GET, for pages that all replicas are asked for.
+
+        `target` is for the request router.
+        """
+        status = 0
+        body = b""
+        async for messages in exchange.answer_messages(self.app, exchange.get(path), b""):
+            for message in messages:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                body += message.get("body", b"")
+        return Answer(self.name, status, body)

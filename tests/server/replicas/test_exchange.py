@@ -68,7 +68,7 @@ def scope_of(method: str, url: str, headers: dict[str, str]) -> dict:
 def test_a_request_and_its_answer_are_values():
     scope = exchange.plain(scope_of("POST", "/echo?a=b", {"x-key": "secret"}))
     assert pickle.loads(pickle.dumps(scope)) == scope
-    found = asyncio.run(body_of(exchange.answered(application([]), scope, b"words")))
+    found = asyncio.run(body_of(exchange.answer_messages(application([]), scope, b"words")))
     assert found == b'{"body":"words","query":"a=b","key":"secret"}'
 
 
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_ends_the_work(path, said):
     log: list[str] = []
 
     async def leaves() -> None:
-        messages = exchange.answered(application(log), exchange.get(path), b"")
+        messages = exchange.answer_messages(application(log), exchange.get(path), b"")
         try:
             async with asyncio.timeout(0.2):
                 await body_of(messages)
@@ -96,7 +96,9 @@ def test_messages_that_are_ready_come_together():
             await send({"type": "http.response.body", "body": b"%d" % i, "more_body": i < 9})
 
     async def lists() -> list[int]:
-        return [len(found) async for found in exchange.answered(burst, exchange.get("/"), b"")]
+        return [
+            len(found) async for found in exchange.answer_messages(burst, exchange.get("/"), b"")
+        ]
 
     counts = asyncio.run(lists())
     assert sum(counts) == 11
@@ -107,7 +109,7 @@ def test_an_error_of_the_application_comes_after_its_messages():
     messages = []
 
     async def read() -> None:
-        async for found in exchange.answered(application([]), exchange.get("/fails"), b""):
+        async for found in exchange.answer_messages(application([]), exchange.get("/fails"), b""):
             messages.extend(found)
 
     with pytest.raises(KeyError, match="broken"):
@@ -125,7 +127,7 @@ def test_metrics_of_all_replicas_are_one_page():
         )
         return prometheus.generate_latest(registry).decode()
 
-    whole = list(text_string_to_metric_families(pages.merged({"a": page(1), "b": page(2)})))
+    whole = list(text_string_to_metric_families(pages.merged_page({"a": page(1), "b": page(2)})))
     samples = {
         (one.name, one.labels["replica"], one.labels.get("le")): one
         for family in whole
