@@ -1,20 +1,22 @@
-"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9]
+"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set
+slo.ttft=0.5] [--share 0.9]
 
     --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
     --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
 
-Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a multiple of the
-recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same command resumes after the finished
-probes. The first probe has the config's own rate. The next ones double or halve it until one probe meets the targets
-and one does not; then the geometric middle of the two is probed, until they are within `tolerance`. The median of
-repeats counts.
+Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a
+multiple of the recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same
+command resumes after the finished probes. The first probe has the config's own rate. The next ones
+double or halve it until one probe meets the targets and one does not; then the geometric middle of
+the two is probed, until they are within `tolerance`. The median of repeats counts.
 
-Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that happens to fill better
-can reverse it. So two rates above the answer are probed as well, and the answer says if a rate was met above a rate
-that was not. The answer is valid for this workload: with few requests, the queue of a rate that is too high has no time
-to grow, and the answer is too high.
+Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
+happens to fill better can reverse it. So two rates above the answer are probed as well, and the
+answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
+few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
 
-Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is wrong.
+Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is
+wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ BEYOND = 2  # probes above the answer
 
 @dataclass(frozen=True)
 class Criterion:
-    """The condition on a rate: a share of requests, or a percentile of each latency, within the targets."""
+    """The condition on a rate: a share of requests, or a percentile of each latency, within the
+    targets.
+    """
 
     slo: Slo
     share: float = 0.9
@@ -75,9 +79,8 @@ class Criterion:
             ]
         flat = [flatten(summary["metrics"]) for summary in summaries]
         found = {name: [row[name] for row in flat if row[name] is not None] for name in wanted}
-        return {
-            name: statistics.median(values) for name, values in found.items() if values
-        }  # no gaps: no ITL
+        # no gaps: no ITL
+        return {name: statistics.median(values) for name, values in found.items() if values}
 
     def met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
@@ -101,7 +104,10 @@ class Criterion:
 
 
 class Probe(NamedTuple):
-    """The result at a rate. `alone`: no two requests overlapped, so a lower rate changes nothing."""
+    """The result at a rate.
+
+    `alone`: no two requests overlapped, so a lower rate changes nothing.
+    """
 
     rate: float
     met: bool
@@ -119,7 +125,9 @@ class Bounds(NamedTuple):
 
 
 def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
-    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below it (or 0)."""
+    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below
+    it (or 0).
+    """
     unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
     return max(
         (probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0
@@ -127,7 +135,10 @@ def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
 
 
 def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
-    """The rate to probe after `probes`; None when the search is over. Pure, so that a search can be resumed."""
+    """The rate to probe after `probes`; None when the search is over.
+
+    Pure, so that a search can be resumed.
+    """
     start, low, high, tolerance = bounds
     done = {probe.rate for probe in probes}
     given = [rate for rate in (low, high) if rate is not None] or [start]
@@ -181,8 +192,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
         )
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
-            f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set one that has, such as "
-            "--set 'workload.arrivals={process: poisson, rate: 1.0}'"
+            f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "
+            "one that has, such as --set 'workload.arrivals={process: poisson, rate: 1.0}'"
         )
     return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
 
@@ -195,7 +206,8 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
     if len(points) > 1:
         keys = " and ".join(points[0].swept)
         raise ValueError(
-            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with --set"
+            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with "
+            "--set"
         )
     return raw, points[0]
 
@@ -236,11 +248,13 @@ def answer_sentences(
     met, unmet = bracket(probes)
     if not met and any(probe.alone for probe in probes):
         return [
-            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the config's slo."
+            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the "
+            "config's slo."
         ]
     if not met:
         return [
-            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."
+            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen "
+            "the config's slo."
         ]
     if unmet == math.inf:
         more = (
@@ -253,8 +267,9 @@ def answer_sentences(
     if higher := met_above_limit(probes):
         rates = " and ".join(f"{rate:g}" for rate in higher)
         sentences.append(
-            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between {met:g} and a rate above "
-            f"{max(higher):g}. More requests or repeats give a better answer."
+            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between "
+            f"{met:g} and a rate above {max(higher):g}. More requests or repeats give a better "
+            "answer."
         )
     return sentences
 

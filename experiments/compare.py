@@ -1,30 +1,34 @@
-"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
+"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...]
+[--confidence 0.95]
 
-A and B are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in quotes). Sweeps over the
-same keys are compared point by point; otherwise each side must be one point. Failed runs are left out.
+A and B are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in
+quotes). Sweeps over the same keys are compared point by point; otherwise each side must be one
+point. Failed runs are left out.
 
 The ratio B / A has an interval:
 
     several runs each   of geometric means over repeats, by Student's t on the logarithms: over pairs of repeats with
-                        one number if both sides have the same repeats of the same workload, else Welch's. It covers
-                        other repeats on the same machine.
+                        one number if both sides have the same repeats of the same workload, else
+                        Welch's. It covers other repeats on the same machine.
     one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
-                        requests, each drawn on both sides together, with all its gaps. It covers other requests, not
-                        other runs: it does not show a slow minute of the machine, and it is rather too narrow, because
-                        neighbours in a queue are alike. A number of the whole run (throughput) has no interval.
+                        requests, each drawn on both sides together, with all its gaps. It covers
+                        other requests, not other runs: it does not show a slow minute of the
+                        machine, and it is rather too narrow, because neighbours in a queue are
+                        alike. A number of the whole run (throughput) has no interval.
 
-Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers of branches agree,
-one by one (requests.jsonl; the prompts' tokens are not recorded). A difference of device, commit or version of JAX
-between the sides is reported.
+Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers
+of branches agree, one by one (requests.jsonl; the prompts' tokens are not recorded). A difference
+of device, commit or version of JAX between the sides is reported.
 
-Points with speculation are also compared by the numbers of their drafts. If only one side speculates, its numbers are
-shown without a ratio.
+Points with speculation are also compared by the numbers of their drafts. If only one side
+speculates, its numbers are shown without a ratio.
 
-A difference is called real if the interval excludes 1. This is weak with few repeats: two or three show only large
-differences, and t assumes normally distributed logarithms. Methods without that assumption are not better: a bootstrap
-of three repeats calls a quarter of all equal things different, and a permutation test of three can call none different
-at 0.95. Repeats with one seed say nothing about other workloads (use `reseed`). Of many comparisons, some look real by
-chance; the last line says how many.
+A difference is called real if the interval excludes 1. This is weak with few repeats: two or three
+show only large differences, and t assumes normally distributed logarithms. Methods without that
+assumption are not better: a bootstrap of three repeats calls a quarter of all equal things
+different, and a permutation test of three can call none different at 0.95. Repeats with one seed
+say nothing about other workloads (use `reseed`). Of many comparisons, some look real by chance; the
+last line says how many.
 
 Exit status: 0 for any verdict, 2 if the folders cannot be compared.
 """
@@ -49,7 +53,8 @@ from pagedjax.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
 DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
-# Percentiles over tokens and steps are of rounded numbers in a run that keeps sums (core/totals.py).
+# Percentiles over tokens and steps are of rounded numbers in a run that keeps sums
+# (core/totals.py).
 ROUNDED = ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
 ROUNDING = 1 / 1024
 WHERE = ("device", "commit", "source", "jax")  # source: the hash of the code, committed or not
@@ -104,13 +109,15 @@ def match(a: Sequence[Side], b: Sequence[Side]) -> tuple[list[tuple[str, Side, S
             for sides, k in zip((a, b), keys, strict=True)
         ]
         raise ValueError(
-            f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of each"
+            f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of "
+            "each"
         )
     places = [_by_swept(name, sides) for name, sides in (("A", a), ("B", b))]
     both = [swept for swept in places[0] if swept in places[1]]
     if not both:
         raise ValueError(
-            f"A and B sweep {', '.join(keys[0])}, but share no point; give the folder of one point of each"
+            f"A and B sweep {', '.join(keys[0])}, but share no point; give the folder of one "
+            "point of each"
         )
     notes = [
         f"only in {name}: {side.label}"
@@ -128,14 +135,18 @@ def _by_swept(name: str, sides: Sequence[Side]) -> dict[str, Side]:
         if swept in found:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "
-                f"({found[swept].runs[0]['run']} and {side.runs[0]['run']}); give the folder of one sweep"
+                f"({found[swept].runs[0]['run']} and {side.runs[0]['run']}); give the folder of "
+                "one sweep"
             )
         found[swept] = side
     return found
 
 
 def unpaired(a: Side, b: Side) -> str | None:
-    """Why the runs of two points are not paired; None if they are. One run each is always a pair."""
+    """Why the runs of two points are not paired; None if they are.
+
+    One run each is always a pair.
+    """
     if len(a.runs) == len(b.runs) == 1:
         return other_workload(a.runs[0], b.runs[0])
     for name, side in (("A", a), ("B", b)):
@@ -148,7 +159,9 @@ def unpaired(a: Side, b: Side) -> str | None:
 
 
 def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """The difference between the workloads of two runs, in total or in a request; None if they are the same."""
+    """The difference between the workloads of two runs, in total or in a request; None if they are
+    the same.
+    """
     differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
@@ -264,7 +277,9 @@ def compare(
 
 
 def of_rounded(a: Side, b: Side, metric: str, ours: float, theirs: float) -> Ratio | None:
-    """The result for a percentile that one side or both have of rounded numbers; None if the values can be compared."""
+    """The result for a percentile that one side or both have of rounded numbers; None if the values
+    can be compared.
+    """
     name, _, percentile = metric.partition(".p")
     if name not in ROUNDED or not percentile.isdigit():
         return None
@@ -280,7 +295,9 @@ def of_rounded(a: Side, b: Side, metric: str, ours: float, theirs: float) -> Rat
 
 
 def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
-    """The median of a number of drafts on the side that has it: the other does not speculate, or is an older run."""
+    """The median of a number of drafts on the side that has it: the other does not speculate, or is
+    an older run.
+    """
     values = values_of(a if speculates(a) else b, metric)
     middle = statistics.median(values) if values else None
     if speculates(a):
@@ -303,7 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not 0.0 < options.confidence < 1.0:
             raise ValueError(
-                f"--confidence is {options.confidence}; it must be above 0 and below 1, such as 0.95"
+                f"--confidence is {options.confidence}; it must be above 0 and below 1, such as "
+                "0.95"
             )
         (ours, left_a), (theirs, left_b) = read(options.a), read(options.b)
         pairs, alone = match(ours, theirs)
@@ -327,7 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if judged > 1:
         chance = (1 - options.confidence) * judged
         notes.append(
-            f"of {judged} intervals at {options.confidence:g}, {chance:.2g} exclude 1 by chance alone"
+            f"of {judged} intervals at {options.confidence:g}, {chance:.2g} exclude 1 by chance "
+            "alone"
         )
     for label, a, b in pairs:
         found = [row for row in rows if row[0] == label]

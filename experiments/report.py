@@ -1,4 +1,7 @@
-"""report.html of a sweep, one self-contained file. `python -m experiments.report FOLDER` draws it again."""
+"""report.html of a sweep, one self-contained file.
+
+`python -m experiments.report FOLDER` draws it again.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ from experiments.core.optional_imports import require
 
 
 def write(folder: Path) -> Path:
-    """Draw the report of the sweep in `folder` and return its path. Raises ValueError if the folder has no runs."""
+    """Draw the report of the sweep in `folder` and return its path.
+
+    Raises ValueError if the folder has no runs.
+    """
     runs = store.read_runs(folder)
     try:
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
@@ -73,7 +79,10 @@ def page(
     environments: Sequence[dict[str, Any]],
     steps: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The report's HTML. Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run."""
+    """The report's HTML.
+
+    Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run.
+    """
     rows = sweep_points.points(runs)
     axes = sweep_points.choose_axes(rows)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -96,9 +105,8 @@ def page(
 
 def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
     """The sentence with the points' labels in bold."""
-    labels = sorted(
-        {str(escape(row.label)) for row in rows}, key=len, reverse=True
-    )  # the longest match first
+    # the longest match first
+    labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
     return Markup(pattern.sub(lambda found: f"<b>{found[0]}</b>", str(escape(sentence))))
 
@@ -172,7 +180,9 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One run over time: sequences that run and wait, tokens, and the use of the cache; of replicas, the first one."""
+    """One run over time: sequences that run and wait, tokens, and the use of the cache; of
+    replicas, the first one.
+    """
     fastest = sweep_points.best(rows, THROUGHPUT)
     steps = [step for step in steps if not step.get("replica")]
     if len(steps) < 2 or fastest is None:
@@ -218,7 +228,10 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
 
 
 def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
-    """The legend of the colours in order; None if there is one colour. A single key is its title."""
+    """The legend of the colours in order; None if there is one colour.
+
+    A single key is its title.
+    """
     if axes.x is None or not axes.lines:
         return None
     entries, keys = list(sweep_points.lines(rows, axes)), list(axes.lines)

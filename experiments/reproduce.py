@@ -1,12 +1,14 @@
-"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
+"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces
+FOLDER]
 
-Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
-REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in about 90 minutes on two cores (REPRODUCTION.md). Studies that do not run keep their last
-findings. Studies of recorded traces (012, 015, 020) need --traces, which this repository does not have; without it,
-their findings stay.
+Runs the studies of experiments/studies and writes README.md, figures and findings.json into the
+folder of each, and REPRODUCTION.md: every published number, ours with its interval, their ratio,
+and whether they agree or why not. Without names all studies run, in about 90 minutes on two cores
+(REPRODUCTION.md). Studies that do not run keep their last findings. Studies of recorded traces
+(012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
 
---out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
+--out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick,
+whose numbers are no
 result: without --out it writes to runs/reproduction.
 """
 
@@ -73,7 +75,10 @@ def module(name: str) -> Any:
 
 
 def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
-    """Run a study and return its findings as plain JSON values. `traces`: for studies with `TRACES`."""
+    """Run a study and return its findings as plain JSON values.
+
+    `traces`: for studies with `TRACES`.
+    """
     study = module(name)
     began = time.perf_counter()
     recorded = {"traces": traces} if hasattr(study, "TRACES") else {}
@@ -96,7 +101,10 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """Write a study's folder: figures, findings.json, README.md. Removes "svg", the figures' texts, from `found`."""
+    """Write a study's folder: figures, findings.json, README.md.
+
+    Removes "svg", the figures' texts, from `found`.
+    """
     folder.mkdir(exist_ok=True)
     for name, svg in found.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
@@ -226,7 +234,8 @@ def place_of(out: str | None, quick: bool) -> Path | None:
     place = Path(out or QUICK)
     if place.resolve() in (STUDIES.resolve(), ROOT.resolve()):
         raise ValueError(
-            f"--out is {place}, the folder of the kept results; give another folder, or leave it out"
+            f"--out is {place}, the folder of the kept results; give another folder, or leave it "
+            "out"
         )
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,18 @@
-"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
+"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...]
+[--jobs 4]
 
-Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a sweep that was
-stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made by other code, committed or not,
-are named and kept; if a repeat of their point is missing, the whole point is measured again. --no-resume measures
-everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results. With
---backend ray, measured and simulated points run on the nodes of a Ray cluster (core/cluster.py).
+Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a
+sweep that was stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made
+by other code, committed or not, are named and kept; if a repeat of their point is missing, the
+whole point is measured again. --no-resume measures everything again. Simulated points can run in
+several processes (--jobs, see parallel.py), with the same results. With --backend ray, measured and
+simulated points run on the nodes of a Ray cluster (core/cluster.py).
 
-With --processes, start the same command in each process (core/processes.py); process 0 measures and writes.
+With --processes, start the same command in each process (core/processes.py); process 0 measures and
+writes.
 
-Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong or --out is not
-writable.
+Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong
+or --out is not writable.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         group = None if options.dry_run else cli.join(options)
         if group is not None and on_ray:
             raise ValueError(
-                "--backend is ray, and this is one of several processes of an engine; leave one of them out"
+                "--backend is ray, and this is one of several processes of an engine; leave one "
+                "of them out"
             )
         if group is not None and group.process:
             processes.follow(
@@ -160,7 +164,9 @@ def prepare(
 
 
 def require_report() -> None:
-    """Raises ImportError, now and not after minutes of measuring, if what the report needs is missing."""
+    """Raises ImportError, now and not after minutes of measuring, if what the report needs is
+    missing.
+    """
     for module in ("pandas", "matplotlib"):
         require(module)
 
@@ -250,13 +256,15 @@ def worker_resources(options: argparse.Namespace) -> dict[str, float] | None:
         return None
     if options.backend != "ray":
         raise ValueError(
-            "--worker-resources is given, and --backend is not ray; add --backend ray, or leave it out"
+            "--worker-resources is given, and --backend is not ray; add --backend ray, or leave "
+            "it out"
         )
     return cluster.parse_resources(options.worker_resources)
 
 
 def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
-    """Open each model that an engine or a workload needs, to report a missing one before anything runs.
+    """Open each model that an engine or a workload needs, to report a missing one before anything
+    runs.
 
     Raises:
         ValueError: a model is missing, damaged or not supported.
@@ -272,7 +280,10 @@ def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
 
 
 def _reads_model(experiment: Experiment) -> bool:
-    """Whether the experiment's own model gives a shape, weights or a tokenizer. Pools may name another shape."""
+    """Whether the experiment's own model gives a shape, weights or a tokenizer.
+
+    Pools may name another shape.
+    """
     engines = [of_pool(experiment, name) for name in POOLS] if experiment.pools else [experiment]
     shaped = all(one.simulate is not None and one.simulate.model is not None for one in engines)
     return not shaped or isinstance(experiment.workload, Prompts)

@@ -1,6 +1,7 @@
 """Plots of a sweep as inline SVG. Colours are CSS variables, set by the page's light or dark theme.
 
-matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point a tooltip.
+matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point
+a tooltip.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class Plot:
         """`width` and `height` in inches; the page scales the result."""
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-            self.axes = self.figure.add_subplot(
-                facecolor="none"
-            )  # the page's background is visible
+            # the page's background is visible
+            self.axes = self.figure.add_subplot(facecolor="none")
             self.axes.grid(color=_GRID, linewidth=0.8)
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
@@ -100,7 +100,9 @@ def colour(index: int) -> str:
 
 
 def marker(index: int, size: float) -> dict[str, Any]:
-    """Marker of line `index` with a rim in the background colour, so that lines differ without colours."""
+    """Marker of line `index` with a rim in the background colour, so that lines differ without
+    colours.
+    """
     return {
         "marker": _MARKERS[index % SERIES],
         "ms": size,
@@ -110,7 +112,8 @@ def marker(index: int, size: float) -> dict[str, Any]:
 
 
 def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | None:
-    """`metric` along x, one line for each combination of the other keys, a band from least to most over repeats.
+    """`metric` along x, one line for each combination of the other keys, a band from least to most
+    over repeats.
 
     Without an x, points are side by side. None if fewer than two points have the metric.
     """
@@ -125,9 +128,8 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
         ranges = [row.values[metric.column] for row in members]
         lows, highs = [found.low for found in ranges], [found.high for found in ranges]
         plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
-        width = max(
-            1.4, 3.0 - 0.6 * index
-        )  # later lines are thinner, so that coinciding lines are all visible
+        # later lines are thinner, so that coinciding lines are all visible
+        width = max(1.4, 3.0 - 0.6 * index)
         middles = [found.middle for found in ranges]
         plot.axes.plot(
             xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width)
@@ -264,7 +266,9 @@ def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]
 
 
 def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Values over the seconds of a run, constant between two edges; there is one more edge than values."""
+    """Values over the seconds of a run, constant between two edges; there is one more edge than
+    values.
+    """
     every = -(-len(edges) // MOST_STEPS)
     edges = [*edges[:-1:every], edges[-1]]
     series = {name: values[::every] for name, values in series.items()}

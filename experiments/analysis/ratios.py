@@ -1,4 +1,7 @@
-"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each. Pure functions."""
+"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ from scipy import stats
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
-FEWEST, BEYOND = (
-    10,
-    2,
-)  # least number of requests, and of requests above a percentile, for its bootstrap
+# least number of requests, and of requests above a percentile, for its bootstrap
+FEWEST, BEYOND = (10, 2)
 LATENCIES = {
     "ttft_s": lambda request: [request.ttft],
     "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],

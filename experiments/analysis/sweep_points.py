@@ -12,7 +12,9 @@ from experiments.core.store import flatten
 
 
 class Metric(NamedTuple):
-    """A number of a summary: its display (`scale` converts to the shown unit) and the better direction."""
+    """A number of a summary: its display (`scale` converts to the shown unit) and the better
+    direction.
+    """
 
     column: str
     title: str
@@ -82,7 +84,9 @@ TABLE = (
 
 
 class Range(NamedTuple):
-    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute changes a mean."""
+    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute
+    changes a mean.
+    """
 
     middle: float
     low: float
@@ -90,7 +94,10 @@ class Range(NamedTuple):
 
 
 class PointRow(NamedTuple):
-    """One point of a sweep. `swept` has short names; `values`, by column, has what at least one repeat has."""
+    """One point of a sweep.
+
+    `swept` has short names; `values`, by column, has what at least one repeat has.
+    """
 
     label: str
     key: str
@@ -139,7 +146,9 @@ def swept_keys(rows: Sequence[PointRow]) -> list[str]:
 
 
 def choose_axes(rows: Sequence[PointRow]) -> Axes:
-    """Block size on x and one line per token budget if they are swept; else the first numeric key on x."""
+    """Block size on x and one line per token budget if they are swept; else the first numeric key
+    on x.
+    """
 
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
@@ -149,14 +158,17 @@ def choose_axes(rows: Sequence[PointRow]) -> Axes:
     if not numeric:
         return Axes(None, tuple(several))
     x = "block_size" if "block_size" in numeric else numeric[0]
+    # stable
     rest = sorted(
         (key for key in several if key != x), key=lambda key: key != "max_num_batched_tokens"
-    )  # stable
+    )
     return Axes(x, tuple(rest))
 
 
 def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
-    """The points of each line, ordered along x, by the line's name ("" when everything is one line)."""
+    """The points of each line, ordered along x, by the line's name ("" when everything is one
+    line).
+    """
     found: dict[str, list[PointRow]] = {}
     for row in rows if axes.x is None else sorted(rows, key=lambda row: row.swept[axes.x or ""]):
         found.setdefault(", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines), []).append(
@@ -168,7 +180,8 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points (cost, gain) that no other point dominates, in ascending order of both.
 
-    A point dominates another if it costs no more, gains no less and is better in one of them. Equal points do not.
+    A point dominates another if it costs no more, gains no less and is better in one of them. Equal
+    points do not.
     """
     front: list[int] = []
     for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
@@ -186,7 +199,9 @@ def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
 
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
-    """The widest range over repeats, as a share of its point's median; None if no point has two repeats."""
+    """The widest range over repeats, as a share of its point's median; None if no point has two
+    repeats.
+    """
     shares = [
         (v.high - v.low) / v.middle
         for row in rows
@@ -196,7 +211,9 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits or all its whole ones, a thin space between thousands; "-" for NaN."""
+    """`value` with `digits` significant digits or all its whole ones, a thin space between
+    thousands; "-" for NaN.
+    """
     if not math.isfinite(value):
         return "-"
     whole = value == round(value)  # a count, or close enough to one
@@ -243,7 +260,8 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
     )
     return [
         text,
-        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the fastest.",
+        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the "
+        "fastest.",
     ]
 
 
@@ -258,7 +276,8 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
     low, high = min(ratios.values()), max(ratios.values())
     where = max(ratios, key=lambda name: ratios[name])
     return [
-        f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."
+        f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at "
+        f"{where}."
     ]
 
 
@@ -284,7 +303,9 @@ def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def text_table(rows: Sequence[PointRow]) -> str:
-    """The points as a small table for a terminal: medians, and the range over repeats of the throughput."""
+    """The points as a small table for a terminal: medians, and the range over repeats of the
+    throughput.
+    """
     if not rows:
         return "no good run"
     ranges = [row.values[THROUGHPUT.column] for row in rows]

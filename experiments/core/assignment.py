@@ -7,8 +7,9 @@
     lost(state, place)         -> (state, run)  it is gone; if it had a run, that has failed, and a new worker starts
     active(state)              -> bool          whether a run may still get a result
 
-The runs of an engine are made on one kind of machine: that of its results and of its runs in progress. If no worker of
-that kind is left, `waiting` has the rest when the state is no longer active. They are never made on another kind.
+The runs of an engine are made on one kind of machine: that of its results and of its runs in
+progress. If no worker of that kind is left, `waiting` has the rest when the state is no longer
+active. They are never made on another kind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import NamedTuple
 
 from experiments.core.engines import Run, engine_key
 
-Kind = str  # of machine: repeats on equal kinds differ by noise alone. Empty: simulated runs, which depend on none
+# of machine: repeats on equal kinds differ by noise alone. Empty: simulated runs, which depend on
+# none
+Kind = str
 
 
 class AtPlace(NamedTuple):
@@ -30,7 +33,9 @@ class AtPlace(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """starting: places whose worker has not answered. made: engines that have results -> the kind of their machine."""
+    """starting: places whose worker has not answered. made: engines that have results -> the kind
+    of their machine.
+    """
 
     waiting: tuple[Run, ...]
     starting: frozenset[int]
@@ -106,9 +111,11 @@ def choose(
     kind: Kind,
     least: int = 2,
 ) -> Run | None:
-    """The next run of a worker on this kind of machine: the first of an engine that it has or that no one has.
+    """The next run of a worker on this kind of machine: the first of an engine that it has or that
+    no one has.
 
-    Else it helps: the first run of an engine with at least `least` runs that wait, because it builds that engine too.
+    Else it helps: the first run of an engine with at least `least` runs that wait, because it
+    builds that engine too.
     None: the runs that are left are for others.
 
     Args:

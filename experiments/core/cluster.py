@@ -1,15 +1,17 @@
-"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray [--worker-resources num_gpus=1].
+"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray
+[--worker-resources num_gpus=1].
 
     connect(...)   -> Workers      the places that the nodes have for workers      ValueError: there are none
     results(runs)  -> results, as they finish
 
-A worker is an actor: a process that reserves its resources and keeps its engines from run to run, as one process does.
-A point's runs stay on one kind of machine, so that its repeats differ by noise alone (assignment.py). If a worker dies,
-its run failed, and another worker takes its place; if no machine of its kind is left, the rest of the point fails. The
-parent process writes every folder, so a sweep stops and resumes as without Ray.
+A worker is an actor: a process that reserves its resources and keeps its engines from run to run,
+as one process does. A point's runs stay on one kind of machine, so that its repeats differ by noise
+alone (assignment.py). If a worker dies, its run failed, and another worker takes its place; if no
+machine of its kind is left, the rest of the point fails. The parent process writes every folder, so
+a sweep stops and resumes as without Ray.
 
-Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local one is started, and
-ended with the sweep.
+Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local
+one is started, and ended with the sweep.
 """
 
 from __future__ import annotations
@@ -30,34 +32,22 @@ from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, one_run
 from experiments.core.sweep import Begins, make_engines
 
-NAMES = {
-    "num_cpus": "CPU",
-    "num_gpus": "GPU",
-    "memory": "memory",
-}  # of an option of Ray: its name in a node's totals
+# of an option of Ray: its name in a node's totals
+NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 STRANDED = (
-    "other runs of this engine were made on a kind of machine ({}) that has no worker any more, and repeats on another "
-    "kind would differ by more than noise. The same command makes this run where it can; --no-resume makes all again"
+    "other runs of this engine were made on a kind of machine ({}) that has no worker any more, "
+    "and repeats on another kind would differ by more than noise. The same command makes this run "
+    "where it can; --no-resume makes all again"
 )
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
 LEAST = 0.0001  # of a resource: Ray counts in such parts
-WHOLE = (
-    "num_gpus",
-    "TPU",
-    "NPU",
-    "HPU",
-    "RBLN",
-    "MBLT",
-    "TTNPU",
-    "FURIOSA",
-    "neuron_cores",
-)  # above 1, for Ray 2.60
+# above 1, for Ray 2.60
+WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")
 
-Resources = Mapping[
-    str, float
-]  # names are num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+# names are num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+Resources = Mapping[str, float]
 
 
 class Place(NamedTuple):
@@ -68,7 +58,9 @@ class Place(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """alive: engines that a worker keeps. device: runs are measured. ours: this process connected, and disconnects."""
+    """alive: engines that a worker keeps. device: runs are measured. ours: this process connected,
+    and disconnects.
+    """
 
     places: tuple[Place, ...]
     alive: int
@@ -80,7 +72,8 @@ def parse_resources(text: str) -> dict[str, float]:
     """num_cpus=2,num_gpus=1 -> the resources of a worker.
 
     Raises:
-        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray does not reserve it.
+        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray
+            does not reserve it.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -116,8 +109,9 @@ def places_of(
 ) -> tuple[Place, ...]:
     """The workers that the nodes have room for, if nothing else runs there.
 
-    By default a simulated run takes one processor, and a measured one all that could disturb it: a GPU with its part of
-    the node's processors where the cluster has GPUs, else all processors of a node.
+    By default a simulated run takes one processor, and a measured one all that could disturb it: a
+    GPU with its part of the node's processors where the cluster has GPUs, else all processors of a
+    node.
 
     Args:
         nodes: as ray.nodes() lists them.
@@ -206,7 +200,8 @@ def connect(
     """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
 
     Raises:
-        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at RAY_ADDRESS.
+        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at
+            RAY_ADDRESS.
     """
     import ray
 
@@ -232,7 +227,10 @@ def connect(
 
 
 def listens(address: str, seconds: float = 5.0) -> None:
-    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there. Ray would try for minutes."""
+    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there.
+
+    Ray would try for minutes.
+    """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return  # auto, local, ray://HOST:PORT: Ray reports what is wrong
@@ -248,7 +246,10 @@ def listens(address: str, seconds: float = 5.0) -> None:
 def results(
     runs: Iterable[Run], where: dict[str, Any], begins: Begins, workers: Workers
 ) -> Generator[Result, None, None]:
-    """`one_run` of each of `runs` in a worker, as they finish. Closing the generator ends the workers."""
+    """`one_run` of each of `runs` in a worker, as they finish.
+
+    Closing the generator ends the workers.
+    """
     import ray
 
     team = _Team(workers, runs, where, begins)
@@ -272,12 +273,10 @@ class _Team:
         self._workers, self._where, self._begins = workers, where, begins
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
-        self._machines: dict[
-            int, dict[str, Any]
-        ] = {}  # environment of each worker that has answered
-        self._busy: dict[
-            Any, int
-        ] = {}  # reference -> the place of a worker that starts or has a run
+        # environment of each worker that has answered
+        self._machines: dict[int, dict[str, Any]] = {}
+        # reference -> the place of a worker that starts or has a run
+        self._busy: dict[Any, int] = {}
         self._reason, self._patient = "", True
 
     def start(self) -> None:
@@ -297,7 +296,10 @@ class _Team:
         self._busy[self._actors[place].machine.remote()] = place
 
     def finished(self) -> list[Result]:
-        """Wait for a worker -> the results that it gives, none if it has started. It gets its next run."""
+        """Wait for a worker -> the results that it gives, none if it has started.
+
+        It gets its next run.
+        """
         import ray
 
         ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=PATIENCE)
@@ -342,7 +344,10 @@ class _Team:
             self._busy[self._actors[place].measure.remote(run)] = place
 
     def _lost(self, place: int, reason: str, node: str | None = None) -> list[Result]:
-        """A worker is gone: its run failed. A new one takes its place, unless it died before it began."""
+        """A worker is gone: its run failed.
+
+        A new one takes its place, unless it died before it began.
+        """
         import ray
 
         ray.kill(self._actors.pop(place))
@@ -394,7 +399,9 @@ def _options(place: Place) -> dict[str, Any]:
 
 
 def _accept(place: Place) -> None:
-    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain numbers."""
+    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain
+    numbers.
+    """
     import ray
 
     try:
@@ -409,5 +416,6 @@ def check() -> None:
     """Raises ValueError without Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            "--backend is ray, which is not installed: pip install 'pagedjax[ray]', or leave --backend out"
+            "--backend is ray, which is not installed: pip install 'pagedjax[ray]', or leave "
+            "--backend out"
         )

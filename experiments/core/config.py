@@ -16,7 +16,8 @@
                                                  # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
     pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see pool_options.py
 
-A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
+A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives
+points key by key.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Slo:
-    """Targets of goodput in seconds; None means no target. `itl` bounds the mean gap between output tokens."""
+    """Targets of goodput in seconds; None means no target.
+
+    `itl` bounds the mean gap between output tokens.
+    """
 
     ttft: float | None = None
     itl: float | None = None
@@ -90,8 +94,8 @@ class Experiment:
     """One point of a sweep, checked.
 
     reseed: repeat r draws its workload from seed + r instead of seed.
-    records: "sums" keeps no record of a step and only the first and the last time of a request's tokens, for long
-        simulations; percentiles over tokens and steps are then of rounded numbers.
+    records: "sums" keeps no record of a step and only the first and the last time of a request's
+        tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     """
 
     name: str
@@ -127,20 +131,23 @@ class Experiment:
                 )
         if self.sampling.taps:
             raise ValueError(
-                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate"
+                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to "
+                "LLM.generate"
             )
         if self.engine.compilation == "background":
             raise ValueError(
-                "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"
+                "engine.compilation is 'background', and a measured run compiles everything "
+                "first; set it to eager"
             )
         if self.simulate and not self.sampling.ignore_eos:
             raise ValueError(
-                "sampling.ignore_eos is false, and a simulation has no tokens that could end a request; set it to true"
+                "sampling.ignore_eos is false, and a simulation has no tokens that could end a "
+                "request; set it to true"
             )
         if self.replicas and not self.simulate:
             raise ValueError(
-                f"replicas.count is {self.replicas.count} and there is no simulate section, but a measured run has 1 "
-                "engine; add one, or leave replicas out"
+                f"replicas.count is {self.replicas.count} and there is no simulate section, but a "
+                "measured run has 1 engine; add one, or leave replicas out"
             )
         pool_options.check_pools(self)
         self._check_records()
@@ -149,8 +156,8 @@ class Experiment:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
         if self.cache_tokens is not None and (self.cache_tokens < size or self.cache_tokens % size):
             raise ValueError(
-                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size ({size}), and at "
-                f"least {size}"
+                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size "
+                f"({size}), and at least {size}"
             )
 
     def _check_records(self) -> None:
@@ -183,7 +190,10 @@ class Experiment:
 
 
 class Point(NamedTuple):
-    """One resolved configuration of a sweep. `content` and `source`: text and path of the workload's file, or ""."""
+    """One resolved configuration of a sweep.
+
+    `content` and `source`: text and path of the workload's file, or "".
+    """
 
     experiment: Experiment
     swept: dict[str, Any]
@@ -212,10 +222,12 @@ def short_names(paths: Any) -> dict[str, str]:
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
-    """The points of the experiment in `path`, after `overrides` of the form `a.b=yaml`, in the order of the sweep.
+    """The points of the experiment in `path`, after `overrides` of the form `a.b=yaml`, in the
+    order of the sweep.
 
     Raises:
-        ValueError: bad YAML, unknown key, wrong type or value, a missing workload file, or two equal points.
+        ValueError: bad YAML, unknown key, wrong type or value, a missing workload file, or two
+            equal points.
     """
     raw = load_file(path)
     override_all(raw, overrides)
@@ -249,7 +261,8 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the current folder.
+    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the
+    current folder.
 
     The run is fitted here as a check, so that a damaged run is an error before anything runs.
     """
@@ -260,7 +273,8 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     found = next((place for place in places if (place / STEPS).is_file()), None)
     if found is None:
         raise ValueError(
-            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder"
+            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's "
+            "folder"
         )
     try:
         cost.fit(cost.read_steps((found / STEPS).read_text(encoding="utf-8")))
@@ -275,7 +289,8 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
 
 
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
+    """The experiment with absolute paths of the files of one's own; tried from `folder`, then from
+    the current folder.
 
     A policy and a router are read here. The others need jax, so only their files'
     presence is checked.
@@ -341,7 +356,9 @@ def _placed(key: str, value: str | None, folder: Path) -> str | None:
 
 
 def _own_output_lengths(sampling: Any) -> None:
-    """Refuse sampling.max_tokens: the workload has the output lengths, and two places could disagree."""
+    """Refuse sampling.max_tokens: the workload has the output lengths, and two places could
+    disagree.
+    """
     if not isinstance(sampling, dict):
         return
     if "max_tokens" in sampling:

@@ -1,4 +1,7 @@
-"""Random lengths (tokens) and arrival times (seconds): the parts of a workload. Pure functions of a generator."""
+"""Random lengths (tokens) and arrival times (seconds): the parts of a workload.
+
+Pure functions of a generator.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-# Lengths, in tokens ----------------------------------------------------------------------------------------------
+# Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
 
@@ -78,8 +81,8 @@ class Lognormal:
             raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0, and finite")
         if not -math.inf < self.mu <= math.log(LONGEST):
             raise ValueError(
-                f"mu is {self.mu!r}, a median of exp(mu) tokens; it must be at most {math.log(LONGEST):.1f}, the "
-                "logarithm of a length, such as 6.63 for 757 tokens"
+                f"mu is {self.mu!r}, a median of exp(mu) tokens; it must be at most "
+                f"{math.log(LONGEST):.1f}, the logarithm of a length, such as 6.63 for 757 tokens"
             )
         _check_limits(self.min, self.max)
 
@@ -116,7 +119,7 @@ def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int],
     return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
 
 
-# Arrivals, in seconds --------------------------------------------------------------------------------------------
+# Arrivals, in seconds -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's term): below 1 bursts, 1 is Poisson."""
+    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's term): below 1 bursts, 1
+    is Poisson.
+    """
 
     process: Literal["gamma"]
     rate: float
@@ -167,7 +172,8 @@ AT_ONCE = AtOnce()
 def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[float]:
     """Arrival times, ascending. The first one is 0, so that a run begins with work.
 
-    In a closed loop all are 0: a request may be sent from then on, and a driver sends it when a client is free.
+    In a closed loop all are 0: a request may be sent from then on, and a driver sends it when a
+    client is free.
     """
     if isinstance(spec, AtOnce | ClosedLoop):
         return [0.0] * count

@@ -1,7 +1,8 @@
-"""Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is free.
+"""Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is
+free.
 
-`drive` runs an engine on a device. `replicas.drive_replicas` runs simulated engines behind a router, one of them
-without a choice, and `pools.drive_pools` those of two pools.
+`drive` runs an engine on a device. `replicas.drive_replicas` runs simulated engines behind a
+router, one of them without a choice, and `pools.drive_pools` those of two pools.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def drive(
 ) -> tuple[float, list[StepResult]]:
     """Run `items` to their end. Returns the start (of `clock`) and every step's result.
 
-    A request is added between two steps, as soon as its arrival time has passed, with as many branches as `sampling`
-    draws. Branch i uses the request's seed + i.
+    A request is added between two steps, as soon as its arrival time has passed, with as many
+    branches as `sampling` draws. Branch i uses the request's seed + i.
 
     Args:
         clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
-        ValueError: the engine refused a request (with its reason), or items are not in order of arrival.
+        ValueError: the engine refused a request (with its reason), or items are not in order of
+            arrival.
         RuntimeError: the engine has work but makes no step.
     """
     sender = Sender(items, sampling, clients)
@@ -133,7 +135,10 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
 
 
 class Kept(NamedTuple):
-    """What is known of a run. Of one that keeps sums there are no `steps`, and `loads` are sums of each replica."""
+    """What is known of a run.
+
+    Of one that keeps sums there are no `steps`, and `loads` are sums of each replica.
+    """
 
     requests: list[RequestRecord]
     steps: list[StepRecord]
@@ -199,7 +204,8 @@ class Recorder:
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
-    """Refuse requests that the engine would cut off at its longest length: a record would count them as served.
+    """Refuse requests that the engine would cut off at its longest length: a record would count
+    them as served.
 
     A prompt that is too long alone is not checked here; the engine refuses it.
 
@@ -214,10 +220,11 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     if cut:
         first, prompt = cut[0], len(cut[0].prompt_token_ids)
         raise ValueError(
-            f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, {limit} tokens: "
-            f"{first.request_id} has {prompt} prompt tokens and asks for {first.max_tokens}. Raise the limit, or bound "
-            "the workload's lengths (max of a distribution; max_prompt_tokens and max_output_tokens of a trace), which "
-            "counts what it clips"
+            f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, "
+            f"{limit} tokens: {first.request_id} has {prompt} prompt tokens and asks for "
+            f"{first.max_tokens}. Raise the limit, or bound the workload's lengths (max of a "
+            "distribution; max_prompt_tokens and max_output_tokens of a trace), which counts what "
+            "it clips"
         )
 
 
@@ -231,7 +238,8 @@ def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | No
         )
         return (
             f"compiled in the measured run: {summary['compilations']} compilations, in step {where}"
-            f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the engine's"
+            f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the "
+            "engine's"
         )
     if summary["unfinished"]:
         return f"{summary['unfinished']} of {summary['requests']} requests did not finish"

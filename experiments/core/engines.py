@@ -1,4 +1,6 @@
-"""The order of runs and the engines they share: weights are loaded once, repeats of different points interleave."""
+"""The order of runs and the engines they share: weights are loaded once, repeats of different
+points interleave.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,16 @@ def weights_key(experiment: Experiment) -> tuple[Any, ...]:
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
-    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a time.
+    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a
+    time.
 
-    Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any point, so a
-    slow minute of the machine does not affect all repeats of one point. Odd repeats run in reverse order, so no point
-    is always the first. No engine is built twice, and points with the same weights stay together.
+    Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of
+    any point, so a slow minute of the machine does not affect all repeats of one point. Odd repeats
+    run in reverse order, so no point is always the first. No engine is built twice, and points with
+    the same weights stay together.
 
-    An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its group: its size must
-    not depend on other engines.
+    An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its
+    group: its size must not depend on other engines.
     """
     models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
     indexed = sorted(
@@ -95,12 +99,17 @@ def _groups(
 
 
 class Engines:
-    """The engines that are alive. Dropping one frees its cache; weights stay while an engine uses them."""
+    """The engines that are alive.
+
+    Dropping one frees its cache; weights stay while an engine uses them.
+    """
 
     def __init__(
         self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]
     ) -> None:
-        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=..., ...)`."""
+        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=...,
+        weight_dtype=..., ...)`.
+        """
         self._alive, self._load_model, self._make = alive, load_model, make
         self._weights: tuple[Any, Any] | None = None  # key and result of load_model
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
@@ -108,8 +117,11 @@ class Engines:
         self.startup_seconds: dict[Hashable, float] = {}
 
     def get(self, experiment: Experiment) -> Any:
-        """The engine of `experiment`. If an engine cannot be built, later calls raise the same error at once. A
-        simulated engine costs nothing and is tried again, so its error is the same in every process."""
+        """The engine of `experiment`.
+
+        If an engine cannot be built, later calls raise the same error at once. A simulated engine
+        costs nothing and is tried again, so its error is the same in every process.
+        """
         key = engine_key(experiment)
         if key in self._broken:
             raise RuntimeError(self._broken[key])

@@ -26,7 +26,8 @@ _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def environment(*, device: bool = True) -> dict[str, Any]:
-    """Commit, code, versions, device, processor and flags of this process; no name of a machine or user.
+    """Commit, code, versions, device, processor and flags of this process; no name of a machine or
+    user.
 
     device: False leaves the device out and does not start JAX's backend.
     """
@@ -55,7 +56,9 @@ def code() -> dict[str, str | None]:
 
 @functools.cache
 def source() -> str:
-    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first call."""
+    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first
+    call.
+    """
     root = Path(__file__).parents[2]
     found = hashlib.sha256()
     for path in source_files(root):
@@ -69,8 +72,8 @@ def source() -> str:
 def source_files(root: Path) -> list[Path]:
     """The files below `root` that determine the results of a run, sorted.
 
-    Not among them: folders whose modules only start runs or read them (studies, bench, hardware, training, results),
-    and other libraries. JAX is compared by its version (`code`).
+    Not among them: folders whose modules only start runs or read them (studies, bench, hardware,
+    training, results), and other libraries. JAX is compared by its version (`code`).
     """
     return sorted(path for place in _SOURCES for path in root.glob(place))
 
@@ -88,7 +91,9 @@ def _device() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit of `folder`, and whether tracked files differ from it; both None outside a repository."""
+    """The commit of `folder`, and whether tracked files differ from it; both None outside a
+    repository.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -122,14 +127,16 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int | None:
-    affinity = getattr(
-        os, "sched_getaffinity", None
-    )  # Linux only; respects the limits of a container
+    # Linux only; respects the limits of a container
+    affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core, mean of the last minute. Above the number of cores, others slow a run down."""
+    """Processes that wanted a core, mean of the last minute.
+
+    Above the number of cores, others slow a run down.
+    """
     try:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
@@ -137,7 +144,9 @@ def load_average() -> float | None:
 
 
 def processor_time() -> tuple[int, int] | None:
-    """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on Linux."""
+    """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on
+    Linux.
+    """
     try:
         numbers = [
             int(number)

@@ -1,4 +1,7 @@
-"""One run of a point: measure it and produce the files of its folder. An error becomes a failed run."""
+"""One run of a point: measure it and produce the files of its folder.
+
+An error becomes a failed run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ COPIED = 1 << 18  # a workload file of at most this many characters is copied in
 
 
 def head_of(run: Run) -> dict[str, Any]:
-    """The keys of a summary that name the run within its sweep. `run` is its folder, relative to the sweep's."""
+    """The keys of a summary that name the run within its sweep.
+
+    `run` is its folder, relative to the sweep's.
+    """
     return {
         "name": run.point.experiment.name,
         "label": run.point.label,
@@ -33,7 +39,9 @@ def head_of(run: Run) -> dict[str, Any]:
 
 
 def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
-    """The machine's other load: before the run (load average) and during it (stolen processor time)."""
+    """The machine's other load: before the run (load average) and during it (stolen processor
+    time).
+    """
     return {"load_average": busy, "stolen_share": stolen_share(since)}
 
 
@@ -75,7 +83,10 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> Result:
 
 
 def failed_run(run: Run, where: dict[str, Any], reason: str, trace: str) -> Result:
-    """The files and the summary of a run that has no numbers. `where`: the environment; `trace`: of error.txt."""
+    """The files and the summary of a run that has no numbers.
+
+    `where`: the environment; `trace`: of error.txt.
+    """
     summary = {**_head(run, where), "failed": reason, "workload": None, "metrics": None}
     files = {
         **config_files(run, run.point.experiment.engine_config),
@@ -98,8 +109,8 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
 
     Times are rounded to microseconds.
 
-    Only an engine with speculation has columns of drafts, only several engines have a column of theirs, and only pools
-    have transfers.
+    Only an engine with speculation has columns of drafts, only several engines have a column of
+    theirs, and only pools have transfers.
     """
     experiment = run.point.experiment
     alone = () if experiment.replicas or experiment.pools else ("replica",)
@@ -146,12 +157,14 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_files(run: Run, engine: Any) -> dict[str, str]:
-    """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
+    """config.yaml, which runs this point again: the experiment without its sweep, the engine as it
+    was resolved.
 
-    With pools, `engine` is what was given: each pool resolves it with its own values, to other lengths and blocks.
+    With pools, `engine` is what was given: each pool resolves it with its own values, to other
+    lengths and blocks.
 
-    A small workload file, a policy's and a router's are copied beside it. Other paths in it (a model, a large file, a
-    fitted run) are absolute or the user's own, and must still exist.
+    A small workload file, a policy's and a router's are copied beside it. Other paths in it (a
+    model, a large file, a fitted run) are absolute or the user's own, and must still exist.
     """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)

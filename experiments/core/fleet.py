@@ -21,7 +21,10 @@ E_co = TypeVar("E_co", bound=VirtualEngine, covariant=True)
 
 
 class Fleet(Generic[E_co]):
-    """Engines behind a router, and when each of them begins its next step. The replica i is engines[i]."""
+    """Engines behind a router, and when each of them begins its next step.
+
+    The replica i is engines[i].
+    """
 
     def __init__(self, engines: Sequence[E_co], router: Router, known_blocks: int) -> None:
         """known_blocks: see `routing.init`."""
@@ -32,9 +35,8 @@ class Fleet(Generic[E_co]):
         self._state = state
         self._steps: list[tuple[float, int]] = []  # a heap
         self._due: set[int] = set()  # the replicas in it
-        self._ended: list[
-            tuple[float, int, str]
-        ] = []  # a heap: when a request ended, where, and its id
+        # a heap: when a request ended, where, and its id
+        self._ended: list[tuple[float, int, str]] = []
 
     @property
     def next(self) -> float:
@@ -47,7 +49,9 @@ class Fleet(Generic[E_co]):
         return self._steps[0][1]
 
     def wake(self, replica: int, now: float) -> None:
-        """The replica gets work at `now`: its next step begins then, or when the step before it has ended."""
+        """The replica gets work at `now`: its next step begins then, or when the step before it has
+        ended.
+        """
         engine = self.engines[replica]
         if replica not in self._due:
             while (
@@ -58,7 +62,9 @@ class Fleet(Generic[E_co]):
             self._due.add(replica)
 
     def step(self) -> tuple[int, StepResult | None]:
-        """The next step, by the replica that begins it first; None if it waits for blocks, and has to be woken."""
+        """The next step, by the replica that begins it first; None if it waits for blocks, and has
+        to be woken.
+        """
         _, replica = heappop(self._steps)
         self._due.remove(replica)
         engine = self.engines[replica]

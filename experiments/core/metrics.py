@@ -1,14 +1,16 @@
 """The metrics of a run, from its records (records.py): a summary, which is a JSON object.
 
-Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide its delay.
+Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide
+its delay.
 
-Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1 <= ... <= tk each:
+Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1
+<= ... <= tk each:
     queue  start of the first step that computes any of the request's tokens - arrival
     ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
     e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
 
-Output tokens are those of all branches, including those that `best_of` drops. A request is done when all its branches
-are done.
+Output tokens are those of all branches, including those that `best_of` drops. A request is done
+when all its branches are done.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from pagedjax.load_client.summary import spread
 
 
 class OfSteps(NamedTuple):
-    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions (`spread`)."""
+    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions
+    (`spread`).
+    """
 
     count: int
     end: float
@@ -110,25 +114,30 @@ def summary(
     speculates: bool = False,
     replicas: int = 1,
 ) -> dict[str, Any]:
-    """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
+    """The summary of a run.
 
-    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
-    of computed tokens that were padding, and the share of slots in used blocks without a token. `prefix_hit_share` is
-    the share of the tokens of sequences that were found in the cache when these were admitted for the first time.
+    Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
-    `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
-    sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
-    prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
-    branches have not forked yet is one sequence.
+    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios
+    of sums: the share of computed tokens that were padding, and the share of slots in used blocks
+    without a token. `prefix_hit_share` is the share of the tokens of sequences that were found in
+    the cache when these were admitted for the first time.
 
-    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of
-    one replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of them.
+    `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 -
+    sum(distinct blocks) / sum(entries of block tables), over the running sequences of every step,
+    for shared prompts of branches and for prefixes found in the cache. Sequences without a row in a
+    step count with the blocks they own. A request whose branches have not forked yet is one
+    sequence.
 
-    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
-    that a decode row gives in a step.
+    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of one
+    replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of
+    them.
 
-    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
-    `preemptions` count branches.
+    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean
+    number of tokens that a decode row gives in a step.
+
+    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished`
+    (by reason) and `preemptions` count branches.
     """
     duration = steps.end
     done = [request for request in requests if request.done]
@@ -179,9 +188,11 @@ def summary(
 
 
 def steady_rate(times: Iterable[float]) -> float | None:
-    """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all output tokens exist.
+    """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all
+    output tokens exist.
 
-    It leaves out the start and the end of a run, which matter in a short one. None if the two are one time.
+    It leaves out the start and the end of a run, which matter in a short one. None if the two are
+    one time.
 
     Args:
         times: seconds, of each output token. Those that a failed replica lost are not output.
@@ -205,7 +216,8 @@ def _share(full: int, of: int) -> float:
 def goodput(
     requests: Sequence[RequestRecord], duration: float, slo: Slo
 ) -> dict[str, float] | None:
-    """Finished requests that met every target, per second and as a share of all requests; None without a target.
+    """Finished requests that met every target, per second and as a share of all requests; None
+    without a target.
 
     Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
     """

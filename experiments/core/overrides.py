@@ -1,6 +1,7 @@
 """Changes to a raw config before it is checked: `--set a.b=c`, and the combinations of a sweep.
 
-A raw config is what YAML gives: nested mappings. A path such as `engine.block_size` names a key inside sections.
+A raw config is what YAML gives: nested mappings. A path such as `engine.block_size` names a key
+inside sections.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def override(raw: dict[str, Any], text: str) -> None:
-    """Apply `a.b=value` (the value is YAML) to the raw config in place. A key of the grid is then no longer swept.
+    """Apply `a.b=value` (the value is YAML) to the raw config in place.
 
-    After `sweep.grid.` and `sweep.zip.` the rest of the path is one key: sweep.grid.engine.block_size=[8, 16].
+    A key of the grid is then no longer swept.
+
+    After `sweep.grid.` and `sweep.zip.` the rest of the path is one key:
+    sweep.grid.engine.block_size=[8, 16].
     """
     path, equals, value = text.partition("=")
     if not equals or not path:
@@ -63,8 +67,8 @@ def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
     """Remove a key that --set gives from the grid.
 
     Raises:
-        ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would override it
-            without a message.
+        ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would
+            override it without a message.
     """
     combined = combinations(raw.get("sweep"))
     grid = (raw.get("sweep") or {}).get("grid") or {}
@@ -77,7 +81,8 @@ def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
     for swept in {key for combination in combined for key in combination}:
         if _overlap(path, swept):
             raise ValueError(
-                f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself"
+                f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep "
+                "itself"
             )
 
 
@@ -97,7 +102,9 @@ def put(raw: dict[str, Any], path: str, value: Any) -> None:
 
 
 def combinations(sweep: Any) -> list[dict[str, Any]]:
-    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid` combinations."""
+    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid`
+    combinations.
+    """
     if sweep is None:
         return [{}]
     known = {"grid", "zip", "list"}
@@ -109,7 +116,8 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         part = sweep.get(form, {})
         if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
             raise ValueError(
-                f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more"
+                f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or "
+                "more"
             )
     grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
     for key in (

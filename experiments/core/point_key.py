@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Keys without influence on the measurement; they are not in a point's hash.
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
-# Fields that a point's key has only with another value than their default, so that other keys are those of versions
-# before these fields.
+# Fields that a point's key has only with another value than their default, so that other keys are
+# those of versions before these fields.
 LATER = {
     "engine": (
         *(
@@ -59,15 +59,17 @@ _KINDS = {
     "sampling": (SamplingParams,),
     "workload": (Synthetic, Trace),
 }
-# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
+# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has
+# several of them.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
 
 
 def point_key(experiment: Experiment, content: str) -> str:
-    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
+    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit
+    defaults and names.
 
-    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model and a draft model
-    (`_model_source`).
+    Files count by their content: of the workload, a user's own values, a fitted run's steps, a
+    model and a draft model (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
@@ -126,10 +128,11 @@ def point_key(experiment: Experiment, content: str) -> str:
 
 
 def _own_source(value: str | None) -> str | None:
-    """The part of a point's key for a field of OWN_VALUES: a name; of one's own value the hash of its file, and its
-    name there.
+    """The part of a point's key for a field of OWN_VALUES: a name; of one's own value the hash of
+    its file, and its name there.
 
-    Imports of that file are not included: after a change there, `experiments.run --no-resume` measures again.
+    Imports of that file are not included: after a change there, `experiments.run --no-resume`
+    measures again.
     """
     where, colon, name = (value or "").rpartition(":")
     if not colon:
@@ -141,8 +144,9 @@ def _own_source(value: str | None) -> str | None:
 def _model_source(model: str | None) -> str | None:
     """The model's part of a point's key: its name; for a model on this disk a hash of its files.
 
-    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification time, because hashing
-    gigabytes takes longer than many runs. A copy with other times is therefore another model.
+    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification
+    time, because hashing gigabytes takes longer than many runs. A copy with other times is
+    therefore another model.
     """
     if model is None or not (place := Path(model).expanduser()).exists():
         return model

@@ -18,7 +18,8 @@ POOLS = ("prefill", "decode")  # fields of Pools
 class Pool:
     """Equal engines of one of two pools, and the router that gives each request to one of them.
 
-    simulate, cache_tokens, max_num_seqs, max_num_batched_tokens: of each engine; None: the experiment's own.
+    simulate, cache_tokens, max_num_seqs, max_num_batched_tokens: of each engine; None: the
+        experiment's own.
     """
 
     count: int = 1
@@ -33,7 +34,8 @@ class Pool:
             raise ValueError(f"count is {self.count}; it must be at least 1")
         if self.simulate and self.simulate.fit is not None:
             raise ValueError(
-                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in simulate"
+                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in "
+                "simulate"
             )
 
 
@@ -41,8 +43,8 @@ class Pool:
 class Pools:
     """Engines that compute prompts and first tokens, and others that go on with them (pools.py).
 
-    link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after the other; None: they
-        take no time.
+    link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after
+        the other; None: they take no time.
     latency_s: seconds that each sequence takes in addition.
     """
 
@@ -66,7 +68,8 @@ class Pools:
 
 
 def of_pool(experiment: Experiment, name: str) -> Experiment:
-    """The experiment of one engine of a pool: with what the pool has in place of other values, and without pools.
+    """The experiment of one engine of a pool: with what the pool has in place of other values, and
+    without pools.
 
     Raises:
         ValueError: see `Experiment`.
@@ -92,12 +95,13 @@ def check_pools(experiment: Experiment) -> None:
         return
     if experiment.replicas:
         raise ValueError(
-            "replicas and pools are both given; give one: pools.prefill.count is the number of engines there"
+            "replicas and pools are both given; give one: pools.prefill.count is the number of "
+            "engines there"
         )
     if not experiment.simulate:
         raise ValueError(
-            "pools is given and there is no simulate section, but a measured run has 1 engine; add one at the top "
-            "(also if each pool has a simulate of its own), or leave pools out"
+            "pools is given and there is no simulate section, but a measured run has 1 engine; "
+            "add one at the top (also if each pool has a simulate of its own), or leave pools out"
         )
     of = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
     if of["prefill"].model != of["decode"].model:

@@ -1,16 +1,18 @@
-"""Driver of two pools of simulated engines: one computes prompts and first tokens, the other one goes on with them.
+"""Driver of two pools of simulated engines: one computes prompts and first tokens, the other one
+goes on with them.
 
     prefill   submit -> steps -> released, its blocks are held          given back, when it was adopted
                                      |    its pages, over the link of this engine
     decode                           arrived -> waits for room -> adopted, in front of a step -> steps -> finished
 
-One loop takes the events in the order of their times: pages that arrived, sequences that are released, arrivals of
-requests, steps of `decode`, steps of `prefill`; those at one time in this order. Each pool has a router
-(pagedjax/routing), which knows the ends in its pool up to the time at which it is asked. The transitions are those of
-the real engines (pagedjax/host/handover.py).
+One loop takes the events in the order of their times: pages that arrived, sequences that are
+released, arrivals of requests, steps of `decode`, steps of `prefill`; those at one time in this
+order. Each pool has a router (pagedjax/routing), which knows the ends in its pool up to the time at
+which it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
 
-All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in `prefill` is free once it
-is released; its blocks are not until it was adopted, so a full `decode` holds `prefill` up. It never decodes there.
+All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in
+`prefill` is free once it is released; its blocks are not until it was adopted, so a full `decode`
+holds `prefill` up. It never decodes there.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class PoolEngine(VirtualEngine, Protocol):
 
 
 class Link(NamedTuple):
-    """What pages are sent by. Each engine of `prefill` has one, and sends one sequence after the other."""
+    """What pages are sent by.
+
+    Each engine of `prefill` has one, and sends one sequence after the other.
+    """
 
     block_bytes: float
     bandwidth: float = math.inf  # bytes/s
@@ -79,9 +84,8 @@ class Where(NamedTuple):
     """Where requests ran. Numbers of `decode` follow those of `prefill`."""
 
     prefill: Mapping[str, int]
-    transfers: Mapping[
-        str, Sequence[Transfer]
-    ]  # by request; none of a request whose first token was its last
+    # by request; none of a request whose first token was its last
+    transfers: Mapping[str, Sequence[Transfer]]
 
 
 class Note(Protocol):
@@ -107,7 +111,8 @@ def drive_pools(
         clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
-        ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
+        ValueError: an engine refused a request (with its reason), or items are not in order of
+            arrival.
         RuntimeError: sequences are left, and no engine can make a step.
     """
     sender = Sender(items, sampling, clients)
@@ -146,9 +151,8 @@ class _Run:
     ) -> None:
         self.prefills: dict[str, int] = {}
         self.transfers: dict[str, list[Transfer]] = {}
-        self.moves: list[
-            tuple[float, int, int, Any]
-        ] = []  # a heap: time, 0 for an arrival, order, what moves
+        # a heap: time, 0 for an arrival, order, what moves
+        self.moves: list[tuple[float, int, int, Any]] = []
         self._prefill, self._decode, self._link, self._note = prefill, decode, link, note
         self._count = 0  # of moves
         self._free = [0.0] * len(prefill.engines)  # when each link is free
@@ -167,8 +171,8 @@ class _Run:
             self._decode.engines[0].check(engine.scheduler_state.waiting[-1].request)
         except ValueError as error:
             raise ValueError(
-                f"an engine of pools.decode refused {item.request_id}: {error}. Bound the workload's lengths, or raise "
-                "the limit"
+                f"an engine of pools.decode refused {item.request_id}: {error}. Bound the "
+                "workload's lengths, or raise the limit"
             ) from error
         names = branch_ids(item.request_id, params.n)
         self._computing.add(item.request_id, names)
@@ -177,7 +181,10 @@ class _Run:
         self.prefills[item.request_id] = replica
 
     def step_prefill(self) -> None:
-        """A step that computes prompts. Sequences that have their first token are released when it has ended."""
+        """A step that computes prompts.
+
+        Sequences that have their first token are released when it has ended.
+        """
         replica, result = self._prefill.step()
         if result is None:  # it waits until blocks are given back
             return
@@ -227,7 +234,9 @@ class _Run:
         self._push(moving.arrived, 0, moving)
 
     def step_decode(self) -> None:
-        """A step of an engine of `decode`, in front of which it adopts what has arrived and has room, in order."""
+        """A step of an engine of `decode`, in front of which it adopts what has arrived and has
+        room, in order.
+        """
         now, target = self._decode.next, self._decode.next_replica
         engine, waiting = self._decode.engines[target], self._arrived[target]
         while waiting and engine.adopt(waiting[0].found):
@@ -235,7 +244,8 @@ class _Run:
         replica, result = self._decode.step()
         if result is None:
             raise RuntimeError(
-                f"engine {target} of pools.decode has work but makes no step: its scheduler is stuck"
+                f"engine {target} of pools.decode has work but makes no step: its scheduler is "
+                "stuck"
             )
         number = replica + len(self._prefill.engines)
         self._note.step(number, result)
@@ -246,7 +256,9 @@ class _Run:
             self._decode.wake(target, engine.now)
 
     def _adopted(self, moving: Moving, now: float) -> None:
-        """A sequence runs in `decode`, so its blocks in `prefill` are free, where others may wait for them."""
+        """A sequence runs in `decode`, so its blocks in `prefill` are free, where others may wait
+        for them.
+        """
         engine, name = (
             self._prefill.engines[moving.replica],
             moving.found.released.request.request_id,
@@ -261,7 +273,10 @@ class _Run:
 
 
 class PooledLLM:
-    """Two pools of an experiment. The attributes of an `LLM` that `drive.measure` uses; `engine` is of `prefill`."""
+    """Two pools of an experiment.
+
+    The attributes of an `LLM` that `drive.measure` uses; `engine` is of `prefill`.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         """Raises ValueError if the experiment cannot be simulated."""
@@ -284,7 +299,9 @@ class PooledLLM:
             raise ValueError(f"pools.{name}: {error}") from error
 
     def fleets(self, find: Callable[[str], Router]) -> tuple[Fleet[PoolEngine], Fleet[PoolEngine]]:
-        """`prefill` and `decode` behind their routers, each of which knows as many hashes as an engine has blocks."""
+        """`prefill` and `decode` behind their routers, each of which knows as many hashes as an
+        engine has blocks.
+        """
 
         def fleet(pool: Pool, llm: SimulatedLLM) -> Fleet[PoolEngine]:
             assert llm.engine.config.num_blocks is not None, "see `resolved`"
@@ -301,8 +318,8 @@ def of_pools(
 ) -> dict[str, Any]:
     """How even the engines of each pool were, their blocks, and what moving took.
 
-    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of sequences that wait
-    for room in `decode`: if it is full, these hold it up.
+    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of
+    sequences that wait for room in `decode`: if it is full, these hold it up.
 
     Args:
         counts: engines of `prefill` and of `decode`.
@@ -323,7 +340,9 @@ def of_pools(
 
 
 def _blocks(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
-    """Blocks of an engine of a pool, and those in use, over the steps of its engines; None without a step."""
+    """Blocks of an engine of a pool, and those in use, over the steps of its engines; None without
+    a step.
+    """
     found = [step for step in steps if step.replica in engines]
     if not found:
         return {"blocks_total": None, "blocks_used": None}

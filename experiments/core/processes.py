@@ -1,7 +1,8 @@
-"""Runs whose engine several processes share: process 0 measures and writes, and the others follow it from run to run.
+"""Runs whose engine several processes share: process 0 measures and writes, and the others follow
+it from run to run.
 
-Every process is started with the same command, so all have the same plan. Process 0 says which run comes next; then
-each builds that run's engine, or takes one that is alive.
+Every process is started with the same command, so all have the same plan. Process 0 says which run
+comes next; then each builds that run's engine, or takes one that is alive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pagedjax.processes.join import joined
 
 @contextmanager
 def followed(run: Run) -> Generator[None, None, None]:
-    """Have the other processes compute their part of a run. Without others, and in a simulated run, it does nothing."""
+    """Have the other processes compute their part of a run.
+
+    Without others, and in a simulated run, it does nothing.
+    """
     group = joined()
     if not isinstance(group, Leader) or run.point.experiment.simulate is not None:
         yield
@@ -52,7 +56,10 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
 
 
 def _skip(group: Follower, error: Exception) -> None:
-    """Wait for the end of a run whose engine cannot be built here. If process 0 can build it, all end."""
+    """Wait for the end of a run whose engine cannot be built here.
+
+    If process 0 can build it, all end.
+    """
     while (message := group.receive())["input"] != "release":
         if message["input"] in ("open", "step"):
             group.report(

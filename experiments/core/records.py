@@ -2,7 +2,8 @@
 
     StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (metrics.py)
 
-The time of a token is the end of the step that sampled it (commit included): a user can see it from then on.
+The time of a token is the end of the step that sampled it (commit included): a user can see it from
+then on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, 
 
 
 class BranchRecord(NamedTuple):
-    """One branch of a request. The first branch has the request's id. `finish_reason` is None for a branch that did
-    not end.
+    """One branch of a request.
 
-    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are then those of the first
-        and the last token, and `token_ids` is empty. None: all are there.
+    The first branch has the request's id. `finish_reason` is None for a branch that did not end.
+
+    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are
+        then those of the first and the last token, and `token_ids` is empty. None: all are there.
     """
 
     branch_id: str
@@ -45,7 +47,8 @@ class BranchRecord(NamedTuple):
         """Seconds between its tokens. Raises ValueError if their times were not kept."""
         if self.counted is not None:
             raise ValueError(
-                f"{self.branch_id} has the times of its first and last token alone; set records: full"
+                f"{self.branch_id} has the times of its first and last token alone; set records: "
+                "full"
             )
         return tuple(b - a for a, b in pairwise(self.token_times))
 
@@ -112,8 +115,11 @@ class RequestRecord(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step. `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that several
-    sequences share counts once in both, and once for each of them in `blocks_listed`."""
+    """One step.
+
+    `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that
+    several sequences share counts once in both, and once for each of them in `blocks_listed`.
+    """
 
     step: int
     started: float
@@ -158,7 +164,9 @@ class SpanColumns(NamedTuple):
 
 
 class RequestRecorder:
-    """Collects the records of requests from results, so that no one has to keep those and their plans."""
+    """Collects the records of requests from results, so that no one has to keep those and their
+    plans.
+    """
 
     def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
         """See `request_records`."""
@@ -178,7 +186,8 @@ class RequestRecorder:
         for seq in result.plan.seqs:
             if seq.request_id not in self._times:
                 raise ValueError(
-                    f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload"
+                    f"step {result.plan.step} runs the request {seq.request_id!r}, not in the "
+                    "workload"
                 )
             self._scheduled.setdefault(seq.request_id, started)
         for request_id in result.plan.preempted:
@@ -214,7 +223,10 @@ class RequestRecorder:
         replicas: Mapping[str, int] | None = None,
         transfers: Mapping[str, Sequence[Transfer]] | None = None,
     ) -> list[RequestRecord]:
-        """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
+        """See `request_records`.
+
+        Args: of each request, its replica and the transfers of its branches.
+        """
         return [
             request_record(
                 item,
@@ -267,9 +279,9 @@ def request_records(
 class StepRecorder:
     """Makes the records of one replica's steps, one by one.
 
-    A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
-    the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
-    finish remove them.
+    A plan has only the sequences that compute something in its step; others may stay in the cache
+    without a share of the budget. So the cached tokens of each sequence are carried from step to
+    step: rows set them, preemption and finish remove them.
     """
 
     def __init__(
@@ -287,7 +299,9 @@ class StepRecorder:
         self._admissions = FirstAdmissions()
 
     def left(self, request_id: str) -> None:
-        """The blocks of a sequence were given back between two steps, because another engine has it."""
+        """The blocks of a sequence were given back between two steps, because another engine has
+        it.
+        """
         self._cached.pop(request_id, None)
         self._admissions.left(request_id)
 
@@ -353,9 +367,8 @@ class StepRecorder:
             name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()
         }
         used = span.blocks + np.cumsum(span.allocated)
-        shared = max(
-            0, span.listed - span.blocks
-        )  # entries that list a block which another one lists, too
+        # entries that list a block which another one lists, too
+        shared = max(0, span.listed - span.blocks)
         held = context
         if shared:
             held = np.minimum(_held(first.values(), size, self._groups) + after, used * size)

@@ -1,9 +1,10 @@
 """Driver of several simulated engines behind a router (pagedjax/routing), in one loop of events.
 
-An event is an arrival, the begin of a replica's step, the end of a request, or a change of the replicas. They happen in
-the order of their times; at one time requests end first, then replicas change, then requests of failed replicas are
-routed again, then requests arrive, then steps begin, by number of the replica. A request is routed when it arrives, by
-what is known then: the end of a request is known when its last step has ended.
+An event is an arrival, the begin of a replica's step, the end of a request, or a change of the
+replicas. They happen in the order of their times; at one time requests end first, then replicas
+change, then requests of failed replicas are routed again, then requests arrive, then steps begin,
+by number of the replica. A request is routed when it arrives, by what is known then: the end of a
+request is known when its last step has ended.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class VirtualEngine(Engine, Protocol):
 
 
 class Notes(Protocol):
-    """What is called with a replica and what it did. Nothing is kept here: plans would fill the memory."""
+    """What is called with a replica and what it did.
+
+    Nothing is kept here: plans would fill the memory.
+    """
 
     def step(self, replica: int, result: StepResult) -> None: ...
 
@@ -49,7 +53,8 @@ class Notes(Protocol):
 
 
 class Present(NamedTuple):
-    """Which replicas are there. count: at the start; the others join by `changes`, in the order of their numbers.
+    """Which replicas are there. count: at the start; the others join by `changes`, in the order of
+    their numbers.
 
     anew: called with a request whose replica failed, before it is routed again.
     """
@@ -69,17 +74,21 @@ def drive_replicas(
     clients: int | None = None,
     present: Present | None = None,
 ) -> dict[str, int]:
-    """Run `items` to their end, from time 0 -> request id to its replica. One engine makes the steps of `drive`.
+    """Run `items` to their end, from time 0 -> request id to its replica.
+
+    One engine makes the steps of `drive`.
 
     Args:
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
-        notes: called with each step, or with several at once that only decode. Those of a replica come in order.
+        notes: called with each step, or with several at once that only decode. Those of a replica
+            come in order.
         clients: of a closed loop; None: an open loop (see `Sender`).
         present: None: all engines, from the beginning to the end.
 
     Raises:
-        ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
+        ValueError: an engine refused a request (with its reason), or items are not in order of
+            arrival.
     """
     sender = Sender(items, sampling, clients)
     cluster = _Cluster(
@@ -108,21 +117,16 @@ class _Cluster:
         self._changes, self._anew = deque(present.changes), present.anew
         self._join(present.count)
         self.replicas: dict[str, int] = {}
-        self._unfinished: dict[
-            str, tuple[WorkItem, SamplingParams]
-        ] = {}  # in the order in which they were sent
-        self._steps: list[
-            tuple[float, int]
-        ] = []  # a heap: when each replica with work makes a step, or looks ahead
-        self._ahead: dict[
-            int, StepTimes
-        ] = {}  # the steps of a replica before that one, which only decode
-        self._ended: list[
-            tuple[float, int, str]
-        ] = []  # a heap: when a request ended, where, and its id
-        self._again: list[
-            tuple[float, int, str]
-        ] = []  # a heap: when a request is routed again, its order, and its id
+        # in the order in which they were sent
+        self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}
+        # a heap: when each replica with work makes a step, or looks ahead
+        self._steps: list[tuple[float, int]] = []
+        # the steps of a replica before that one, which only decode
+        self._ahead: dict[int, StepTimes] = {}
+        # a heap: when a request ended, where, and its id
+        self._ended: list[tuple[float, int, str]] = []
+        # a heap: when a request is routed again, its order, and its id
+        self._again: list[tuple[float, int, str]] = []
 
     def happens(self) -> bool:
         """The next event. False: there is none."""
@@ -149,10 +153,11 @@ class _Cluster:
         return True
 
     def _step(self) -> None:
-        """A step of the replica that begins first, or a look ahead: if its next steps only decode, they wait.
+        """A step of the replica that begins first, or a look ahead: if its next steps only decode,
+        they wait.
 
-        They concern no other replica. So they are made together, before the step that follows them, or before the next
-        request arrives at this replica.
+        They concern no other replica. So they are made together, before the step that follows them,
+        or before the next request arrives at this replica.
         """
         _, replica = heappop(self._steps)
         engine = self._engines[replica]
@@ -181,7 +186,9 @@ class _Cluster:
             self._notes.span(replica, self._engines[replica].advance(times.first(begun)))
 
     def _interrupt(self, replica: int, at: float) -> None:
-        """Something happens at this replica: of the steps ahead, those are made that begin before it."""
+        """Something happens at this replica: of the steps ahead, those are made that begin before
+        it.
+        """
         if replica in self._ahead:
             self._steps = [step for step in self._steps if step[1] != replica]
             heapify(self._steps)
@@ -224,7 +231,10 @@ class _Cluster:
             self._joined += 1
 
     def _fail(self, replica: int, at: float) -> None:
-        """It makes no further step. Its requests are routed again when the step that it makes has ended."""
+        """It makes no further step.
+
+        Its requests are routed again when the step that it makes has ended.
+        """
         self._interrupt(replica, at)
         self._steps = [step for step in self._steps if step[1] != replica]
         heapify(self._steps)
@@ -235,7 +245,9 @@ class _Cluster:
 
 
 def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
-    """The steps of all replicas in the order in which they ended; of those at one time, by number of the replica."""
+    """The steps of all replicas in the order in which they ended; of those at one time, by number
+    of the replica.
+    """
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
@@ -253,12 +265,14 @@ class StepLoad(Protocol):
 def of_replicas(
     where: Iterable[int], steps: Sequence[StepLoad], duration: float, replicas: range
 ) -> dict[str, Any]:
-    """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
+    """How even the replicas were: requests, computed tokens and the share of the time in which they
+    made steps.
 
     Args:
-        where: of each request, the replica that ended it. What a failed one computed of it counts as tokens there.
-        replicas: the numbers of those that were present at some time of the run; steps of others are ignored. Shares
-            are of the whole run.
+        where: of each request, the replica that ended it. What a failed one computed of it counts
+            as tokens there.
+        replicas: the numbers of those that were present at some time of the run; steps of others
+            are ignored. Shares are of the whole run.
     """
     count, first = len(replicas), replicas.start
     asked, tokens, busy = ([0.0] * count for _ in range(3))

@@ -1,4 +1,6 @@
-"""Drafts in the results of a run with `engine.speculative`: counts of a step, and the numbers of its summary."""
+"""Drafts in the results of a run with `engine.speculative`: counts of a step, and the numbers of
+its summary.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pagedjax.host.types import Event, Plan, Verified
 
-COLUMNS = (
-    "drafts",
-    "accepted",
-    "decodes",
-)  # of a step record; steps.jsonl has them only with speculation
+# of a step record; steps.jsonl has them only with speculation
+COLUMNS = ("drafts", "accepted", "decodes")
 
 
 class DraftCounts(NamedTuple):

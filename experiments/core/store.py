@@ -37,7 +37,10 @@ def run_folder(sweep: Path, point: str, repeat: int) -> Path:
 
 
 def write_run(folder: Path, files: dict[str, str]) -> None:
-    """Write a run's `files` (name -> text) as one atomic change. An earlier run in `folder` is replaced."""
+    """Write a run's `files` (name -> text) as one atomic change.
+
+    An earlier run in `folder` is replaced.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{_TEMPORARY}{os.getpid()}-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -50,7 +53,10 @@ def write_run(folder: Path, files: dict[str, str]) -> None:
 
 
 def set_aside(folders: Sequence[Path]) -> None:
-    """Mark runs as missing, because they are measured again. Their files stay until new ones replace them."""
+    """Mark runs as missing, because they are measured again.
+
+    Their files stay until new ones replace them.
+    """
     for folder in folders:
         with suppress(FileNotFoundError):
             os.replace(folder / _SUMMARY, folder / _STALE)
@@ -107,16 +113,18 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         ) from None
     if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
         raise ValueError(
-            f"{folder / _SUMMARY} has another schema than {SCHEMA}; delete the folder {folder} and run again"
+            f"{folder / _SUMMARY} has another schema than {SCHEMA}; delete the folder {folder} "
+            "and run again"
         )
     return summary
 
 
 def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of the run's folder.
+    """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of
+    the run's folder.
 
-    For the folder of a sweep, or of several sweeps: the runs that belong to the sweeps now (runs.jsonl). For a folder
-    without a sweep: every run below it.
+    For the folder of a sweep, or of several sweeps: the runs that belong to the sweeps now
+    (runs.jsonl). For a folder without a sweep: every run below it.
 
     Raises:
         ValueError: there is no run, or one is damaged.

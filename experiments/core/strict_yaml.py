@@ -1,10 +1,12 @@
-"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path of the key.
+"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path of the
+key.
 
-`parse(kind, value, where)` turns the value of YAML into the type `kind`: nested dataclasses, unions of dataclasses with
-a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and plain scalars.
+`parse(kind, value, where)` turns the value of YAML into the type `kind`: nested dataclasses, unions
+of dataclasses with a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and
+plain scalars.
 
-pydantic's TypeAdapter (2.x) does not replace it: it accepts unknown keys of our plain dataclasses, suggests no nearest
-name, and reports errors for all members of a union instead of the chosen one.
+pydantic's TypeAdapter (2.x) does not replace it: it accepts unknown keys of our plain dataclasses,
+suggests no nearest name, and reports errors for all members of a union instead of the chosen one.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class _Loader(yaml_words.Loader):
 
 
 def load_text(text: str, where: str) -> Any:
-    """The YAML document `text`. Raises ValueError that begins with `where` on bad syntax or a duplicate key."""
+    """The YAML document `text`.
+
+    Raises ValueError that begins with `where` on bad syntax or a duplicate key.
+    """
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError) as error:  # TypeError: a list as a mapping key
@@ -50,7 +55,10 @@ def load_text(text: str, where: str) -> Any:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file `path`. Raises ValueError if the file is missing or is no mapping."""
+    """The mapping in the YAML file `path`.
+
+    Raises ValueError if the file is missing or is no mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -63,7 +71,8 @@ def load_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is empty; a config is a mapping of sections, such as `name: ...`")
     if not isinstance(value, dict):
         raise ValueError(
-            f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`"
+            f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: "
+            "...`"
         )
     return value
 
@@ -72,7 +81,8 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     """`value` as the type `kind`; `where` is its path in the config, such as `engine.block_size`.
 
     Raises:
-        ValueError: the path, the value found and what it must be; for an unknown key also the nearest known name.
+        ValueError: the path, the value found and what it must be; for an unknown key also the
+            nearest known name.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:  # the dataclass checks it
@@ -130,14 +140,17 @@ def _dataclass(cls: Any, value: Any, where: str) -> Any:
     try:
         return from_dict(cls, known, where=prefix)
     except ValueError as error:
-        # from_dict reports the path; a check inside the dataclass its field, some with the last name of the path
+        # from_dict reports the path; a check inside the dataclass its field, some with the last
+        # name of the path
         message, last = str(error), f"{where.rpartition('.')[2]}."
         known_path = message.startswith("unknown key")
         raise ValueError(message if known_path else prefix + message.removeprefix(last)) from None
 
 
 def _example(cls: Any) -> str:
-    """A mapping in YAML for an error: the tag of a union and the required keys, or else the first plain default."""
+    """A mapping in YAML for an error: the tag of a union and the required keys, or else the first
+    plain default.
+    """
     tag, values = _tag(cls)
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.name != tag]
@@ -178,7 +191,9 @@ def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
-    """Name and values of the Literal field that identifies a member of a union; ("", ()) without such a field."""
+    """Name and values of the Literal field that identifies a member of a union; ("", ()) without
+    such a field.
+    """
     for name, hint in _hints(cls).items():
         if get_origin(hint) is Literal and len(get_args(hint)) == 1:
             return name, get_args(hint)
@@ -186,7 +201,9 @@ def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """True if `value` has the outer shape of `kind`, so that an error inside it is reported with its full path."""
+    """True if `value` has the outer shape of `kind`, so that an error inside it is reported with
+    its full path.
+    """
     origin = get_origin(kind)
     if dataclasses.is_dataclass(kind) or origin in (collections.abc.Mapping, dict):
         return isinstance(value, dict)

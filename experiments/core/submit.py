@@ -54,8 +54,8 @@ def in_order(
 class Sender:
     """The requests of a workload in the order and at the times at which they are sent.
 
-    In an open loop a request is sent at its arrival. In a closed loop a client is free when its last request has ended,
-    and the client that is free for the longest time sends the next one.
+    In an open loop a request is sent at its arrival. In a closed loop a client is free when its
+    last request has ended, and the client that is free for the longest time sends the next one.
     """
 
     def __init__(
@@ -63,9 +63,8 @@ class Sender:
     ) -> None:
         """`clients`: of a closed loop; None is an open loop. Raises ValueError like `in_order`."""
         self._left = deque(in_order(items, sampling))
-        self._free = (
-            None if clients is None else [0.0] * clients
-        )  # a heap: since when each free client is free
+        # a heap: since when each free client is free
+        self._free = None if clients is None else [0.0] * clients
         self._requests: dict[str, str] = {}  # unfinished branch -> its request
         self._unfinished: Counter[str] = Counter()  # request -> its unfinished branches
 
@@ -76,7 +75,9 @@ class Sender:
 
     @property
     def next(self) -> float | None:
-        """When the next request arrives, in seconds; None if there is none, or it waits for the end of another one."""
+        """When the next request arrives, in seconds; None if there is none, or it waits for the end
+        of another one.
+        """
         if not self._left or (self._free is not None and not self._free):
             return None
         arrival = self._left[0][0].arrival
@@ -97,7 +98,9 @@ class Sender:
         self._unfinished[item.request_id] = len(names)
 
     def ended(self, result: StepResult, at: float) -> list[str]:
-        """The requests whose last branch ended in a step that ended at `at`, which frees their clients."""
+        """The requests whose last branch ended in a step that ended at `at`, which frees their
+        clients.
+        """
         done = []
         for event in result.events:
             if not isinstance(event, Finished):
@@ -113,7 +116,8 @@ class Sender:
 
 
 def with_arrivals(requests: Sequence[RequestRecord], clients: int | None) -> list[RequestRecord]:
-    """The records with the arrivals of a closed loop: one request for each client at 0, then one at each end.
+    """The records with the arrivals of a closed loop: one request for each client at 0, then one at
+    each end.
 
     `requests` have their ends, and arrivals of 0. In an open loop nothing changes.
     """
@@ -130,6 +134,7 @@ def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
         engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
     except ValueError as error:
         raise ValueError(
-            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, at most "
-            f"{item.max_tokens} output tokens): {error}. Bound the workload's lengths, or raise the engine's limit"
+            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, "
+            f"at most {item.max_tokens} output tokens): {error}. Bound the workload's lengths, or "
+            "raise the engine's limit"
         ) from error

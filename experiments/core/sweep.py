@@ -1,4 +1,6 @@
-"""The runs of a sweep on disk: which of them are finished, which are measured now, and the index of all of them."""
+"""The runs of a sweep on disk: which of them are finished, which are measured now, and the index of
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,16 @@ def finished_runs(
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Summaries of the plan's finished runs; a failed run counts as missing.
 
-    Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats of their point are
-    finished. Otherwise they are left out and measured again, because repeats of a point must differ by noise alone.
+    Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats
+    of their point are finished. Otherwise they are left out and measured again, because repeats of
+    a point must differ by noise alone.
     """
     found = {}
     for run in plan:
         summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
         if summary is not None and not summary["failed"]:
-            found[run.point.key, run.repeat] = {
-                **summary,
-                **head_of(run),
-            }  # its place may be another one now
+            # its place may be another one now
+            found[run.point.key, run.repeat] = {**summary, **head_of(run)}
     missing = {run.point.key for run in plan if (run.point.key, run.repeat) not in found}
     other = {key: summary for key, summary in found.items() if made_by(summary) != code()}
     again = {key: summary for key, summary in other.items() if key[0] in missing}
@@ -60,7 +61,9 @@ def made_by(summary: dict[str, Any]) -> dict[str, str | None]:
 
 
 def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, how: str, then: str) -> None:
-    """Print a note on finished runs that were made in another way (`how`) than new ones, and the remedy (`then`)."""
+    """Print a note on finished runs that were made in another way (`how`) than new ones, and the
+    remedy (`then`).
+    """
     if not runs:
         return
     names = [str(folder / summary["run"]) for summary in runs.values()]
@@ -108,7 +111,9 @@ def measure_missing(
     remedy: str = REMEDY,
     here: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measure the missing runs of `plan`. Returns the summaries of all its runs, in the order of the sweep.
+    """Measure the missing runs of `plan`.
+
+    Returns the summaries of all its runs, in the order of the sweep.
 
     here: whether this process measures; workers on other machines know their own devices.
     """

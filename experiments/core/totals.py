@@ -1,7 +1,9 @@
-"""The sums of a long simulated run (`records: sums`), in place of a record of each step and the times of each token.
+"""The sums of a long simulated run (`records: sums`), in place of a record of each step and the
+times of each token.
 
-A day of requests on 16 replicas has a hundred million steps. Counts, means and largest values are exact. Percentiles
-over tokens and steps are of numbers that were rounded down, by at most one part in 1,024.
+A day of requests on 16 replicas has a hundred million steps. Counts, means and largest values are
+exact. Percentiles over tokens and steps are of numbers that were rounded down, by at most one part
+in 1,024.
 """
 
 from __future__ import annotations
@@ -81,9 +83,8 @@ class Tally(_Counter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bins = np.zeros(
-            _BINS, np.int64
-        )  # bin 0: numbers below the least one, which count as 0
+        # bin 0: numbers below the least one, which count as 0
+        self._bins = np.zeros(_BINS, np.int64)
         self._total, self._sum, self._most = 0, 0.0, 0.0
 
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
@@ -101,7 +102,9 @@ class Tally(_Counter):
         return np.where(bins == 0, 0.0, values).tolist()
 
     def spread(self) -> dict[str, float | int | None]:
-        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles' rounding."""
+        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles'
+        rounding.
+        """
         self._flush()
         names = [f"p{p}" for p in PERCENTILES]
         if not self._total:
@@ -123,7 +126,9 @@ class Tally(_Counter):
 
 
 class Timeline(_Counter):
-    """How many tokens were made until when, in constant memory: counts in equal parts of the time since 0."""
+    """How many tokens were made until when, in constant memory: counts in equal parts of the time
+    since 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +147,10 @@ class Timeline(_Counter):
         )
 
     def steady_rate(self) -> float | None:
-        """As `metrics.steady_rate`, within 2 %. None if its two times are too near to say so much."""
+        """As `metrics.steady_rate`, within 2 %.
+
+        None if its two times are too near to say so much.
+        """
         self._flush()
         made = np.cumsum(self._parts)
         if not made[-1]:
@@ -155,7 +163,10 @@ class Timeline(_Counter):
 
 @dataclass
 class ReplicaSums:
-    """Sums over the steps of one replica; see `StepRecord`. It has the attributes of a `StepLoad`."""
+    """Sums over the steps of one replica; see `StepRecord`.
+
+    It has the attributes of a `StepLoad`.
+    """
 
     replica: int
     count: int = 0
@@ -207,9 +218,8 @@ class Totals:
         ]
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
         self._scheduled: dict[str, float] = {}
-        self._ends: dict[
-            str, list[float]
-        ] = {}  # of each branch, the times of its first and last token
+        # of each branch, the times of its first and last token
+        self._ends: dict[str, list[float]] = {}
         self._counts: dict[str, int] = defaultdict(int)  # tokens of each branch
         self._preemptions: dict[str, int] = defaultdict(int)
         self._reasons: dict[str, str] = {}
@@ -259,9 +269,8 @@ class Totals:
         sums.decodes += steps * rows
         self._seconds.add(seconds)
         self._device.add(span.times.device)
-        self._host.add(
-            np.maximum(seconds - span.times.device, 0.0)
-        )  # without host_s, a difference of rounding
+        # without host_s, a difference of rounding
+        self._host.add(np.maximum(seconds - span.times.device, 0.0))
         self._sequences.add(np.array([float(rows)]), steps)
         finished = span.times.finished
         self._sampled(
@@ -271,7 +280,9 @@ class Totals:
         self._made.add(finished, rows)
 
     def _sampled(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
-        """Each of these branches got tokens between two times; a name that is there twice, twice as many."""
+        """Each of these branches got tokens between two times; a name that is there twice, twice as
+        many.
+        """
         for name in names:
             self._counts[name] += tokens
             if (ends := self._ends.get(name)) is None:

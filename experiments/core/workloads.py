@@ -1,12 +1,15 @@
-"""Workloads: the requests of a run and their arrival times. Pure functions of (spec, file content, seed, vocabulary).
+"""Workloads: the requests of a run and their arrival times.
 
-Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths and arrivals of a
-recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids suit speed
-measurements, because a dense model's work does not depend on token values. They do NOT suit speculative decoding (they
-distort its acceptance) or prefix caching (only `shared_prefix` is shared).
+Pure functions of (spec, file content, seed, vocabulary).
 
-Every random choice has its own stream: other arrivals change no prompt, and the first k requests of `count: n` are the
-same for every n >= k.
+Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths
+and arrivals of a recorded service) and `tokens` (a JSON list of token ids). The last three need no
+tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
+token values. They do NOT suit speculative decoding (they distort its acceptance) or prefix caching
+(only `shared_prefix` is shared).
+
+Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
+`count: n` are the same for every n >= k.
 """
 
 from __future__ import annotations
@@ -35,13 +38,16 @@ FIRST_ORDINARY_TOKEN = (
     17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 )
 AZURE = (
-    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) of the Azure Public "
-    "Dataset, CC-BY 4.0, with columns TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
+    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) "
+    "of the Azure Public Dataset, CC-BY 4.0, with columns "
+    "TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
 )
 
 
 class WorkItem(NamedTuple):
-    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output tokens a branch."""
+    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
+    tokens a branch.
+    """
 
     request_id: str
     arrival: float
@@ -50,12 +56,15 @@ class WorkItem(NamedTuple):
 
 
 def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
-    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1", "r00003.2")."""
+    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1",
+    "r00003.2").
+    """
     return (request_id, *(f"{request_id}.{i}" for i in range(1, branches)))
 
 
 class Workload(NamedTuple):
-    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their limits.
+    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their
+    limits.
 
     clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
     """
@@ -73,7 +82,9 @@ class Workload(NamedTuple):
         return self._replace(items=tuple(items))
 
     def describe(self) -> dict[str, Any]:
-        """The counts that a run records: requests, tokens, clipped lengths, seconds until the last arrival."""
+        """The counts that a run records: requests, tokens, clipped lengths, seconds until the last
+        arrival.
+        """
         return {
             "requests": len(self.items),
             "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
@@ -86,7 +97,10 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts of `file`, one a line (or a paragraph). With `cycle`, a `count` beyond the file repeats it."""
+    """Texts of `file`, one a line (or a paragraph).
+
+    With `cycle`, a `count` beyond the file repeats it.
+    """
 
     kind: Literal["prompts"]
     file: str
@@ -105,8 +119,10 @@ class Prompts:
 class Synthetic:
     """Random token ids whose lengths follow distributions.
 
-    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt` follow.
-    prefixes: how many different prefixes of that length there are; each request has one of them, drawn evenly.
+    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt`
+        follow.
+    prefixes: how many different prefixes of that length there are; each request has one of them,
+        drawn evenly.
     """
 
     kind: Literal["synthetic"]
@@ -126,17 +142,21 @@ class Synthetic:
         _at_least_one("prefixes", self.prefixes)
         if self.prefixes > 1 and not self.shared_prefix:
             raise ValueError(
-                f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their length"
+                f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their "
+                "length"
             )
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; random ids.
+    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens,
+    GeneratedTokens; random ids.
 
-    time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
-    rounds: how often the requests come, one round after the other with the mean gap between them: 24 makes a day of a
-        recorded hour. The prompts of each round are others. With a `time_scale` of 0 all rounds arrive at once.
+    time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
+        once.
+    rounds: how often the requests come, one round after the other with the mean gap between them:
+        24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
+        of 0 all rounds arrive at once.
     """
 
     kind: Literal["trace"]
@@ -163,7 +183,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of "max_tokens"."""
+    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
+    "max_tokens".
+    """
 
     kind: Literal["tokens"]
     file: str
@@ -179,7 +201,10 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def check(spec: Spec, content: str) -> None:
-    """Check the workload's file, as far as no vocabulary is needed. Raises ValueError like `build`."""
+    """Check the workload's file, as far as no vocabulary is needed.
+
+    Raises ValueError like `build`.
+    """
     if isinstance(spec, Trace):
         read_trace(spec, content)
     elif isinstance(spec, Prompts):
@@ -242,7 +267,9 @@ def random_prompts(
 
 
 class RandomIds(Sequence[int]):
-    """Random token ids that are drawn when they are read: those of a day of requests would fill the memory."""
+    """Random token ids that are drawn when they are read: those of a day of requests would fill the
+    memory.
+    """
 
     __slots__ = ("_drawn_from", "_increment", "_length", "_vocab_size")
 
@@ -290,8 +317,8 @@ def drawn_later(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) 
     """The prompts of `random_prompts`, without their ids in memory."""
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(
-            f"the vocabulary has {vocab_size} tokens; random prompts need more than {FIRST_ORDINARY_TOKEN}, because "
-            "lower ids are special"
+            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
+            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
         )
     found = []
     for length in lens:
@@ -308,22 +335,24 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
     count = len(texts) if spec.count is None else spec.count
     if count > len(texts) and not spec.cycle:
         raise ValueError(
-            f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set workload.cycle: true"
+            f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set "
+            "workload.cycle: true"
         )
     return [texts[i % len(texts)] for i in range(count)]
 
 
 def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
-    """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace, by arrival."""
+    """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace,
+    by arrival.
+    """
     kept = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
     if not kept:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
     times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
-    period = (
-        times[-1] * len(times) / max(1, len(times) - 1)
-    )  # the time until the first request of the next round
+    # the time until the first request of the next round
+    period = times[-1] * len(times) / max(1, len(times) - 1)
     if spec.rounds > 1 and spec.time_scale and not period:
         what = f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at one time"
         raise ValueError(
@@ -347,7 +376,8 @@ def read_tokens(
         raise ValueError(f"{spec.file} is not JSON: {error}") from None
     if not isinstance(entries, list) or not entries:
         raise ValueError(
-            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one entry or more'
+            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one '
+            "entry or more"
         )
     prompts, outputs = [], []
     for index, entry in enumerate(entries[: spec.limit]):
@@ -355,7 +385,8 @@ def read_tokens(
         output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None
         if not isinstance(prompt, list) or not prompt or type(output) is not int or output < 1:
             raise ValueError(
-                f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and "max_tokens" >= 1'
+                f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and '
+                '"max_tokens" >= 1'
             )
         wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:

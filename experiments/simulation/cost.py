@@ -1,4 +1,5 @@
-"""The seconds of a step, without running it: a roofline of a chip and a model's shape, or a fit to measured steps.
+"""The seconds of a step, without running it: a roofline of a chip and a model's shape, or a fit to
+measured steps.
 
     Work      pure counts of a step's plan
     Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
@@ -6,20 +7,23 @@
 
 Published coefficients of other engines are in profiles.py, published times in measured.py.
 
-A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values of every context
-and multiplies with them. Each part takes the longer of its memory traffic and its arithmetic:
+A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values
+of every context and multiplies with them. Each part takes the longer of its memory traffic and its
+arithmetic:
 
-    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
+    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention /
+    rate)
 
-In a mixture of experts, the step reads the experts that at least one token chose, as expected of tokens that choose
-evenly and independently (Shape.experts_read), and multiplies with the experts of each token. A layer with a window
-counts as a layer that sees the whole context: for contexts beyond a window, attention is too slow here.
+In a mixture of experts, the step reads the experts that at least one token chose, as expected of
+tokens that choose evenly and independently (Shape.experts_read), and multiplies with the experts of
+each token. A layer with a window counts as a layer that sees the whole context: for contexts beyond
+a window, attention is too slow here.
 
-A mesh of devices takes the time of one device's part of the model (`part`), and that of what the devices exchange
-(collectives.py).
+A mesh of devices takes the time of one device's part of the model (`part`), and that of what the
+devices exchange (collectives.py).
 
-Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a time is a lower
-bound. Imports no jax, except for the shape of a checkpoint or of a mesh's part.
+Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a
+time is a lower bound. Imports no jax, except for the shape of a checkpoint or of a mesh's part.
 """
 
 from __future__ import annotations
@@ -44,16 +48,15 @@ STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
-StepTime = Callable[
-    ["Work"], Any
-]  # seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+# seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+StepTime = Callable[["Work"], Any]
 
 
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A `StepTime` that
-    raises TypeError or ValueError for these is called step by step.
+    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A
+    `StepTime` that raises TypeError or ValueError for these is called step by step.
     """
 
     tokens: int  # computed, padding included
@@ -69,10 +72,13 @@ class Work(NamedTuple):
 def work_of(
     plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None
 ) -> Work:
-    """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again.
+    """The work of a plan.
+
+    `cached=False` is an engine without a KV cache, which computes every token again.
 
     Args:
-        config: of the scheduler, whose KV policy decides what queries see; None: they see everything.
+        config: of the scheduler, whose KV policy decides what queries see; None: they see
+            everything.
     """
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views:
@@ -139,14 +145,17 @@ class Shape(NamedTuple):
     experts: int = 0  # experts of such a layer
     chosen: int = 0  # experts that each token chooses
     expert: int = 0  # intermediate size of an expert
-    dealt: int = 1  # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen ones
+    # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen
+    # ones
+    dealt: int = 1
 
     def layer_numbers(self, experts: float) -> float:
-        """Numbers in the matrices of all layers, with `experts` experts of all devices in each layer of a mixture."""
+        """Numbers in the matrices of all layers, with `experts` experts of all devices in each
+        layer of a mixture.
+        """
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        row = (
-            3 if self.gated else 2
-        ) * self.hidden  # numbers of an MLP for each intermediate channel
+        # numbers of an MLP for each intermediate channel
+        row = (3 if self.gated else 2) * self.hidden
         mixture = self.hidden * self.experts + experts / self.dealt * row * self.expert
         return (
             self.layers * attention
@@ -155,7 +164,9 @@ class Shape(NamedTuple):
         )
 
     def experts_read(self, tokens: int) -> float:
-        """Experts of a layer chosen by at least one token, expected for even and independent choices."""
+        """Experts of a layer chosen by at least one token, expected for even and independent
+        choices.
+        """
         return (
             self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
         )
@@ -194,7 +205,8 @@ def shape_of(
     *,
     family: Family | None = None,
 ) -> Shape:
-    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of the loader.
+    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of
+    the loader.
 
     Raises:
         ValueError: the model is not supported.
@@ -229,9 +241,11 @@ def shape_of(
 
 
 def part(shape: Shape, mesh: MeshConfig) -> Shape:
-    """The shape of one device's part of a model: heads, widths and vocabulary with padding (models/split.py).
+    """The shape of one device's part of a model: heads, widths and vocabulary with padding
+    (models/split.py).
 
-    With experts on several devices, it is the part of a device whose experts get an equal share of the tokens.
+    With experts on several devices, it is the part of a device whose experts get an equal share of
+    the tokens.
 
     Raises:
         ValueError: the model cannot be split over the mesh.
@@ -302,14 +316,15 @@ class Chip(NamedTuple):
     network: Network | None = None  # to other chips; None: not known
 
 
-# NVIDIA's data sheets give NVLink's bandwidth of both directions together: 600 GB/s of an A100, 900 GB/s of an H100 and
-# an H200, in nodes of 8. They give no latency.
+# NVIDIA's data sheets give NVLink's bandwidth of both directions together: 600 GB/s of an A100, 900
+# GB/s of an H100 and an H200, in nodes of 8. They give no latency.
 NVLINK_3 = Network(300e9, neighbours=False, devices=8)
 NVLINK_4 = Network(450e9, neighbours=False, devices=8)
-# Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions together: v5e 400 and v6e
-# 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6 links of 50 GB/s in each direction (Jouppi et al.
-# 2023, arXiv 2304.01433, table 4). "How to Scale Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these,
-# and about 1 us a hop. A TPU7x is two devices of JAX, and one here.
+# Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions
+# together: v5e 400 and v6e 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6
+# links of 50 GB/s in each direction (Jouppi et al. 2023, arXiv 2304.01433, table 4). "How to Scale
+# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. A TPU7x
+# is two devices of JAX, and one here.
 HOP = 1e-6
 ICI = {
     "tpu-v4": Network(50e9, neighbours=True, devices=4096, hop=HOP),
@@ -319,9 +334,10 @@ ICI = {
     "tpu7x": Network(100e9, neighbours=True, devices=9216, hop=HOP),
 }
 
-# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x; 128 rows is the tile
-# of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the A10G for AWS gives 70 TFLOP/s of dense
-# bfloat16 and 140 with sparsity; the 125 that are often quoted are those of the A10.
+# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x;
+# 128 rows is the tile of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the
+# A10G for AWS gives 70 TFLOP/s of dense bfloat16 and 140 with sparsity; the 125 that are often
+# quoted are those of the A10.
 CHIPS = {
     "a10g": Chip(0.6e12, 70e12, 24e9, tile=128),
     "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128, network=NVLINK_3),
@@ -337,10 +353,11 @@ CHIPS = {
 
 
 class Roofline(NamedTuple):
-    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor parallelism).
+    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor
+    parallelism).
 
-    With `devices` above 1, `shape` is one device's part of the model, and what devices exchange takes its time; see
-    `of_mesh`.
+    With `devices` above 1, `shape` is one device's part of the model, and what devices exchange
+    takes its time; see `of_mesh`.
     """
 
     shape: Shape
@@ -396,10 +413,12 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> Roofline:
-    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the chip's.
+    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the
+    chip's.
 
     Raises:
-        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer devices.
+        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer
+            devices.
     """
     network = roofline.chip.network
     if mesh.size > 1:
@@ -415,13 +434,13 @@ def check_network(network: Network | None, n: int, chip: str) -> None:
     if network is None:
         known = ", ".join(name for name, one in CHIPS.items() if one.network)
         raise ValueError(
-            f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use one of {known}, "
-            f"or chips={n}, which share the model without a cost"
+            f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use "
+            f"one of {known}, or chips={n}, which share the model without a cost"
         )
     if n > network.devices:
         raise ValueError(
-            f"mesh has {n} devices, and the links of {chip} connect at most {network.devices} chips; use at most "
-            f"{network.devices} devices"
+            f"mesh has {n} devices, and the links of {chip} connect at most {network.devices} "
+            f"chips; use at most {network.devices} devices"
         )
 
 
@@ -444,10 +463,12 @@ class Fitted(NamedTuple):
 
 
 def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
-    """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its own time.
+    """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its
+    own time.
 
     Raises:
-        ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an earlier version).
+        ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an
+            earlier version).
     """
     from scipy.optimize import nnls
 
@@ -455,16 +476,16 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
         raise ValueError(f"the run to fit has {len(steps)} steps; it takes at least 8")
     if "pairs" not in steps[0]:
         raise ValueError(
-            "the run's steps have no context_tokens and pairs (what attention reads); measure it again"
+            "the run's steps have no context_tokens and pairs (what attention reads); measure it "
+            "again"
         )
     seconds = np.array([step["seconds"] for step in steps])
     sizes = sorted({step["padded_tokens"] for step in steps})
     columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
     columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
     matrix = np.array(columns, np.float64).T
-    scale = np.maximum(
-        matrix.max(0), 1
-    )  # the coefficient of pairs (millions) would be lost in rounding
+    # the coefficient of pairs (millions) would be lost in rounding
+    scale = np.maximum(matrix.max(0), 1)
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
     *bases, per_context, per_pair = (float(x) for x in solution)
@@ -490,23 +511,29 @@ class Simulate:
     """The model of the device.
 
     chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
-    mesh: the devices that share the model, in place of chips: each computes its part, and they exchange sums. A
-        `MeshConfig` or a mapping such as {"tensor": 8}.
-    hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the chip's.
+    mesh: the devices that share the model, in place of chips: each computes its part, and they
+        exchange sums. A `MeshConfig` or a mapping such as {"tensor": 8}.
+    hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the
+        chip's.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
-    profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count real tokens, so
-        `padded` must be False.
-    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
-    bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
+    profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
+        real tokens, so `padded` must be False.
+    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its
+        config.json.
+    bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the
+        bound.
     padded: the time of a step is that of its bucket; False: that of its real tokens.
     kv_cache: False is an engine that computes every token of a sequence in every step.
-    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; needs the
-        policy `static`.
-    batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and values.
+    whole_batches: rows are computed until the last of their batch has ended, and all are answered
+        then; needs the policy `static`.
+    batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and
+        values.
     host_s: seconds that the host adds to a step.
-    acceptance: with engine.speculative, the probability that a draft token is accepted, if those before it are.
-    draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on the host.
+    acceptance: with engine.speculative, the probability that a draft token is accepted, if those
+        before it are.
+    draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on
+        the host.
     """
 
     chip: str | None = None
@@ -533,15 +560,15 @@ class Simulate:
             object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
         if [self.chip, self.fit, self.step_s, self.profile].count(None) != 3:
             raise ValueError(
-                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) and step_s (seconds of "
-                "every step)"
+                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) "
+                "and step_s (seconds of every step)"
             )
         if self.profile is not None:
             one_of("profile", self.profile, profiles.NAMES)
             if self.padded:
                 raise ValueError(
-                    f"profile is {self.profile!r}, whose coefficients count real tokens, and padded is true; set it to "
-                    "false"
+                    f"profile is {self.profile!r}, whose coefficients count real tokens, and "
+                    "padded is true; set it to false"
                 )
         if self.chip is not None:
             one_of("chip", self.chip, tuple(CHIPS))
@@ -585,7 +612,8 @@ class Simulate:
         if self.mesh is None:
             if self.hop_s is not None:
                 raise ValueError(
-                    f"hop_s is {self.hop_s}, and without a mesh nothing is exchanged; set mesh, or leave it out"
+                    f"hop_s is {self.hop_s}, and without a mesh nothing is exchanged; set mesh, "
+                    "or leave it out"
                 )
             return
         if self.hop_s is not None and self.hop_s < 0:

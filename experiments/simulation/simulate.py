@@ -1,4 +1,5 @@
-"""An engine without a device: the same scheduler, policies and requests, with a clock that a cost model advances.
+"""An engine without a device: the same scheduler, policies and requests, with a clock that a cost
+model advances.
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
     simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which exchange sums
@@ -6,9 +7,10 @@
     simulate: {step_s: 1.0}                        # every step takes the same time
     simulate: {profile: distserve/opt-13b/tp2, padded: false}         # published coefficients, see profiles.py
 
-This section is the only difference in a config: driver, events, records, summary and report are the same. Tokens have
-no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be true; the workload draws the lengths.
-Time is virtual: nothing sleeps, and the load of the machine does not change a run.
+This section is the only difference in a config: driver, events, records, summary and report are the
+same. Tokens have no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be
+true; the workload draws the lengths. Time is virtual: nothing sleeps, and the load of the machine
+does not change a run.
 """
 
 from __future__ import annotations
@@ -77,31 +79,35 @@ class Guess(NamedTuple):
     right: int  # of the first ones, how many the target accepts
 
 
-Guesses = Callable[
-    [Seq, int, int], Guess
-]  # (sequence, its known tokens, most drafts) -> its drafts
+# (sequence, its known tokens, most drafts) -> its drafts
+Guesses = Callable[[Seq, int, int], Guess]
 
 
 class Handover(NamedTuple):
-    """A sequence on its way from one engine to another. data: its tokens; None: no prefixes are shared."""
+    """A sequence on its way from one engine to another. data: its tokens; None: no prefixes are
+    shared.
+    """
 
     released: Released
     data: SequenceData | None
 
 
 class WholeBatch(NamedTuple):
-    """A batch that is computed until its last member has ended, and answered then, as in engines before Orca."""
+    """A batch that is computed until its last member has ended, and answered then, as in engines
+    before Orca.
+    """
 
-    contexts: tuple[
-        int, ...
-    ] = ()  # tokens that ended members see in the next step; grow with the batch
+    # tokens that ended members see in the next step; grow with the batch
+    contexts: tuple[int, ...] = ()
     pending: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
 
 def after_step(
     batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
 ) -> tuple[WholeBatch, tuple[Event, ...]]:
-    """The batch after one of its steps -> (batch, events to report now: all of the batch's when it is over)."""
+    """The batch after one of its steps -> (batch, events to report now: all of the batch's when it
+    is over).
+    """
     pending = batch.pending + events
     if over:
         return WholeBatch(), pending
@@ -125,7 +131,10 @@ def with_rows(work: Work, contexts: Sequence[int]) -> Work:
 
 
 class SimulatedEngine:
-    """The methods of an engine that a driver uses, in virtual time. `now`: seconds since construction or reset."""
+    """The methods of an engine that a driver uses, in virtual time.
+
+    `now`: seconds since construction or reset.
+    """
 
     def __init__(
         self,
@@ -140,17 +149,18 @@ class SimulatedEngine:
         """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Args:
-            guesses: the drafts of each sequence, for example recorded ones; None draws them by simulate.acceptance.
+            guesses: the drafts of each sequence, for example recorded ones; None draws them by
+                simulate.acceptance.
 
         Raises:
-            ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
-                ignores.
+            ValueError: whole batches with a policy under which requests join a batch, or an option
+                that a simulation ignores.
         """
         refuse_unfelt(config, simulate, recorded=guesses is not None)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
-                f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
-                "set engine.policy: static"
+                f"simulate.whole_batches with engine.policy {config.policy!r}, under which "
+                "requests join a batch; set engine.policy: static"
             )
         self.config, self.now = config, 0.0
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
@@ -189,10 +199,14 @@ class SimulatedEngine:
         *,
         forks: Sequence[str] = (),
     ) -> None:
-        """Like `Engine.add`. Raises ValueError for a request that could end before max_tokens or can never run."""
+        """Like `Engine.add`.
+
+        Raises ValueError for a request that could end before max_tokens or can never run.
+        """
         if not params.ignore_eos or params.stop_token_ids:
             raise ValueError(
-                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
+                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
+                "stop_token_ids out"
             )
         caching = self.config.enable_prefix_caching
         limits = {
@@ -219,12 +233,16 @@ class SimulatedEngine:
         request_limits.check(self.scheduler_state, request._replace(forks=()))
 
     def prefilled(self) -> tuple[str, ...]:
-        """Ids of running sequences whose prompt is computed and that have at least one token of their output."""
+        """Ids of running sequences whose prompt is computed and that have at least one token of
+        their output.
+        """
         seqs = scheduler.running(self.scheduler_state)
         return tuple([s.request_id for s in seqs if s.num_output and s.length - s.computed == 1])
 
     def release(self, request_id: str) -> Handover:
-        """Let a sequence go. Its blocks stay taken until `free`, because their pages are still to be read.
+        """Let a sequence go.
+
+        Its blocks stay taken until `free`, because their pages are still to be read.
 
         Raises:
             ValueError: see `scheduler.release`.
@@ -263,7 +281,9 @@ class SimulatedEngine:
         return True
 
     def step(self) -> StepResult | None:
-        """The next step; None without one: nothing is unfinished, or released sequences hold the blocks it needs."""
+        """The next step; None without one: nothing is unfinished, or released sequences hold the
+        blocks it needs.
+        """
         if not self.has_work:
             return None
         started = self.now
@@ -305,7 +325,10 @@ class SimulatedEngine:
         return result
 
     def ahead(self) -> StepTimes | None:
-        """The times of the next steps, if several of them only decode; `advance` makes them. Else None."""
+        """The times of the next steps, if several of them only decode; `advance` makes them.
+
+        Else None.
+        """
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
         steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)
@@ -369,7 +392,9 @@ def independent(probability: float) -> Guesses:
 
 
 def accepted(arrival: int, length: int, k: int, probability: float) -> int:
-    """How many of k drafts are accepted: each with a probability, by a random number of (arrival, position)."""
+    """How many of k drafts are accepted: each with a probability, by a random number of (arrival,
+    position).
+    """
     for j in range(k):
         z = (arrival << 32) + length + j + 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -380,7 +405,8 @@ def accepted(arrival: int, length: int, k: int, probability: float) -> int:
 
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
-    """The configuration with lengths, blocks and buckets chosen as for a device with `memory` bytes.
+    """The configuration with lengths, blocks and buckets chosen as for a device with `memory`
+    bytes.
 
     `shape` is what this device has of the model: on a mesh, its part.
 
@@ -390,7 +416,8 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     length = config.max_model_len or shape.longest
     if length > shape.longest:
         raise ValueError(
-            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it"
+            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower "
+            "it"
         )
     blocks, size = config.num_blocks, config.block_size * shape.token_bytes
     if memory is None and blocks is None:
@@ -404,9 +431,10 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
             blocks = min(useful, int(config.memory_fraction * free / size))
         if blocks < 1 or blocks * size > free:
             raise ValueError(
-                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
-                f"room for {max(int(free / size), 0)} blocks of {config.block_size} tokens, and {blocks} are wanted; "
-                "lower num_blocks, or use more or larger chips"
+                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of "
+                f"{memory / 1e9:.1f} GB, room for {max(int(free / size), 0)} blocks of "
+                f"{config.block_size} tokens, and {blocks} are wanted; lower num_blocks, or use "
+                "more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
     return dataclasses.replace(
@@ -420,7 +448,8 @@ class SimulatedLLM:
     def __init__(
         self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1
     ) -> None:
-        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text.
+        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has
+        text.
 
         Args:
             count: of equal engines, `engines`; `engine` is the first.

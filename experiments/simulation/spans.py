@@ -1,4 +1,6 @@
-"""The times of several steps at once, in which one simulated engine does nothing but decode (host/decode_spans.py)."""
+"""The times of several steps at once, in which one simulated engine does nothing but decode
+(host/decode_spans.py).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class StepTimes(NamedTuple):
 
 
 class DecodeSpan(NamedTuple):
-    """Consecutive steps that compute one token of each of the same sequences. None of these enters or ends."""
+    """Consecutive steps that compute one token of each of the same sequences.
+
+    None of these enters or ends.
+    """
 
     step: int  # the number of the first
     times: StepTimes
@@ -58,7 +63,8 @@ def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
 
 
 def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
-    """The times of steps that begin at `now`; each has one more token of context for each sequence than the last one.
+    """The times of steps that begin at `now`; each has one more token of context for each sequence
+    than the last one.
 
     The sums are those of a clock that is advanced step by step, bit by bit.
 

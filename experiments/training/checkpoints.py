@@ -1,4 +1,5 @@
-"""The folder of a training run, and its Orbax checkpoints: a killed run resumes from the last one, bit for bit.
+"""The folder of a training run, and its Orbax checkpoints: a killed run resumes from the last one,
+bit for bit.
 
 OUT/run.json            the options of the run; a command with other options is refused
 OUT/checkpoints/STEP/   parameters, optimiser, losses
@@ -31,7 +32,8 @@ def begin(out: Path, wanted: Mapping[str, Any]) -> None:
         wanted: the options that decide the run's result.
 
     Raises:
-        ValueError: the folder belongs to another run (the message has all differences), or is no run's folder.
+        ValueError: the folder belongs to another run (the message has all differences), or is no
+            run's folder.
     """
     file = out / "run.json"
     if not file.is_file():
@@ -51,8 +53,8 @@ def begin(out: Path, wanted: Mapping[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "
-            "version), give another --out, or remove it"
+            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends "
+            "on the Python version), give another --out, or remove it"
         )
 
 
@@ -63,7 +65,8 @@ def opened(out: Path) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequence[Loss]) -> None:
-    parts = {"state": ocp.args.StandardSave(state), "losses": ocp.args.JsonSave(list(losses))}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    parts = {"state": ocp.args.StandardSave(state), "losses": ocp.args.JsonSave(list(losses))}
     manager.save(step, args=ocp.args.Composite(**parts))
 
 
@@ -73,6 +76,7 @@ def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, li
     if step is None:
         return 0, like, []
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    parts = {"state": ocp.args.StandardRestore(shapes), "losses": ocp.args.JsonRestore()}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    parts = {"state": ocp.args.StandardRestore(shapes), "losses": ocp.args.JsonRestore()}
     found = manager.restore(step, args=ocp.args.Composite(**parts))
     return step, found["state"], found["losses"]

@@ -1,4 +1,6 @@
-"""What the training commands have in common: the checks of a seed and of a model, and the exit status of a run."""
+"""What the training commands have in common: the checks of a seed and of a model, and the exit
+status of a run.
+"""
 
 from __future__ import annotations
 

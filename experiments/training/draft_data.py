@@ -1,7 +1,9 @@
-"""What a draft head learns from: a model's own outputs, its layers' outputs on them, and its next tokens' shares.
+"""What a draft head learns from: a model's own outputs, its layers' outputs on them, and its next
+tokens' shares.
 
-Prompts are pieces of Python's documentation (data.py). The model continues each, half of them greedily and half of them
-at temperature 1. Then it reads prompts and outputs again, and keeps of each token
+Prompts are pieces of Python's documentation (data.py). The model continues each, half of them
+greedily and half of them at temperature 1. Then it reads prompts and outputs again, and keeps of
+each token
 
     features    the outputs of the layers `taps`, in 16 bits
     ids, shares the TOP likeliest next tokens and their probabilities
@@ -34,7 +36,10 @@ TEMPERATURES = (0.0, 1.0)  # of outputs, in turn
 
 
 class Windows(NamedTuple):
-    """Windows of S tokens: a prompt and the model's output. Arrays of numpy, or of JAX in a training step."""
+    """Windows of S tokens: a prompt and the model's output.
+
+    Arrays of numpy, or of JAX in a training step.
+    """
 
     tokens: Any  # [n, S] int32
     features: Any  # [n, S, taps * H] float16
@@ -45,7 +50,9 @@ class Windows(NamedTuple):
 def prompts(
     encode: Callable[[str], Sequence[int]], setup: DraftSetup
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[n, prompt] and [m, prompt] tokens from random places of the training and of the held-out text."""
+    """[n, prompt] and [m, prompt] tokens from random places of the training and of the held-out
+    text.
+    """
     found = []
     for part, topics, count in zip((0, 1), texts(), (setup.windows, setup.held_out), strict=True):
         tokens = np.array(encode("\n\n".join(topics)), np.int32)
@@ -117,13 +124,16 @@ def read(
     if not np.isfinite(found.features).all():
         largest = np.finfo(dtype).max
         raise ValueError(
-            f"features of the model are above {largest}, the largest {dtype}; a head cannot be trained for it"
+            f"features of the model are above {largest}, the largest {dtype}; a head cannot be "
+            "trained for it"
         )
     return found
 
 
 def vocabulary(windows: Windows, size: int, vocab_size: int) -> np.ndarray:
-    """[size] the ids of the likeliest next tokens over all windows, ascending, of `vocab_size` tokens."""
+    """[size] the ids of the likeliest next tokens over all windows, ascending, of `vocab_size`
+    tokens.
+    """
     total = np.bincount(windows.ids.reshape(-1), windows.shares.reshape(-1), minlength=vocab_size)
     most = np.argsort(-total, kind="stable")[:size]
     return np.sort(most).astype(np.int32)
@@ -143,7 +153,9 @@ def stored(file: Path) -> Windows:
 
 
 def batch(windows: Windows, setup: DraftSetup, step: int) -> Windows:
-    """The windows of a training step, which depend on seed and step only: every epoch has another order."""
+    """The windows of a training step, which depend on seed and step only: every epoch has another
+    order.
+    """
     n = len(windows.tokens)
     several = n // setup.batch  # steps of an epoch
     order = np.random.default_rng((setup.seed, 2, step // several)).permutation(n)

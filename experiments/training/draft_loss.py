@@ -1,8 +1,10 @@
-"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's training-time test).
+"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's
+training-time test).
 
-In pass 0 each position has the true feature of the token before. In pass s it has what the head itself made of that
-token in pass s - 1. Position i of pass s is the draft that an engine makes s tokens after the last known one. It sees
-the true keys of the tokens up to i - s, and behind them the keys of earlier passes, as an engine's cache has them.
+In pass 0 each position has the true feature of the token before. In pass s it has what the head
+itself made of that token in pass s - 1. Position i of pass s is the draft that an engine makes s
+tokens after the last known one. It sees the true keys of the tokens up to i - s, and behind them
+the keys of earlier passes, as an engine's cache has them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def shifted(x: jax.Array, by: int) -> jax.Array:
 
 
 def attend_over(earlier: list[Pages], scale: float):
-    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes between."""
+    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes
+    between.
+    """
 
     def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
         assert window, "a head has a window"
@@ -40,9 +44,8 @@ def attend_over(earlier: list[Pages], scale: float):
         true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
         far = place[:, None] - place  # of each key from each query
         scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
-        own = [
-            (shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])
-        ]  # pass s - m, at i - m
+        # pass s - m, at i - m
+        own = [(shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])]
         for m, (key, _) in enumerate(own):
             each = jnp.einsum("bskgd,bksd->bkgs", queries, key)
             scores.append(jnp.where(place >= m, each, -jnp.inf)[..., None])
@@ -91,9 +94,11 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
 def loss(
     head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best token is the same).
+    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best
+    token is the same).
 
-    Tokens that the head does not draft are no target: a position counts as much as the targets' shares that are left.
+    Tokens that the head does not draft are no target: a position counts as much as the targets'
+    shares that are left.
 
     Args:
         model: its embedding is used, and not trained.

@@ -1,4 +1,6 @@
-"""The model of a training run: initial weights, and the serving layers on dense windows with their loss."""
+"""The model of a training run: initial weights, and the serving layers on dense windows with their
+loss.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ optax = require("optax")
 
 
 def initial(config: DecoderConfig, seed: int) -> Decoder:
-    """Norms are ones. Matrices are normal: deviation 0.02 for the embedding (also the head), else 1 / sqrt(columns)."""
+    """Norms are ones.
+
+    Matrices are normal: deviation 0.02 for the embedding (also the head), else 1 / sqrt(columns).
+    """
     rng, values = np.random.default_rng(seed), {}
     for entry in llama.param_table(config):
         name, shape = ".".join(entry.path), entry.shape

@@ -1,4 +1,6 @@
-"""The tasks of a training run of adapters: text in capitals, and lists to sort. Each has answers that can be checked.
+"""The tasks of a training run of adapters: text in capitals, and lists to sort.
+
+Each has answers that can be checked.
 
 An example is a prompt and what should follow it. The loss is that of the tokens behind the prompt.
 """
@@ -42,7 +44,8 @@ class Examples(NamedTuple):
 class Task(NamedTuple):
     """What an adapter learns.
 
-    batch: step -> the examples of that step, which depend on seed and step alone, so a run can resume at any step.
+    batch: step -> the examples of that step, which depend on seed and step alone, so a run can
+        resume at any step.
     right: (what should follow, what a model said) -> whether that is right. Both are text.
     """
 
@@ -55,12 +58,13 @@ def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
     """By the name of its adapter.
 
     Raises:
-        ValueError: the context has no room for a list, there is too little text or there are too few lists.
+        ValueError: the context has no room for a list, there is too little text or there are too
+            few lists.
     """
     return {"upper": capitals(tokenizer, setup), "sort": sorting(tokenizer, setup)}
 
 
-# --- capitals ---------------------------------------------------------------------------------------------------------
+# --- capitals -------------------------------------------------------------------------------------
 
 
 def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
@@ -69,7 +73,8 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     held_out = encoded(tokenizer, held_out_text)
     if (most := len(held_out) // setup.context) < setup.held_out:
         raise ValueError(
-            f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context"
+            f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or "
+            "--context"
         )
 
     @cache
@@ -97,7 +102,7 @@ def encoded(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
     return np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32)
 
 
-# --- sorting ----------------------------------------------------------------------------------------------------------
+# --- sorting --------------------------------------------------------------------------------------
 
 
 def question(digits: Sequence[int]) -> tuple[str, str]:

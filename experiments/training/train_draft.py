@@ -71,11 +71,12 @@ class Acceptance(NamedTuple):
         return 1 + self.accepted / self.rows
 
 
-# --- the head ---------------------------------------------------------------------------------------------------------
+# --- the head -------------------------------------------------------------------------------------
 
 
 def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """A head that begins near the model's own output: its feature is the last layer's, its head the model's.
+    """A head that begins near the model's own output: its feature is the last layer's, its head the
+    model's.
 
     Returns:
         (structure, parameters to train, the rest)
@@ -94,9 +95,8 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     values["head.weight"] = (
         projection if scales is None else projection * np.asarray(scales)[:, None]
     )[ids]
-    values["norm.weight"] = (
-        np.asarray(target["norm.weight"], np.float32) / 2
-    )  # less sure than the model
+    # less sure than the model
+    values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)
@@ -104,7 +104,9 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
 
 
 def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature; norms are ones."""
+    """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature;
+    norms are ones.
+    """
     if len(shape) == 1:
         return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
     small = (
@@ -113,17 +115,15 @@ def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     return np.float32(small * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[
-        [State, Windows], tuple[State, jax.Array]
-    ]  # -> (state, loss); the state is donated
-    measure: Callable[
-        [nnx.State, Windows], tuple[float, list[float]]
-    ]  # -> loss, share of right drafts by pass
+    # -> (state, loss); the state is donated
+    update: Callable[[State, Windows], tuple[State, jax.Array]]
+    # -> loss, share of right drafts by pass
+    measure: Callable[[nnx.State, Windows], tuple[float, list[float]]]
 
 
 def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
@@ -168,7 +168,7 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     return Trainer(state, lambda state, windows: compiled(state, model.params, windows), measure)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def options(setup: DraftSetup) -> dict[str, Any]:
@@ -192,7 +192,8 @@ def prepared(
             middle = time.perf_counter()
             draft_data.store(file, draft_data.read(model.model, taps, windows))
             say(
-                f"{file}: outputs {middle - began:.0f} s, features {time.perf_counter() - middle:.0f} s"
+                f"{file}: outputs {middle - began:.0f} s, features "
+                f"{time.perf_counter() - middle:.0f} s"
             )
     return draft_data.stored(files[0]), draft_data.stored(files[1])
 
@@ -201,21 +202,24 @@ def prepared(
 def train(
     out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print
 ) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every` steps.
+    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every`
+    steps.
 
     Raises:
-        ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a head.
+        ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a
+            head.
     """
     model = load_model(setup.model, dtype="float32")
     if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
         raise ValueError(
-            f"{setup.model} has windows or a cap of scores; the training of a head does not support them"
+            f"{setup.model} has windows or a cap of scores; the training of a head does not "
+            "support them"
         )
     eagle_config(model.model.config, setup.vocabulary)  # refuses a vocabulary that is too large
     if setup.prompt + setup.output > (room := model.model.config.max_len):
         raise ValueError(
-            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has room for {room}; "
-            "lower --prompt or --output"
+            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has "
+            f"room for {room}; lower --prompt or --output"
         )
     begin(out, options(setup))
     windows, held_out = prepared(out, model, setup, say)
@@ -250,8 +254,8 @@ def train(
         write_eagle(folder, model.model.config, ids.tolist(), state.params)
     found = accepted(model, folder, held_out.tokens[:, : setup.prompt], setup.output)
     say(
-        f"{folder}: an engine accepts {100 * found.share:.1f} % of {found.drafts} drafts for held-out prompts, "
-        f"{found.tokens_a_step:.2f} tokens of a sequence a step"
+        f"{folder}: an engine accepts {100 * found.share:.1f} % of {found.drafts} drafts for "
+        f"held-out prompts, {found.tokens_a_step:.2f} tokens of a sequence a step"
     )
     return losses
 
@@ -266,8 +270,9 @@ def about(
     known[ids] = True
     share = float((known[held_out.ids] * held_out.shares).sum() / held_out.shares.sum())
     return (
-        f"{size:,} parameters, {windows.tokens.size:,} tokens to train on, {held_out.tokens.size:,} held out; the "
-        f"{len(ids)} tokens of the head have {100 * share:.1f} % of what the model says there"
+        f"{size:,} parameters, {windows.tokens.size:,} tokens to train on, "
+        f"{held_out.tokens.size:,} held out; the {len(ids)} tokens of the head have "
+        f"{100 * share:.1f} % of what the model says there"
     )
 
 
@@ -297,7 +302,7 @@ def accepted(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int)
     return total
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def option(name: str) -> str:
@@ -335,12 +340,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if setup.output < DRAFTS:
         parser.error(
-            f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can draft; raise it"
+            f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can "
+            "draft; raise it"
         )
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
             parser.error(
-                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch"
+                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower "
+                "--batch"
             )
     check_seed(parser, setup.seed)
     if not 0 < setup.rate < math.inf:

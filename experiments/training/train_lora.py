@@ -56,12 +56,11 @@ from pagedjax.weights.pretrained import LoadedModel
 optax = require("optax")
 
 BASE = "base"
-Factors = dict[
-    str, tuple[Any, Any]
-]  # A [r, in] and B [out, r] by the module's name in transformers
+# A [r, in] and B [out, r] by the module's name in transformers
+Factors = dict[str, tuple[Any, Any]]
 Form = Literal["safetensors", "orbax"]
 
-# --- factors ----------------------------------------------------------------------------------------------------------
+# --- factors --------------------------------------------------------------------------------------
 
 
 def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
@@ -74,7 +73,7 @@ def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
     return initial_factors(config, setup.rank, modules=kinds, seed=(setup.seed, stream))
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
@@ -91,7 +90,10 @@ class Trainer(NamedTuple):
 
 
 def optimiser(setup: LoraSetup) -> Any:
-    """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
+    """AdamW with clipped gradients.
+
+    The rate rises over a tenth of the steps, then falls along a cosine.
+    """
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(
         0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
@@ -102,7 +104,9 @@ def optimiser(setup: LoraSetup) -> Any:
 
 
 def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Trainer:
-    """The initial state and the compiled functions of a run. The module's own parameters are not trained.
+    """The initial state and the compiled functions of a run.
+
+    The module's own parameters are not trained.
 
     Raises:
         ValueError: the model has no such modules.
@@ -153,7 +157,7 @@ def options(setup: LoraSetup) -> dict[str, Any]:
     return {"lora_alpha": setup.alpha}
 
 
-# --- the result -------------------------------------------------------------------------------------------------------
+# --- the result -----------------------------------------------------------------------------------
 
 
 class Served(NamedTuple):
@@ -191,9 +195,8 @@ def serve(
     Returns:
         What was served, by adapter (or `BASE`) and task.
     """
-    width = (
-        max(task.held_out.tokens.shape[1] for task in several.values()) + 1
-    )  # one token follows an example
+    # one token follows an example
+    width = max(task.held_out.tokens.shape[1] for task in several.values()) + 1
     rows = 32
     sizes: dict[str, Any] = {
         "max_num_seqs": rows,
@@ -241,8 +244,8 @@ def report(
     several: Mapping[str, Task],
     served: dict[str, dict[str, Served]],
 ) -> dict[str, Any]:
-    """Losses and shares of right answers as the engine gave them, and the largest difference of a log-probability from
-    the trainer's."""
+    """Losses and shares of right answers as the engine gave them, and the largest difference of a
+    log-probability from the trainer's."""
     table, largest = {}, 0.0
     for name, by_task in served.items():
         table[name] = {}
@@ -269,7 +272,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     return [f"{'':8}{heading}", *rows, last]
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
@@ -282,17 +285,20 @@ def train(
     to: Form = "safetensors",
     say: Callable[[str], None] = print,
 ) -> tuple[list[Loss], dict[str, Any]]:
-    """Train, or resume the run in `out`, write the adapters, and serve them -> (losses, the report).
+    """Train, or resume the run in `out`, write the adapters, and serve them -> (losses, the
+    report).
 
     Raises:
-        ValueError: `out` belongs to another run, or is no run's folder; the options do not fit the model.
+        ValueError: `out` belongs to another run, or is no run's folder; the options do not fit the
+            model.
         FileNotFoundError: there is no model.
     """
     loaded = load_model(model, dtype="float32", linear_impl="xla")  # matrices as a trainer has them
     config = loaded.model.config
     if setup.context >= config.max_len:
         raise ValueError(
-            f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: lower it"
+            f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: "
+            "lower it"
         )
     several = tasks(loaded.tokenizer, setup)
     trainer = make_trainer(
@@ -347,7 +353,7 @@ def about(params: Mapping[str, Factors]) -> str:
     )
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def option(name: str) -> str:

@@ -63,7 +63,7 @@ class Rollouts(NamedTuple):
     rewards: Any  # [N] float32
 
 
-# --- rollouts ---------------------------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 def serving(setup: RLSetup) -> dict[str, Any]:
@@ -84,7 +84,9 @@ def serving(setup: RLSetup) -> dict[str, Any]:
 
 
 def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
-    """A group of answers to each sum of a step, as they are drawn from the model's own distribution."""
+    """A group of answers to each sum of a step, as they are drawn from the model's own
+    distribution.
+    """
     asked = sums(setup.seed, step, setup.sums, setup.largest)
     params = [
         SamplingParams(
@@ -128,7 +130,7 @@ def gathered(asked: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
     )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
@@ -137,7 +139,9 @@ class Trainer(NamedTuple):
 
 
 def advantages(rewards: jax.Array, group: int) -> jax.Array:
-    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's deviation."""
+    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's
+    deviation.
+    """
     by_group = rewards.reshape(-1, group)
     return jax.nn.standardize(by_group, axis=1, epsilon=1e-4).reshape(-1)
 
@@ -155,8 +159,9 @@ def loss(chances: jax.Array, rollouts: Rollouts, setup: RLSetup) -> jax.Array:
 
 
 def divergence(chances: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
-    """How far the trainer's policy is from the engine's: KL(engine | trainer), estimated from the engine's own tokens
-    without bias and without negative terms (k3 of Schulman 2020), and the largest difference."""
+    """How far the trainer's policy is from the engine's: KL(engine | trainer), estimated from the
+    engine's own tokens without bias and without negative terms (k3 of Schulman 2020), and the
+    largest difference."""
     apart = jnp.where(rollouts.answer, chances - rollouts.chances, 0)
     kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
     return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
@@ -181,7 +186,7 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
     return Trainer(state, jax.jit(update, donate_argnums=0))
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
@@ -256,7 +261,7 @@ def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.Sta
             orbax.save(part / PARAMS, params)
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -298,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if setup.largest > 999:
         parser.error(
-            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} tokens at most"
+            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} "
+            "tokens at most"
         )
     for name in ("rate", "clip"):
         if not 0 < (value := getattr(args, name)) < 1:

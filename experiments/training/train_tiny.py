@@ -53,19 +53,21 @@ optax = require("optax")
 
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[
-        [State, np.ndarray], tuple[State, jax.Array]
-    ]  # windows -> (state, loss); the state is donated
+    # windows -> (state, loss); the state is donated
+    update: Callable[[State, np.ndarray], tuple[State, jax.Array]]
     held_out: Callable[[nnx.State], float]
 
 
 def optimiser(setup: Setup) -> Any:
-    """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
+    """AdamW with clipped gradients.
+
+    The rate rises over a tenth of the steps, then falls along a cosine.
+    """
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(
         0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
@@ -99,7 +101,7 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     )
 
 
-# --- the result -------------------------------------------------------------------------------------------------------
+# --- the result -----------------------------------------------------------------------------------
 
 
 def options(setup: Setup, data: Data) -> dict[str, Any]:
@@ -121,12 +123,13 @@ def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.St
             orbax.save(part / PARAMS, params)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
 def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its model's folder -> the losses of every `every` steps.
+    """Train, or resume the run in `out`, and write its model's folder -> the losses of every
+    `every` steps.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder.
@@ -143,7 +146,8 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
             + (f"; {done} of {setup.steps} steps are done" if done else "")
         )
         say(
-            f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  {PROMPT!r} goes on"
+            f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  "
+            f"{PROMPT!r} goes on"
         )
         while done < setup.steps:
             count, began = min(every - done % every, setup.steps - done), time.perf_counter()
@@ -161,7 +165,8 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
             save(manager, done, state, losses)
             text, compiled = updated(llm, state.params)
             say(
-                f"{done:6} {mean:7.3f} {losses[-1]['held_out']:9.3f} {rate:9,.0f} {compiled:9}  {text!r}"
+                f"{done:6} {mean:7.3f} {losses[-1]['held_out']:9.3f} {rate:9,.0f} {compiled:9}  "
+                f"{text!r}"
             )
     folder = out / "model"
     if not folder.exists():
@@ -184,8 +189,8 @@ def serving() -> dict[str, Any]:
 def about(setup: Setup, data: Data, params: nnx.State) -> str:
     size = sum(x.size for x in jax.tree.leaves(params))
     return (
-        f"{size:,} parameters, {len(data.train):,} tokens to train on, {len(data.held_out):,} held out, whose loss by "
-        f"frequencies alone is {unigram(data, setup.vocab):.3f}"
+        f"{size:,} parameters, {len(data.train):,} tokens to train on, {len(data.held_out):,} "
+        f"held out, whose loss by frequencies alone is {unigram(data, setup.vocab):.3f}"
     )
 
 
@@ -200,7 +205,7 @@ def sample(llm: LLM) -> str:
     return llm.generate(PROMPT, SAMPLE, use_tqdm=False)[0].outputs[0].text
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,7 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "every"):
         if getattr(args, name) < 1:
             parser.error(
-                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default"
+                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the "
+                "default"
             )
     check_seed(parser, args.seed)
     say = partial(print, flush=True)
