@@ -105,18 +105,20 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
     else:
         drawn = rng.lognormal(spec.mu, spec.sigma, size=count)
     # 2**31 avoids an overflow; a draw beyond it is clipped by `max` or refused below
-    kept, cut = clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
-    if max(kept, default=0) > LONGEST:
+    lengths, num_cut = clip(
+        [int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max
+    )
+    if max(lengths, default=0) > LONGEST:
         raise ValueError(
-            f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`"
+            f"{spec} draws a length of {max(lengths):,} tokens, beyond {LONGEST:,}; give it a `max`"
         )
-    return kept, cut
+    return lengths, num_cut
 
 
 def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int], int]:
     """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
-    kept = [max(low, n if high is None else min(n, high)) for n in lengths]
-    return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
+    clipped = [max(low, n if high is None else min(n, high)) for n in lengths]
+    return clipped, sum(a != b for a, b in zip(lengths, clipped, strict=True))
 
 
 # Arrivals, in seconds -----------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`clients` send one request each, and the next of the workload when their last one has ended."""
+    """`clients` send one request each, and the next of the workload when their last has ended."""
 
     process: Literal["closed_loop"]
     clients: int

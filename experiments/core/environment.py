@@ -22,6 +22,7 @@ _SOURCES = (
     "experiments/simulation/**/*.py",
     "experiments/analysis/**/*.py",
 )
+_NO_DEVICE = {"platform": None, "kind": None, "count": 0, "processes": 1}
 _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
@@ -37,9 +38,7 @@ def environment(*, device: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": _device()
-        if device
-        else {"platform": None, "kind": None, "count": 0, "processes": 1},
+        "device": _device() if device else _NO_DEVICE,
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "flags": {
             name: value
@@ -60,13 +59,11 @@ def source() -> str:
     call.
     """
     root = Path(__file__).parents[2]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in source_files(root):
-        found.update(
-            f"{path.relative_to(root).as_posix()}\0".encode()
-            + hashlib.sha256(path.read_bytes()).digest()
-        )
-    return found.hexdigest()[:16]
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def source_files(root: Path) -> list[Path]:
@@ -98,10 +95,12 @@ def git_state(folder: Path) -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         try:
             command = ["git", "-C", str(folder), *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return result.stdout.strip() if result.returncode == 0 else None
 
     commit = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
@@ -163,8 +162,8 @@ def stolen_share(since: tuple[int, int] | None) -> float | None:
 
     In a virtual machine, the load average does not show a busy neighbour; this share does.
     """
-    now = processor_time()
-    if since is None or now is None:
+    until = processor_time()
+    if since is None or until is None:
         return None
-    used, stolen = (after - before for after, before in zip(now, since, strict=True))
+    used, stolen = (after - before for after, before in zip(until, since, strict=True))
     return round(stolen / max(used + stolen, 1), 3)

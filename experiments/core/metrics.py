@@ -6,8 +6,10 @@ its delay.
 Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1
 <= ... <= tk each:
     queue  start of the first step that computes any of the request's tokens - arrival
-    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
-    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
+    ttft   the earliest t1 - arrival
+    itl    the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
+    e2e    the latest tk - arrival
+    tpot   (tk - t1) / (k - 1), one value per branch
 
 Output tokens are those of all branches, including those that `best_of` drops. A request is done
 when all its branches are done.
@@ -29,7 +31,7 @@ from experiments.core.records import RequestRecord, StepRecord
 from pagedjax.load_client.summary import spread
 
 
-class OfSteps(NamedTuple):
+class StepSums(NamedTuple):
     """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions
     (`spread`).
     """
@@ -43,7 +45,7 @@ class OfSteps(NamedTuple):
     most_used: int
     num_blocks: int
     listed: int
-    held: int
+    held_tokens: int
     hit: int
     admitted: int
     preempted: int
@@ -57,7 +59,7 @@ class OfSteps(NamedTuple):
     per_step: dict[str, Any]  # sequences
 
 
-class OfTokens(NamedTuple):
+class TokenSums(NamedTuple):
     """When output tokens were made. `method` is that of percentiles over tokens and steps."""
 
     count: int
@@ -67,11 +69,11 @@ class OfTokens(NamedTuple):
     method: str = "linear"
 
 
-def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
-    """Raises ValueError if there are none."""
+def step_sums(steps: Sequence[StepRecord]) -> StepSums:
+    """The sums over all steps. Raises ValueError if there are none."""
     if not steps:
         raise ValueError("the run has no steps; there is nothing to summarize")
-    return OfSteps(
+    return StepSums(
         count=len(steps),
         end=steps[-1].started + steps[-1].seconds,
         seconds=sum(step.seconds for step in steps),
@@ -81,7 +83,7 @@ def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
         most_used=max(step.blocks_used for step in steps),
         num_blocks=max(step.num_blocks for step in steps),
         listed=sum(step.blocks_listed for step in steps),
-        held=sum(step.held_tokens for step in steps),
+        held_tokens=sum(step.held_tokens for step in steps),
         hit=sum(step.hit_tokens for step in steps),
         admitted=sum(step.admitted_tokens for step in steps),
         preempted=sum(step.preempted for step in steps),
@@ -94,9 +96,9 @@ def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
     )
 
 
-def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
+def token_sums(requests: Sequence[RequestRecord]) -> TokenSums:
     branches = [branch for request in requests for branch in request.branches]
-    return OfTokens(
+    return TokenSums(
         count=sum(branch.num_tokens for branch in branches),
         itl_s=spread(gap for branch in branches for gap in branch.gaps),
         steady_rate=steady_rate(time for branch in branches for time in branch.token_times),
@@ -106,8 +108,8 @@ def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
 
 def summary(
     requests: Sequence[RequestRecord],
-    steps: OfSteps,
-    tokens: OfTokens,
+    steps: StepSums,
+    tokens: TokenSums,
     block_size: int,
     slo: Slo | None = None,
     *,
@@ -140,9 +142,9 @@ def summary(
     (by reason) and `preemptions` count branches.
     """
     duration = steps.end
-    done = [request for request in requests if request.done]
+    finished = [request for request in requests if request.done]
     branches = [branch for request in requests for branch in request.branches]
-    prompt = sum(request.prompt_tokens for request in done)
+    prompt = sum(request.prompt_tokens for request in finished)
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     slots = steps.blocks_used * block_size
     drafts = {"speculation": speculation.summary(steps)} if speculates else {}
@@ -150,11 +152,11 @@ def summary(
         "duration_s": duration,
         "requests": len(requests),
         "branches": len(branches),
-        "unfinished": len(requests) - len(done),
+        "unfinished": len(requests) - len(finished),
         "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "prompt_tokens": prompt,
         "output_tokens": tokens.count,
-        "requests_per_s": len(done) / duration,
+        "requests_per_s": len(finished) / duration,
         "output_tokens_per_s": tokens.count / duration,
         "total_tokens_per_s": (prompt + tokens.count) / duration,
         "steady_output_tokens_per_s": tokens.steady_rate,
@@ -172,12 +174,12 @@ def summary(
         "sequences_per_step": steps.per_step,
         "tokens_computed": steps.tokens,
         "tokens_padded": steps.padded,
-        "padding_share": _share(steps.tokens, steps.padded),
+        "padding_share": _missing_part(steps.tokens, steps.padded),
         "blocks_total": steps.num_blocks,
         "blocks_used": {"mean": slots / block_size / steps.count, "peak": steps.most_used},
         "slots_used": {"mean": slots / steps.count, "peak": steps.most_used * block_size},
-        "fragmentation_share": _share(steps.held, slots),
-        "blocks_saved_share": _share(steps.blocks_used, steps.listed),
+        "fragmentation_share": _missing_part(steps.held_tokens, slots),
+        "blocks_saved_share": _missing_part(steps.blocks_used, steps.listed),
         "prefix_hit_share": _part(steps.hit, steps.admitted),
         "preemptions": steps.preempted,
         "compilations": steps.compilations,
@@ -197,20 +199,21 @@ def steady_rate(times: Iterable[float]) -> float | None:
     Args:
         times: seconds, of each output token. Those that a failed replica lost are not output.
     """
-    made = np.sort(np.fromiter(times, float))
-    if not made.size:
+    ascending = np.sort(np.fromiter(times, float))
+    if not ascending.size:
         return None
-    first, last = (made[math.ceil(share * made.size) - 1] for share in (0.1, 0.9))
-    tokens = np.searchsorted(made, last, side="right") - np.searchsorted(made, first, side="right")
+    first, last = (ascending[math.ceil(share * ascending.size) - 1] for share in (0.1, 0.9))
+    until_last = np.searchsorted(ascending, last, side="right")
+    tokens = until_last - np.searchsorted(ascending, first, side="right")
     return float(tokens / (last - first)) if last > first else None
 
 
-def _part(some: int, of: int) -> float:
-    return some / of if of else 0.0
+def _part(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
-def _share(full: int, of: int) -> float:
-    return 1.0 - full / of if of else 0.0
+def _missing_part(part: int, total: int) -> float:
+    return 1.0 - part / total if total else 0.0
 
 
 def goodput(
@@ -225,10 +228,8 @@ def goodput(
         return None
     good = 0
     for request in requests:
-        if (
-            any(branch.finish_reason in (None, "abort") for branch in request.branches)
-            or request.ttft is None
-        ):
+        reasons = [branch.finish_reason for branch in request.branches]
+        if None in reasons or "abort" in reasons or request.ttft is None:
             continue
         in_time = slo.ttft is None or request.ttft <= slo.ttft
         steady = slo.itl is None or all(

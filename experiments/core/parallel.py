@@ -16,7 +16,7 @@ from typing import Any
 from experiments.core import cluster
 from experiments.core.config import Point
 from experiments.core.engines import Run, simulated_engines
-from experiments.core.execution import Result, one_run
+from experiments.core.execution import Result, measure_run
 from experiments.core.optional_imports import require
 from experiments.core.sweep import Begins
 
@@ -45,21 +45,21 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
 
 
 def results(
-    runs: Iterable[Run], where: dict[str, Any], begins: Begins, *, jobs: int
+    runs: Iterable[Run], env: dict[str, Any], begins: Begins, *, jobs: int
 ) -> Generator[Result, None, None]:
-    """`one_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
+    """`measure_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
     joblib = require("joblib")
     # expected when the generator is closed
     warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")
 
     def task(run: Run) -> Any:
         begins(run)
-        return joblib.delayed(_one)(run, where)
+        return joblib.delayed(_measure_simulated)(run, env)
 
     with joblib.parallel_config(backend="loky", n_jobs=jobs):
         yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(map(task, runs))
 
 
-def _one(run: Run, where: dict[str, Any]) -> Result:
-    """One simulated run, in a worker process."""
-    return one_run(run, simulated_engines(), where)
+def _measure_simulated(run: Run, env: dict[str, Any]) -> Result:
+    """Measure a simulated run, in a worker process."""
+    return measure_run(run, simulated_engines(), env)

@@ -17,7 +17,7 @@ from pagedjax.processes.join import joined
 
 
 @contextmanager
-def followed(run: Run) -> Generator[None, None, None]:
+def lead(run: Run) -> Generator[None, None, None]:
     """Have the other processes compute their part of a run.
 
     Without others, and in a simulated run, it does nothing.
@@ -42,10 +42,11 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
         if message["input"] != "run":
             continue
         if message["point"] not in experiments:
-            what = (
-                f"has no point {message['point'][:12]}; start all processes with the same command"
+            reason = f"has no point {message['point'][:12]}"
+            group.report(
+                "failed",
+                f"process {group.process} {reason}; start all processes with the same command",
             )
-            group.report("failed", f"process {group.process} {what}")
         try:
             engine: Any = engines.get(experiments[message["point"]]).engine
         except Exception as error:  # process 0 has the same one, and writes it as a failed run

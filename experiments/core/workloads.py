@@ -227,43 +227,56 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    return _drawn(spec, content, seed, vocab_size, encode)._replace(clients=clients)
+    workload = _without_clients(spec, content, seed, vocab_size, encode)
+    return workload._replace(clients=clients)
 
 
-def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
+def _without_clients(
+    spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode
+) -> Workload:
     """The workload without its clients; see `build`."""
-    streams = (np.random.default_rng([seed, stream]) for stream in range(6))
-    lengths, tokens, arrivals, outputs, shared, which = streams
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(6))
     if isinstance(spec, Synthetic):
-        prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
-        output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
-        times = draw_arrivals(spec.arrivals, spec.count, arrivals)
-        prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, shared)
-        begins = [prefixes[i] for i in which.integers(0, spec.prefixes, spec.count)]
-        own = random_prompts(prompt_lens, vocab_size, tokens)
-        prompts = [begin + rest for begin, rest in zip(begins, own, strict=True)]
-        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+        return _synthetic(spec, vocab_size, streams)
+    _, token_rng, arrival_rng, *_ = streams
     if isinstance(spec, Trace):
         times, contexts, generated = read_trace(spec, content)
-        prompt_lens, cut_prompts = clip(contexts, 1, spec.max_prompt_tokens)
-        output_lens, cut_outputs = clip(generated, 1, spec.max_output_tokens)
-        prompts = drawn_later(prompt_lens, vocab_size, tokens)
-        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+        prompt_lens, clipped_prompts = clip(contexts, 1, spec.max_prompt_tokens)
+        output_lens, clipped_outputs = clip(generated, 1, spec.max_output_tokens)
+        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
+        return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
         output_lens = [spec.max_tokens] * len(prompts)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
-    return Workload(
-        _items(draw_arrivals(spec.arrivals, len(prompts), arrivals), prompts, output_lens)
-    )
+    times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
+    return Workload(_items(times, prompts, output_lens))
+
+
+def _synthetic(
+    spec: Synthetic, vocab_size: int, streams: Sequence[np.random.Generator]
+) -> Workload:
+    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng = streams
+    prompt_lens, clipped_prompts = draw_lengths(spec.prompt, spec.count, length_rng)
+    output_lens, clipped_outputs = draw_lengths(spec.output, spec.count, output_rng)
+    times = draw_arrivals(spec.arrivals, spec.count, arrival_rng)
+    prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, prefix_rng)
+    choices = choice_rng.integers(0, spec.prefixes, spec.count)
+    tails = random_prompts(prompt_lens, vocab_size, token_rng)
+    prompts = [prefixes[i] + tail for i, tail in zip(choices, tails, strict=True)]
+    return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
 
 
 def random_prompts(
     lens: Sequence[int], vocab_size: int, rng: np.random.Generator
 ) -> list[tuple[int, ...]]:
-    """Raises ValueError for a vocabulary without ordinary tokens."""
-    return [tuple(prompt) for prompt in drawn_later(lens, vocab_size, rng)]
+    """Prompts of these lengths, with random ids.
+
+    Raises:
+        ValueError: the vocabulary has no ordinary tokens.
+    """
+    return [tuple(prompt) for prompt in lazy_prompts(lens, vocab_size, rng)]
 
 
 class RandomIds(Sequence[int]):
@@ -277,21 +290,23 @@ class RandomIds(Sequence[int]):
         """The next ids that `rng`, on PCG64, draws. It is not advanced."""
         state = rng.bit_generator.state
         self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]
-        self._increment, self._length, self._vocab_size = (
-            sys.intern(str(state["state"]["inc"])),
-            length,
-            vocab_size,
-        )
+        self._increment = sys.intern(str(state["state"]["inc"]))
+        self._length = length
+        self._vocab_size = vocab_size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         bits: Any = np.random.PCG64()
         state, has_uint32, uinteger = self._drawn_from
-        whole = {"bit_generator": "PCG64", "state": {"state": state, "inc": int(self._increment)}}
-        bits.state = {**whole, "has_uint32": has_uint32, "uinteger": uinteger}
-        drawn = np.random.Generator(bits).integers(
+        bits.state = {
+            "bit_generator": "PCG64",
+            "state": {"state": state, "inc": int(self._increment)},
+            "has_uint32": has_uint32,
+            "uinteger": uinteger,
+        }
+        ids = np.random.Generator(bits).integers(
             FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length
         )
-        return drawn if dtype is None else drawn.astype(dtype)
+        return ids if dtype is None else ids.astype(dtype)
 
     def __len__(self) -> int:
         return self._length
@@ -306,25 +321,25 @@ class RandomIds(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(np.asarray(self).tolist())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Sequence) and len(self) == len(value) and list(self) == list(value)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
 
-def drawn_later(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
-    """The prompts of `random_prompts`, without their ids in memory."""
+def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
+    """The prompts of `random_prompts`, whose ids are drawn when they are read."""
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(
             f"the vocabulary has {vocab_size} tokens; random prompts need more than "
             f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
         )
-    found = []
+    prompts = []
     for length in lens:
-        found.append(RandomIds(rng, length, vocab_size))
+        prompts.append(RandomIds(rng, length, vocab_size))
         rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length)
-    return found
+    return prompts
 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
@@ -342,28 +357,26 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
 
 
 def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
-    """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace,
-    by arrival.
+    """A trace: arrivals in seconds after its first request that counts, prompt lengths and output
+    lengths, in order of arrival.
     """
-    kept = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
-    if not kept:
+    rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+    if not rows:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
-    times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
+    times = [(row[0] - rows[0][0]).total_seconds() * spec.time_scale for row in rows]
     # the time until the first request of the next round
     period = times[-1] * len(times) / max(1, len(times) - 1)
     if spec.rounds > 1 and spec.time_scale and not period:
-        what = f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at one time"
         raise ValueError(
-            f"{what}, so no gap between two rounds is known; set rounds: 1, or raise workload.limit"
+            f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at "
+            "one time, so no gap between two rounds is known; set rounds: 1, or raise "
+            "workload.limit"
         )
-    times = (
-        [time + i * period for i in range(spec.rounds) for time in times]
-        if spec.rounds > 1
-        else times
-    )
-    return times, [row[1] for row in kept] * spec.rounds, [row[2] for row in kept] * spec.rounds
+    if spec.rounds > 1:
+        times = [time + i * period for i in range(spec.rounds) for time in times]
+    return times, [row[1] for row in rows] * spec.rounds, [row[2] for row in rows] * spec.rounds
 
 
 def read_tokens(
@@ -379,7 +392,8 @@ def read_tokens(
             f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one '
             "entry or more"
         )
-    prompts, outputs = [], []
+    prompts = []
+    outputs = []
     for index, entry in enumerate(entries[: spec.limit]):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None

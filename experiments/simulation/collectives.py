@@ -2,7 +2,8 @@
 (docs/design/simulation.md).
 
     Network      the links between chips, from data sheets
-    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled tokens
+    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled
+                 tokens
     seconds      of one exchange: its bytes over the links that it uses, and its hops
 
 The devices form one ring. On a torus of TPUs, a ring needs two links of each chip, and both send in
@@ -84,7 +85,8 @@ def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exch
     """
     if n == 1:
         return ()
-    numbers, rows = sizes.hidden * tokens, -(-sampled // n) * n
+    numbers = sizes.hidden * tokens
+    rows = -(-sampled // n) * n
     return (
         Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers),
         Exchange("all-reduce", sizes.activation_bytes * numbers),
@@ -112,9 +114,8 @@ def hops(exchange: Exchange, n: int, network: Network) -> int:
 def seconds(exchange: Exchange, n: int, network: Network) -> float:
     """The time of the exchange, all its repetitions in a step together."""
     carried = sent(exchange, n)
-    if (
-        exchange.kind == "all-to-all" and network.neighbours
-    ):  # others carry what goes to devices farther away
+    # others carry what goes to devices farther away
+    if exchange.kind == "all-to-all" and network.neighbours:
         carried = exchange.bytes / n * sum(min(apart, n - apart) for apart in range(1, n))
     return exchange.times * (
         carried / network.sending(n) + hops(exchange, n, network) * network.hop

@@ -11,8 +11,8 @@ A step reads its weights once and multiplies them with its tokens. Then it reads
 of every context and multiplies with them. Each part takes the longer of its memory traffic and its
 arithmetic:
 
-    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention /
-    rate)
+    launch + max(weights / bandwidth, 2 * numbers * tokens / rate)
+           + max(kv / bandwidth, attention / rate)
 
 In a mixture of experts, the step reads the experts that at least one token chose, as expected of
 tokens that choose evenly and independently (Shape.experts_read), and multiplies with the experts of
@@ -82,47 +82,63 @@ def work_of(
     """
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views:
-        return _work_seen(plan, padded, moved, config.views[0], config.block_size)
+        return _work_with_view(plan, padded, moved, config.views[0], config.block_size)
     if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
         if context == sum(plan.lengths):
             rows = len(plan.seqs)
             return Work(padded, rows, rows, context, context, moved, rows, context)
-    starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
+    starts = np.asarray(plan.starts)
+    counts = np.asarray(plan.counts)
     ends = starts + counts
     if not cached:
-        padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
-    sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
-    pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
-    alone = counts == 1
+        padded += int(starts.sum())
+        starts = np.zeros_like(starts)
+        counts = ends
+    single = counts == 1
     return Work(
-        padded,
-        len(ends),
-        sampled,
-        int(ends.sum()),
-        pairs,
-        moved,
-        int(alone.sum()),
-        int(ends[alone].sum()),
+        tokens=padded,
+        sequences=len(ends),
+        sampled=int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts),
+        context=int(ends.sum()),
+        pairs=int((counts * starts + counts * (counts + 1) // 2).sum()),
+        moved_blocks=moved,
+        single=int(single.sum()),
+        single_context=int(ends[single].sum()),
     )
 
 
-def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
+def _work_with_view(plan: Plan, padded: int, moved: int, view: View, block_size: int) -> Work:
     """The work of a plan where a query sees some blocks of its sequence."""
 
-    def hidden(at: int) -> int:
+    def hidden(position: int) -> int:
         """Tokens that the query at this position does not see."""
-        block = at // size
-        return (view.first(block) - len(view.outside(block))) * size
+        block = position // block_size
+        return (view.first(block) - len(view.outside(block))) * block_size
 
-    context = pairs = sampled = single = alone = 0
+    sampled = sum(plan.drafts)
+    context = 0
+    pairs = 0
+    single = 0
+    single_context = 0
     for length, start, count in zip(plan.lengths, plan.starts, plan.counts, strict=True):
-        end, seen = start + count, start + count - hidden(start)
-        context, sampled = context + seen, sampled + (end >= length)
-        single, alone = single + (count == 1), alone + (seen if count == 1 else 0)
-        pairs += sum([at + 1 - hidden(at) for at in range(start, end)])
+        end = start + count
+        visible = end - hidden(start)
+        sampled += end >= length
+        context += visible
+        pairs += sum([position + 1 - hidden(position) for position in range(start, end)])
+        if count == 1:
+            single += 1
+            single_context += visible
     return Work(
-        padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved, single, alone
+        tokens=padded,
+        sequences=len(plan.seqs),
+        sampled=sampled,
+        context=context,
+        pairs=pairs,
+        moved_blocks=moved,
+        single=single,
+        single_context=single_context,
     )
 
 
@@ -167,9 +183,9 @@ class Shape(NamedTuple):
         """Experts of a layer chosen by at least one token, expected for even and independent
         choices.
         """
-        return (
-            self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
-        )
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
 
     @property
     def head_numbers(self) -> int:
@@ -214,8 +230,8 @@ def shape_of(
     from pagedjax.weights.architectures import normalised
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
-    known = normalised(config, "the model's config.json", family)
-    c = config_of(family or built_in(known["model_type"]), known, "the model's config.json")
+    values = normalised(config, "the model's config.json", family)
+    c = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
     shape = Shape(
         layers=c.layers,
         hidden=c.hidden,
@@ -232,12 +248,12 @@ def shape_of(
     )
     if c.experts is None:
         return shape
-    mixed = {
-        "experts": c.experts.count,
-        "chosen": c.experts.chosen,
-        "expert": c.experts.intermediate,
-    }
-    return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
+    return shape._replace(
+        sparse=sum(kind.sparse for kind in c.kinds),
+        experts=c.experts.count,
+        chosen=c.experts.chosen,
+        expert=c.experts.intermediate,
+    )
 
 
 def part(shape: Shape, mesh: MeshConfig) -> Shape:
@@ -254,7 +270,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
     from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 
     s = shape
-    whole = DecoderConfig(
+    model = DecoderConfig(
         vocab_size=s.vocabulary,
         hidden=s.hidden,
         intermediate=s.intermediate,
@@ -269,14 +285,14 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         gated=s.gated,
         experts=Experts(s.experts, s.chosen, s.expert, normalised=True) if s.experts else None,
     )
-    split.check(whole, mesh)
-    one = split.device_config(whole, mesh)
+    split.check(model, mesh)
+    device = split.device_config(model, mesh)
     return s._replace(
-        heads=one.heads,
-        kv_heads=one.kv_heads,
-        intermediate=one.intermediate,
-        vocabulary=one.vocab_size,
-        expert=one.experts.intermediate if one.experts else 0,
+        heads=device.heads,
+        kv_heads=device.kv_heads,
+        intermediate=device.intermediate,
+        vocabulary=device.vocab_size,
+        expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
     )
 
@@ -286,9 +302,8 @@ SHAPES = {
     "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
     "opt-66b": Shape(64, 9216, 72, 72, 128, 36864, 50272, 2048, gated=False, tied=True),
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
-    "bloom-176b": Shape(
-        70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True
-    ),  # its ALiBi has no limit
+    # its ALiBi has no limit
+    "bloom-176b": Shape(70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True),
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
     "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
@@ -366,14 +381,14 @@ class Roofline(NamedTuple):
     bandwidth_share: float = 1.0  # share of the bandwidth that kernels reach
     rate_share: float = 1.0  # share of the arithmetic
     block_size: int = 16
-    batched_moves: bool = (
-        True  # one copy for all moved blocks, not one for each block, layer, keys and values
-    )
+    # one copy for all moved blocks, not one for each block, layer, keys and values
+    batched_moves: bool = True
     devices: int = 1  # that exchange, one part of the model each
     activation_bytes: float = 2
 
     def __call__(self, work: Work) -> float:
-        s, chip = self.shape, self.chip
+        s = self.shape
+        chip = self.chip
         bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
@@ -393,11 +408,12 @@ class Roofline(NamedTuple):
         """Seconds of the step's exchanges between devices."""
         if self.devices == 1:
             return 0.0
-        s, network = self.shape, self.chip.network
+        s = self.shape
+        network = self.chip.network
         assert network is not None, "`of_mesh` refuses a chip without one"
         sizes = Exchanged(s.layers, s.hidden, s.vocabulary, self.activation_bytes)
-        each = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
-        return sum(collectives.seconds(one, self.devices, network) for one in each)
+        exchanges = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
+        return sum(collectives.seconds(exchange, self.devices, network) for exchange in exchanges)
 
     def move(self, blocks: int) -> float:
         """Seconds to move blocks between device and host."""
@@ -432,10 +448,10 @@ def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> R
 def check_network(network: Network | None, n: int, chip: str) -> None:
     """Raises ValueError unless the network connects n devices. chip: its name, for the message."""
     if network is None:
-        known = ", ".join(name for name, one in CHIPS.items() if one.network)
+        connected = ", ".join(name for name, spec in CHIPS.items() if spec.network)
         raise ValueError(
             f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use "
-            f"one of {known}, or chips={n}, which share the model without a cost"
+            f"one of {connected}, or chips={n}, which share the model without a cost"
         )
     if n > network.devices:
         raise ValueError(
@@ -445,7 +461,7 @@ def check_network(network: Network | None, n: int, chip: str) -> None:
 
 
 class Fitted(NamedTuple):
-    """Seconds of a step: a base for its padded size, plus terms for its context tokens and pairs."""
+    """Seconds of a step: a base for its padded size, plus terms for context tokens and pairs."""
 
     sizes: tuple[int, ...]  # padded tokens that were measured, ascending
     seconds: tuple[float, ...]  # of each, without attention
@@ -455,9 +471,7 @@ class Fitted(NamedTuple):
 
     def __call__(self, work: Work) -> float:
         base = float(np.interp(work.tokens, self.sizes, self.seconds))
-        if (
-            work.tokens > self.sizes[-1]
-        ):  # beyond the measured sizes, time is proportional to tokens
+        if work.tokens > self.sizes[-1]:  # there, time is proportional to tokens
             base *= work.tokens / self.sizes[-1]
         return base + self.per_context * work.context + self.per_pair * work.pairs
 
@@ -499,7 +513,7 @@ def read_steps(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     """A value of a config as text; a mesh by its axes."""
     if not isinstance(value, MeshConfig):
         return str(value)
@@ -579,8 +593,11 @@ class Simulate:
         if self.step_s is not None and self.step_s <= 0:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
         if self.chip is None:
-            given = "a constant step (step_s) does" if self.step_s is not None else "a profile does"
-            given = "measured steps (fit) do" if self.fit is not None else given
+            source = (
+                "a constant step (step_s) does" if self.step_s is not None else "a profile does"
+            )
+            if self.fit is not None:
+                source = "measured steps (fit) do"
             for name in (
                 "chips",
                 "bandwidth_share",
@@ -591,8 +608,10 @@ class Simulate:
             ):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
-                    said = f"{name} is {_said(value)}, and {given} not depend on it"
-                    raise ValueError(f"{said}; leave it out, or give a chip in its place")
+                    raise ValueError(
+                        f"{name} is {_text(value)}, and {source} not depend on it; leave it out, "
+                        "or give a chip in its place"
+                    )
         self._check_mesh()
         if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(
@@ -620,7 +639,7 @@ class Simulate:
             raise ValueError(f"hop_s is {self.hop_s}; it must be at least 0 seconds")
         if self.chips != 1:
             raise ValueError(
-                f"chips is {self.chips} and mesh is {_said(self.mesh)}; leave chips out"
+                f"chips is {self.chips} and mesh is {_text(self.mesh)}; leave chips out"
             )
         if self.mesh.size > 1:
             assert self.chip is not None, "checked before"
@@ -633,5 +652,5 @@ class Simulate:
             how = "fitted" if self.fit is not None else "constant step"
             return f"{SIMULATED}, {self.profile or how}"
         if self.mesh is not None:
-            return f"{SIMULATED} {self.chip}, {_said(self.mesh)}"
+            return f"{SIMULATED} {self.chip}, {_text(self.mesh)}"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

@@ -7,11 +7,11 @@ The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/spl
 on the eight GPUs with 80 GB of a DGX-A100 and of a DGX-H100.
 
 - A step of prompts takes the time of their tokens together, however many they are, as there
-(performance_model.py). - A step with both takes 1.1 times the time of prompts with as many tokens
-as it has, as there. - A step of decodes takes the time of as many sequences, measured with prompts
-of 512 and 128 tokens of output each. The
-  context beyond that adds what it adds to one sequence (`per_context`, least squares from 512 to
-  8,192 tokens).
+  (performance_model.py).
+- A step with both takes 1.1 times the time of prompts with as many tokens as it has, as there.
+- A step of decodes takes the time of as many sequences, measured with prompts of 512 and 128 tokens
+  of output each. The context beyond that adds what it adds to one sequence (`per_context`, least
+  squares from 512 to 8,192 tokens).
 
 `splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times
 of tokens are a function of the prompts' tokens of a measurement (prompt x batch), and a step of n
@@ -40,9 +40,9 @@ def at(curve: Curve, x: float) -> float:
     """The milliseconds at x: the line through the points on both sides, or through the two nearest
     beyond an end.
     """
-    right = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
-    (left_x, left), (right_x, above) = curve[right - 1 : right + 1]
-    return left + (above - left) * (x - left_x) / (right_x - left_x)
+    i = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
+    (left_x, left_y), (right_x, right_y) = curve[i - 1 : i + 1]
+    return left_y + (right_y - left_y) * (x - left_x) / (right_x - left_x)
 
 
 class Measured(NamedTuple):
@@ -102,7 +102,7 @@ BLOOM = {
 MEASURED = {
     **{f"splitwise/bloom-176b/{name}": Measured(*machine[:3]) for name, machine in BLOOM.items()},
     **{
-        f"splitwise-sim/bloom-176b/{name}": Measured(one.prompts, one.token_ms)
-        for name, one in BLOOM.items()
+        f"splitwise-sim/bloom-176b/{name}": Measured(machine.prompts, machine.token_ms)
+        for name, machine in BLOOM.items()
     },
 }

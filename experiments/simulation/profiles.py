@@ -35,31 +35,34 @@ class Profile(NamedTuple):
 
     prompts: a constant, of each token, and of each squared token; whole prompts of n tokens have
         n^2 of them, and a chunk from a to b has b^2 - a^2.
-    few, many: of decodes, a constant, of each token of context, and of each sequence; `many` from
-        so many sequences on.
+    small, large: of decodes, a constant, of each token of context, and of each sequence; `large`
+        from LARGE sequences on.
     """
 
     prompts: Coefficients
-    few: Coefficients
-    many: Coefficients
+    small: Coefficients
+    large: Coefficients
 
     def __call__(self, work: Work) -> float:
         """Seconds. A prompt, or a chunk, of one token counts as a decode."""
-        constant, milliseconds = 0.0, STEP_MS + CONTEXT_MS * work.context
+        constant = 0.0
+        milliseconds = STEP_MS + CONTEXT_MS * work.context
         tokens = work.tokens - work.single
         if tokens:
-            constant, each, squared = self.prompts
+            constant, per_token, per_square = self.prompts
             squares = 2 * (work.pairs - work.single_context) - tokens
-            milliseconds += PROMPT_STEP_MS + each * tokens + squared * squares
+            milliseconds += PROMPT_STEP_MS + per_token * tokens + per_square * squares
         if work.single:
-            alone, context, sequence = self.few if work.single < MANY else self.many
-            constant = max(constant, alone)
-            milliseconds += context * work.single_context + sequence * work.single
+            decodes = self.small if work.single < LARGE else self.large
+            decode_constant, per_context, per_sequence = decodes
+            constant = max(constant, decode_constant)
+            milliseconds += per_context * work.single_context + per_sequence * work.single
         return (constant + milliseconds) / 1e3
 
 
-MANY = 95  # sequences
-STEP_MS, CONTEXT_MS = 2.0, 1e-4  # of Ray, in every step: a constant, and of each token of context
+LARGE = 95  # sequences
+STEP_MS = 2.0  # of Ray, in every step
+CONTEXT_MS = 1e-4  # of Ray, in every step, of each token of context
 PROMPT_STEP_MS = 1.0  # in addition, in a step with prompts
 
 PROFILES = {

@@ -26,11 +26,11 @@ def texts() -> tuple[list[str], list[str]]:
 
     No paragraph appears twice (the topics repeat whole sections).
     """
-    seen: set[str] = set()
+    earlier: set[str] = set()
     parts: tuple[list[str], list[str]] = ([], [])
     for i, (_, topic) in enumerate(sorted(topics.items())):
-        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in seen]
-        seen.update(paragraphs)
+        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in earlier]
+        earlier.update(paragraphs)
         parts[i % 10 == HELD_OUT].append("\n\n".join(paragraphs))
     return parts
 
@@ -43,8 +43,8 @@ def prepare(vocab: int) -> Data:
 
     train, held_out = texts()
     backend = Backend(BPE())
-    # type: ignore[assignment]
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = words  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -36,7 +36,8 @@ def attend_over(earlier: list[Pages], scale: float):
     def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
         assert window, "a head has a window"
         assert soft_cap is None, "a head that is trained here has no cap"
-        passes, (b, k, s, d) = [*earlier, (k_pages, v_pages)], k_pages.shape
+        passes = [*earlier, (k_pages, v_pages)]
+        b, k, s, d = k_pages.shape
         last = len(passes) - 1
         queries = q.reshape(b, s, k, -1, d)
         keys, values = passes[0]
@@ -45,17 +46,19 @@ def attend_over(earlier: list[Pages], scale: float):
         far = place[:, None] - place  # of each key from each query
         scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
         # pass s - m, at i - m
-        own = [(shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])]
-        for m, (key, _) in enumerate(own):
-            each = jnp.einsum("bskgd,bksd->bkgs", queries, key)
-            scores.append(jnp.where(place >= m, each, -jnp.inf)[..., None])
+        later = [
+            (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(passes[:0:-1])
+        ]
+        for m, (key, _) in enumerate(later):
+            score = jnp.einsum("bskgd,bksd->bkgs", queries, key)
+            scores.append(jnp.where(place >= m, score, -jnp.inf)[..., None])
         # the first tokens have no true key in later passes; without a finite score a softmax is NaN
         scores = jnp.maximum(scale * jnp.concatenate(scores, axis=-1), -1e9)
         weights = jax.nn.softmax(scores, axis=-1)
-        found = jnp.einsum("bkgst,bktd->bskgd", weights[..., :s], values)
-        for m, (_, value) in enumerate(own):
-            found += jnp.einsum("bkgs,bksd->bskgd", weights[..., s + m], value)
-        return found.reshape(q.shape)
+        output = jnp.einsum("bkgst,bktd->bskgd", weights[..., :s], values)
+        for m, (_, value) in enumerate(later):
+            output += jnp.einsum("bkgs,bksd->bskgd", weights[..., s + m], value)
+        return output.reshape(q.shape)
 
     return attend
 
@@ -66,29 +69,30 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     Args:
         embedded: [B * S, H] of the model.
     """
-    c, (b, s) = head.config.layer, windows.tokens.shape
-    batch, found, earlier = packed(windows.tokens), [], []
+    config = head.config.layer
+    b, s = windows.tokens.shape
+    batch = packed(windows.tokens)
     outputs = windows.features.reshape(b * s, -1).astype(embedded.dtype)
     feature = head.fuse(outputs)
+    all_logits = []
+    earlier: list[Pages] = []
     for _ in range(passes):
         before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(
             b * s, -1
         )
-        sizes = {
-            "layers": 1,
-            "blocks": b - 1,
-            "block_size": s,
-            "kv_heads": c.kv_heads,
-            "head_dim": c.head_dim,
-        }
-        pages = cache.init(**sizes, dtype=str(embedded.dtype))
-        u, k, v = head.layer(
-            embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale)
+        pages = cache.init(
+            layers=1,
+            blocks=b - 1,
+            block_size=s,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(embedded.dtype),
         )
+        attend = attend_over(earlier, config.attn_scale)
+        feature, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend)
         earlier.append((k, v))
-        found.append(head.drafted_logits(u).reshape(b, s, -1))
-        feature = u
-    return found
+        all_logits.append(head.drafted_logits(feature).reshape(b, s, -1))
+    return all_logits
 
 
 def loss(
@@ -107,16 +111,20 @@ def loss(
     embedded = model.embedded(packed(windows.tokens))
     places = place[windows.ids]
     shares = jnp.where(places >= 0, windows.shares, 0.0)
-    at = jnp.arange(windows.tokens.shape[1])
-    total, weight, same = jnp.zeros(()), 0.0, []
+    positions = jnp.arange(windows.tokens.shape[1])
+    total = jnp.zeros(())
+    weight = 0.0
+    right = []
     for i, logits in enumerate(drafts(head, embedded, windows, passes)):
         logp = jax.nn.log_softmax(logits, axis=-1)
-        each = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
-        real = at >= i  # in a later pass, the first tokens have no draft before them
+        entropy = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
+        real = positions >= i  # in a later pass, the first tokens have no draft before them
         total += (
-            LATER**i * jnp.where(real, each, 0.0).sum() / jnp.where(real, shares.sum(-1), 0.0).sum()
+            LATER**i
+            * jnp.where(real, entropy, 0.0).sum()
+            / jnp.where(real, shares.sum(-1), 0.0).sum()
         )
         weight += LATER**i
         best = (logits.argmax(-1) == places[..., 0]) & real
-        same.append(best.sum() / (real.sum() * len(windows.tokens)))
-    return total / weight, jnp.stack(same)
+        right.append(best.sum() / (real.sum() * len(windows.tokens)))
+    return total / weight, jnp.stack(right)
