@@ -232,9 +232,9 @@ def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
     if axes.x is None or not axes.lines:
         return None
     entries = list(sweep_points.lines(rows, axes))
-    if len(axes.lines) > 1:
+    key, *other_keys = axes.lines
+    if other_keys:
         return {"title": "", "entries": entries}
-    key = axes.lines[0]
     return {"title": key, "entries": [entry.removeprefix(f"{key}=") for entry in entries]}
 
 

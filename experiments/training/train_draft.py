@@ -79,7 +79,7 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     model's.
 
     Returns:
-        (structure, parameters to train, the rest)
+        (structure, parameters to train, other values)
     """
     config = eagle_config(model.config, len(ids))
     rng = np.random.default_rng((seed, 3))
@@ -100,7 +100,8 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
-    return nnx.split(head, nnx.Param, ...)
+    graphdef, params, constants = nnx.split(head, nnx.Param, ...)
+    return graphdef, params, constants
 
 
 def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
