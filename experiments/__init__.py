@@ -1,14 +1,15 @@
 """Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and reports.
 
-python -m experiments.run configs/quickstart.yaml        measure
-experiments.measure("configs/quickstart.yaml")           the same in Python; the results as a pandas DataFrame
-experiments.load_runs("runs/quickstart")                 read the results of earlier runs
-python -m experiments.report runs/quickstart             draw the report again
-python -m experiments.compare runs/before runs/after     is a difference real?
-python -m experiments.capacity configs/...yaml           the highest rate that meets the config's targets
-python -m experiments.reproduce 003                      a published result, reproduced
+python -m experiments.run configs/quickstart.yaml      measure
+experiments.measure("configs/quickstart.yaml")         the same in Python; a pandas DataFrame
+experiments.load_runs("runs/quickstart")               read the results of earlier runs
+python -m experiments.report runs/quickstart           draw the report again
+python -m experiments.compare runs/before runs/after   is a difference real?
+python -m experiments.capacity configs/...yaml         the highest rate that meets the targets
+python -m experiments.reproduce 003                    a published result, reproduced
 
-This folder holds one module for each of these commands, and nothing else. Imports between the folders go one way:
+This folder holds one module for each of these commands, and nothing else. Imports between the
+folders go one way:
 
     reproduce -> studies -> hardware -> bench -> core
     run, capacity, compare, report -> analysis -> core -> simulation -> pagedjax
@@ -44,19 +45,21 @@ def measure(
     engines: int = 4,
     quiet: bool = True,
 ) -> pd.DataFrame:
-    """Measure what is missing of an experiment, and read all of its runs, as `python -m experiments.run` does.
+    """Measure what is missing of an experiment, and read all of its runs, as `python -m
+    experiments.run` does.
 
     Args:
         config: a YAML file.
         settings: keys in place of those of the file, such as {"engine.block_size": 32}.
-        out: the folder of results. The experiment has a folder of its name there, with its runs and its report.
+        out: the folder of results. The experiment has a folder of its name there, with its runs and
+            its report.
         jobs: simulated runs at a time, each in a process of its own.
         engines: that are kept alive at a time.
         quiet: no progress bar.
 
     Returns:
-        The runs of this experiment, in the rows and columns of `load_runs`. A run that failed has its reason in
-        `failed`, and no numbers.
+        The runs of this experiment, in the rows and columns of `load_runs`. A run that failed has
+        its reason in `failed`, and no numbers.
 
     Raises:
         ValueError: the config is wrong, or a model is missing.
@@ -70,9 +73,9 @@ def measure(
 def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
     """Every run below `folder`, one row for each point and repeat.
 
-    Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`, `failed` (missing,
-    or the reason), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's
-    folder).
+    Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`,
+    `failed` (missing, or the reason), the summary's numbers with dotted names (`ttft_s.p50`),
+    `commit`, `device`, and `run` (the run's folder).
 
     Raises:
         ValueError: there is no run below `folder`; the message describes a run's folder.
@@ -91,7 +94,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
 
     names = short_names(run["swept"])
     swept = {names[path]: value for path, value in run["swept"].items()}
-    known = {
+    facts = {
         key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")
     }
-    return {**swept, **known, **flatten(run["metrics"] or {})}
+    return {**swept, **facts, **flatten(run["metrics"] or {})}

@@ -1,20 +1,24 @@
-"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9]
+"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set
+slo.ttft=0.5] [--share 0.9]
 
-    --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
-    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
+    --share 0.9         at least this share of requests meets every target of the config's `slo`, as
+                        goodput counts them
+    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within
+                        slo.ttft and slo.itl
 
-Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a multiple of the
-recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same command resumes after the finished
-probes. The first probe has the config's own rate. The next ones double or halve it until one probe meets the targets
-and one does not; then the geometric middle of the two is probed, until they are within `tolerance`. The median of
-repeats counts.
+Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a
+multiple of the recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same
+command resumes after the finished probes. The first probe has the config's own rate. The next ones
+double or halve it until one probe meets the targets and one does not; then the geometric middle of
+the two is probed, until they are within `tolerance`. The median of repeats counts.
 
-Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that happens to fill better
-can reverse it. So two rates above the answer are probed as well, and the answer says if a rate was met above a rate
-that was not. The answer is valid for this workload: with few requests, the queue of a rate that is too high has no time
-to grow, and the answer is too high.
+Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
+happens to fill better can reverse it. So two rates above the answer are probed as well, and the
+answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
+few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
 
-Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is wrong.
+Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is
+wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, ClosedLoop
-from experiments.core.engines import plan_runs
+from experiments.core.engines import Engines, plan_runs
 from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
@@ -49,7 +53,9 @@ BEYOND = 2  # probes above the answer
 
 @dataclass(frozen=True)
 class Criterion:
-    """The condition on a rate: a share of requests, or a percentile of each latency, within the targets."""
+    """The condition on a rate: a share of requests, or a percentile of each latency, within the
+    targets.
+    """
 
     slo: Slo
     share: float = 0.9
@@ -65,19 +71,18 @@ class Criterion:
 
     def values(self, summaries: Sequence[dict[str, Any]]) -> dict[str, float]:
         """The deciding numbers, each the median over repeats, by their columns in a summary."""
-        wanted = ["goodput.share"]
+        columns = ["goodput.share"]
         if self.percentile is not None:
             targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
-            wanted = [
+            columns = [
                 f"{name}.p{self.percentile}"
                 for name, target in targets.items()
                 if target is not None
             ]
         flat = [flatten(summary["metrics"]) for summary in summaries]
-        found = {name: [row[name] for row in flat if row[name] is not None] for name in wanted}
-        return {
-            name: statistics.median(values) for name, values in found.items() if values
-        }  # no gaps: no ITL
+        values = {name: [row[name] for row in flat if row[name] is not None] for name in columns}
+        # without gaps there is no ITL
+        return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
     def met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
@@ -93,19 +98,17 @@ class Criterion:
         words = " and ".join(
             f"{name} within {target:g} s" for name, target in targets.items() if target is not None
         )
-        return (
-            f"{100 * self.share:g}% of requests: {words}"
-            if self.percentile is None
-            else f"p{self.percentile}: {words}"
-        )
+        if self.percentile is None:
+            return f"{100 * self.share:g}% of requests: {words}"
+        return f"p{self.percentile}: {words}"
 
 
 class Probe(NamedTuple):
-    """The result at a rate. `alone`: no two requests overlapped, so a lower rate changes nothing."""
+    """The result at a rate."""
 
     rate: float
     met: bool
-    alone: bool
+    alone: bool  # no two requests overlapped, so a lower rate changes nothing
     values: Mapping[str, float]
 
 
@@ -119,20 +122,24 @@ class Bounds(NamedTuple):
 
 
 def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
-    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below it (or 0)."""
+    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below
+    it (or 0).
+    """
     unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
-    return max(
-        (probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0
-    ), unmet
+    met_rates = [probe.rate for probe in probes if probe.met and probe.rate < unmet]
+    return max(met_rates, default=0.0), unmet
 
 
 def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
-    """The rate to probe after `probes`; None when the search is over. Pure, so that a search can be resumed."""
+    """The rate to probe after `probes`; None when the search is over.
+
+    Pure, so that a search can be resumed.
+    """
     start, low, high, tolerance = bounds
-    done = {probe.rate for probe in probes}
-    given = [rate for rate in (low, high) if rate is not None] or [start]
-    for rate in given:
-        if rate not in done:
+    probed = {probe.rate for probe in probes}
+    first_rates = [rate for rate in (low, high) if rate is not None] or [start]
+    for rate in first_rates:
+        if rate not in probed:
             return rate
     met, unmet = bracket(probes)
     if not met:
@@ -147,13 +154,12 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     middle = rounded(math.sqrt(met * unmet))
     if unmet > met * (1 + tolerance) and met < middle < unmet:
         return middle
-    above = (rounded(unmet * (1 + tolerance) ** i) for i in range(1, BEYOND + 1))
-    above = [
-        rate
-        for rate in above
-        if not any(abs(rate - other) < rate * tolerance / 2 for other in done)
-    ]
-    return next((rate for rate in above if high is None or rate < high), None)
+    for i in range(1, BEYOND + 1):
+        rate = rounded(unmet * (1 + tolerance) ** i)
+        is_probed = any(abs(rate - other_rate) < rate * tolerance / 2 for other_rate in probed)
+        if not is_probed and (high is None or rate < high):
+            return rate
+    return None
 
 
 def rounded(rate: float) -> float:
@@ -166,23 +172,20 @@ def met_above_limit(probes: Sequence[Probe]) -> list[float]:
     return sorted(probe.rate for probe in probes if probe.met and probe.rate > bracket(probes)[1])
 
 
-def alone(requests: Sequence[RequestRecord]) -> bool:
-    """True when each request had ended before the next one came."""
+def never_overlap(requests: Sequence[RequestRecord]) -> bool:
+    """Whether each request had ended before the next one came."""
     return all(a.e2e is not None and a.arrival + a.e2e <= b.arrival for a, b in pairwise(requests))
 
 
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Trace):
-        return (
-            1 / workload.time_scale if workload.time_scale else 1.0,
-            "times as recorded",
-            "workload.time_scale",
-        )
+        rate = 1 / workload.time_scale if workload.time_scale else 1.0
+        return rate, "times as recorded", "workload.time_scale"
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
-            f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set one that has, such as "
-            "--set 'workload.arrivals={process: poisson, rate: 1.0}'"
+            f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "
+            "one that has, such as --set 'workload.arrivals={process: poisson, rate: 1.0}'"
         )
     return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
 
@@ -195,7 +198,8 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
     if len(points) > 1:
         keys = " and ".join(points[0].swept)
         raise ValueError(
-            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with --set"
+            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with "
+            "--set"
         )
     return raw, points[0]
 
@@ -209,9 +213,8 @@ def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[flo
 
 
 def _name(base: Point) -> str:
-    return (
-        f"{base.experiment.name}-capacity"  # not the config's own folder, which has another sweep
-    )
+    # not the config's own folder, which has another sweep
+    return f"{base.experiment.name}-capacity"
 
 
 def probe_of(
@@ -225,7 +228,7 @@ def probe_of(
             )
     values = criterion.values(summaries)
     met = criterion.met(values)
-    single = not met and alone(store.read_requests(folder / summaries[0]["run"]))
+    single = not met and never_overlap(store.read_requests(folder / summaries[0]["run"]))
     return Probe(rate, met, single, values)
 
 
@@ -236,25 +239,27 @@ def answer_sentences(
     met, unmet = bracket(probes)
     if not met and any(probe.alone for probe in probes):
         return [
-            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the config's slo."
+            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the "
+            "config's slo."
         ]
     if not met:
         return [
-            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."
+            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen "
+            "the config's slo."
         ]
     if unmet == math.inf:
-        more = (
-            "Give a higher --high"
-            if bounds.high
-            else "The number of requests is too small for a limit; raise it"
-        )
-        return [f"No limit found: met even at {met:g} {unit}. {more}."]
+        advice = "The number of requests is too small for a limit; raise it"
+        if bounds.high:
+            advice = "Give a higher --high"
+        return [f"No limit found: met even at {met:g} {unit}. {advice}."]
     sentences = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
-    if higher := met_above_limit(probes):
+    higher = met_above_limit(probes)
+    if higher:
         rates = " and ".join(f"{rate:g}" for rate in higher)
         sentences.append(
-            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between {met:g} and a rate above "
-            f"{max(higher):g}. More requests or repeats give a better answer."
+            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between "
+            f"{met:g} and a rate above {max(higher):g}. More requests or repeats give a better "
+            "answer."
         )
     return sentences
 
@@ -272,35 +277,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    path, probes = Path(options.config), []
+    path = Path(options.config)
+    command = shlex.join(["python", "-m", "experiments.capacity", *arguments])
     try:
         raw, base = read_config(path, options.set)
         criterion = Criterion(base.experiment.slo, options.share, options.percentile)
-        own, unit, _ = rate_of(base.experiment.workload)
-        bounds = _bounds(rounded(own), options)
+        start, unit, _ = rate_of(base.experiment.workload)
+        bounds = _bounds(rounded(start), options)
         folder = Path(options.out) / _name(base)
-        again = f"Delete {folder} to measure all probes again"
         store.clean(folder)
-        measure_all = partial(sweep.in_turn, engines=sweep.make_engines(1, quiet=options.quiet))
+        engines = sweep.make_engines(1, quiet=options.quiet)
+        probes: list[Probe] = []
         while (rate := next_rate(probes, bounds)) is not None:
             rates = sorted([rate, *(probe.rate for probe in probes)])
             points = at_rates(raw, base, path.parent, rates)
-            plan = plan_runs(points, 1)
-            sweep.write_sweep(
-                folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments])
-            )
-            done = sweep.finished_runs(plan, folder, again)
-            summaries = sweep.measure_missing(
-                plan, folder, done, measure_all, quiet=True, remedy=again
-            )
-            probes.append(
-                probe_of(
-                    rate,
-                    [s for s in summaries if s["order"] == rates.index(rate)],
-                    criterion,
-                    folder,
-                )
-            )
+            summaries = _measure_rates(points, folder, command, engines)
+            rate_summaries = [s for s in summaries if s["order"] == rates.index(rate)]
+            probes.append(probe_of(rate, rate_summaries, criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
     except ValueError as error:
@@ -313,24 +306,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
     met, unmet = bracket(probes)
-    rows = [probe._asdict() for probe in probes]
-    found: dict[str, Any] = {
+    _write_result(folder, probes, criterion, unit)
+    print(table(probes, unit))
+    print(*answer_sentences(probes, bounds, criterion, unit))
+    print(f"runs: {folder}")
+    return 0 if 0.0 < met < unmet < math.inf else 1
+
+
+def _measure_rates(
+    points: Sequence[Point], folder: Path, command: str, engines: Engines
+) -> list[dict[str, Any]]:
+    """Measure what is missing of the points at all rates so far -> the summaries of all runs."""
+    remedy = f"Delete {folder} to measure all probes again"
+    plan = plan_runs(points, 1)
+    sweep.write_sweep(folder, points, command)
+    done = sweep.finished_runs(plan, folder, remedy)
+    measure_all = partial(sweep.run_in_turn, engines=engines)
+    return sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=remedy)
+
+
+def _write_result(folder: Path, probes: Sequence[Probe], criterion: Criterion, unit: str) -> None:
+    met, unmet = bracket(probes)
+    result = {
         "criterion": str(criterion),
         "unit": unit,
         "met": met,
         "unmet": unmet if unmet < math.inf else None,
         "above": met_above_limit(probes),
-        "probes": rows,
+        "probes": [probe._asdict() for probe in probes],
     }
-    store.write_file(folder / "capacity.json", store.json_text(found))
-    print(
-        f"{table(probes, unit)}\n{' '.join(answer_sentences(probes, bounds, criterion, unit))}\nruns: {folder}"
-    )
-    return 0 if 0.0 < met < unmet < math.inf else 1
+    store.write_file(folder / "capacity.json", store.json_text(result))
 
 
 def _bounds(start: float, options: argparse.Namespace) -> Bounds:
-    low, high, tolerance = options.low, options.high, options.tolerance
+    low = options.low
+    high = options.high
+    tolerance = options.tolerance
     for name, rate in (("--low", low), ("--high", high)):
         if rate is not None and not 0.0 < rate < math.inf:
             raise ValueError(f"{name} is {rate}; it must be a rate above 0")
@@ -357,11 +368,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML"
     )
-    by = parser.add_mutually_exclusive_group()
-    by.add_argument(
+    criterion = parser.add_mutually_exclusive_group()
+    criterion.add_argument(
         "--share", type=float, default=0.9, help="of requests that must meet the slo (default: 0.9)"
     )
-    by.add_argument(
+    criterion.add_argument(
         "--percentile", type=int, choices=PERCENTILES, help="of TTFT and ITL instead of a share"
     )
     parser.add_argument(

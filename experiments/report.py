@@ -1,4 +1,7 @@
-"""report.html of a sweep, one self-contained file. `python -m experiments.report FOLDER` draws it again."""
+"""report.html of a sweep, one self-contained file.
+
+`python -m experiments.report FOLDER` draws it again.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ from experiments.core.optional_imports import require
 
 
 def write(folder: Path) -> Path:
-    """Draw the report of the sweep in `folder` and return its path. Raises ValueError if the folder has no runs."""
+    """Draw the report of the sweep in `folder` and return its path.
+
+    Raises ValueError if the folder has no runs.
+    """
     runs = store.read_runs(folder)
     try:
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
@@ -73,7 +79,10 @@ def page(
     environments: Sequence[dict[str, Any]],
     steps: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The report's HTML. Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run."""
+    """The report's HTML.
+
+    Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run.
+    """
     rows = sweep_points.points(runs)
     axes = sweep_points.choose_axes(rows)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -96,11 +105,10 @@ def page(
 
 def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
     """The sentence with the points' labels in bold."""
-    labels = sorted(
-        {str(escape(row.label)) for row in rows}, key=len, reverse=True
-    )  # the longest match first
+    # the longest match first
+    labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
-    return Markup(pattern.sub(lambda found: f"<b>{found[0]}</b>", str(escape(sentence))))
+    return Markup(pattern.sub(lambda label: f"<b>{label[0]}</b>", str(escape(sentence))))
 
 
 def axes_note(axes: Axes) -> str:
@@ -139,7 +147,8 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
         },
         {
             "title": "Throughput against latency",
-            "note": "Up and to the left is better. The dashed line joins the points that no other point beats in both.",
+            "note": "Up and to the left is better. The dashed line joins the points that no other "
+            "point beats in both.",
             "legend": by_line,
             "figures": [
                 figure
@@ -151,19 +160,22 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
         },
         {
             "title": "Memory",
-            "note": "Slots of used blocks without a token are internal fragmentation; padding is computed without use.",
+            "note": "Slots of used blocks without a token are internal fragmentation; padding is "
+            "computed without use.",
             "legend": by_line,
             "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
         },
         {
             "title": "Speculation",
-            "note": "A decode row gives one token in a step, and one for each draft that is accepted.",
+            "note": "A decode row gives one token in a step, and one for each draft that is "
+            "accepted.",
             "legend": by_line,
             "figures": figures(ACCEPTANCE, TOKENS_PER_DECODE),
         },
         {
             "title": "Time of a step",
-            "note": "Device: from dispatch until the sampled tokens are on the host. Host: schedule, pack, commit.",
+            "note": "Device: from dispatch until the sampled tokens are on the host. Host: "
+            "schedule, pack, commit.",
             "legend": {"title": "", "entries": ["device", "host"]},
             "figures": wide("Mean time of a step", plots.time_plot(rows)),
         },
@@ -172,7 +184,9 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One run over time: sequences that run and wait, tokens, and the use of the cache; of replicas, the first one."""
+    """One run over time: sequences that run and wait, tokens, and the use of the cache; of
+    replicas, the first one.
+    """
     fastest = sweep_points.best(rows, THROUGHPUT)
     steps = [step for step in steps if not step.get("replica")]
     if len(steps) < 2 or fastest is None:
@@ -181,55 +195,52 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
 
     edges = [steps[0]["started"], *(step["started"] + step["seconds"] for step in steps)]
     used = [100 * step["blocks_used"] / step["num_blocks"] for step in steps]
-    shown: list[tuple[str, str, dict[str, list[float]]]] = [
-        (
-            "Sequences",
-            "",
-            {
-                "in the step": [s["sequences"] for s in steps],
-                "waiting": [s["waiting"] for s in steps],
-            },
-        ),
-        (
-            "Tokens",
-            "",
-            {
-                "padded": [s["padded_tokens"] for s in steps],
-                "computed": [s["tokens"] for s in steps],
-            },
-        ),
-        ("Cache in use", "", {"% of blocks with an owner": used}),
-    ]
+    curves: dict[str, dict[str, list[float]]] = {
+        "Sequences": {
+            "in the step": [step["sequences"] for step in steps],
+            "waiting": [step["waiting"] for step in steps],
+        },
+        "Tokens": {
+            "padded": [step["padded_tokens"] for step in steps],
+            "computed": [step["tokens"] for step in steps],
+        },
+        "Cache in use": {"% of blocks with an owner": used},
+    }
     if any("drafts" in step for step in steps):
-        counts = {name: [step.get(name, 0) for step in steps] for name in ("drafts", "accepted")}
-        shown.append(("Drafts", "", counts))
+        curves["Drafts"] = {
+            name: [step.get(name, 0) for step in steps] for name in ("drafts", "accepted")
+        }
     figures = [
         {
             "title": title,
-            "unit": unit,
+            "unit": "",
             "svg": Markup(plots.timeline_plot(edges, series, title)),
             "legend": list(series),
         }
-        for title, unit, series in shown
+        for title, series in curves.items()
     ]
-    which = "Replica 0 in the first" if "replica" in steps[0] else "The first"
-    note = f"{which} repeat of the fastest point, {fastest.label}."
+    start = "Replica 0 in the first" if "replica" in steps[0] else "The first"
+    note = f"{start} repeat of the fastest point, {fastest.label}."
     return [{"title": "One run over time", "note": note, "figures": figures}]
 
 
 def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
-    """The legend of the colours in order; None if there is one colour. A single key is its title."""
+    """The legend of the colours in order; None if there is one colour.
+
+    A single key is its title.
+    """
     if axes.x is None or not axes.lines:
         return None
-    entries, keys = list(sweep_points.lines(rows, axes)), list(axes.lines)
-    if len(keys) > 1:
+    entries = list(sweep_points.lines(rows, axes))
+    key, *other_keys = axes.lines
+    if other_keys:
         return {"title": "", "entries": entries}
-    return {"title": keys[0], "entries": [entry.removeprefix(f"{keys[0]}=") for entry in entries]}
+    return {"title": key, "entries": [entry.removeprefix(f"{key}=") for entry in entries]}
 
 
 def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:
     """The main numbers, for the top of the page."""
-    shown = []
+    numbers = []
     for metric, title in (
         (THROUGHPUT, "best throughput"),
         (TTFT, "lowest TTFT p50"),
@@ -237,7 +248,7 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     ):
         row = sweep_points.best(rows, metric)
         if row is not None:
-            shown.append(
+            numbers.append(
                 {
                     "value": number(row.middle(metric)),
                     "unit": metric.unit,
@@ -248,18 +259,21 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     spread = sweep_points.widest_spread(rows, THROUGHPUT)
     if spread is not None:
         note = "widest range of one point, as a share of its median"
-        shown.append(
+        numbers.append(
             {"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note}
         )
     good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
         f", {len(runs) - good} failed" if good < len(runs) else ""
     )
-    shown.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
-    if clipped := max(map(clipped_lengths, runs), default=0):
+    numbers.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
+    clipped = max(map(clipped_lengths, runs), default=0)
+    if clipped:
         note = "prompts and answers of a run whose length was moved to a limit of the workload"
-        shown.append({"value": str(clipped), "unit": "", "title": "clipped lengths", "note": note})
-    return shown
+        numbers.append(
+            {"value": str(clipped), "unit": "", "title": "clipped lengths", "note": note}
+        )
+    return numbers
 
 
 def clipped_lengths(run: dict[str, Any]) -> int:
@@ -272,7 +286,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     """Head and body of the table of points: text, sort key and range over repeats of each cell."""
     keys = sweep_points.swept_keys(rows)
     metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
-    most = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
+    highest = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
     body = []
     for row in rows:
         cells = [
@@ -280,16 +294,16 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
         ]
         cells = cells or [{"text": row.label, "sort": row.label}]
         for metric in metrics:
-            found = row.values.get(metric.column)
+            spread = row.values.get(metric.column)
             cell: dict[str, Any] = {"text": "", "sort": ""}
-            if found is not None:
-                cell = {"text": number(found.middle), "sort": found.middle}
-                if found.low < found.high:
-                    cell["range"] = f"{number(found.low)} to {number(found.high)}"
+            if spread is not None:
+                cell = {"text": number(spread.middle), "sort": spread.middle}
+                if spread.low < spread.high:
+                    cell["range"] = f"{number(spread.low)} to {number(spread.high)}"
             if metric is THROUGHPUT:
-                cell["bar"] = round(100 * row.middle(metric) / most, 1)
+                cell["bar"] = round(100 * row.middle(metric) / highest, 1)
             cells.append(cell)
-        body.append({"cells": cells, "best": row.middle(THROUGHPUT) == most and len(rows) > 1})
+        body.append({"cells": cells, "best": row.middle(THROUGHPUT) == highest and len(rows) > 1})
     heads = [
         {"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]
     ]
@@ -301,14 +315,14 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """The environment as (name, value) pairs. If runs differ, all values are given."""
 
     def values(*path: str) -> str:
-        found: list[str] = []
+        texts: list[str] = []
         for env in environments:
             value: Any = env
             for key in path:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
-                found.append(str(value))
-        return ", ".join(dict.fromkeys(found))
+                texts.append(str(value))
+        return ", ".join(dict.fromkeys(texts))
 
     versions = [f"{name} {values('versions', name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
     flags = dict.fromkeys(
@@ -318,15 +332,9 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     stolen = [
         100 * env["stolen_share"] for env in environments if env.get("stolen_share") is not None
     ]
+    device = (values("device", "platform"), values("device", "kind"))
     pairs = [
-        (
-            "Device",
-            " ".join(
-                dict.fromkeys(
-                    filter(None, (values("device", "platform"), values("device", "kind")))
-                )
-            ),
-        ),
+        ("Device", " ".join(dict.fromkeys(filter(None, device)))),
         ("Processor", f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores"),
         ("System", values("platform")),
         ("Python", values("python")),
@@ -357,21 +365,18 @@ def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str
         if "startup" in env
     }
     stages = dict.fromkeys(stage for startup in engines.values() for stage in startup)
-    shown = []
+    spans = []
     for stage in stages:
         seconds = [startup[stage] for startup in engines.values() if stage in startup]
         unit = "" if stage == "compilations" else " s"
-        span = (
-            f"{min(seconds):.3g}"
-            if min(seconds) == max(seconds)
-            else f"{min(seconds):.3g} to {max(seconds):.3g}"
-        )
-        shown.append(f"{stage} {span}{unit}")
-    return (
-        [(f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}", ", ".join(shown))]
-        if shown
-        else []
-    )
+        span = f"{min(seconds):.3g}"
+        if min(seconds) < max(seconds):
+            span += f" to {max(seconds):.3g}"
+        spans.append(f"{stage} {span}{unit}")
+    if not spans:
+        return []
+    title = f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}"
+    return [(title, ", ".join(spans))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,13 +1,14 @@
-"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
+"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces
+FOLDER]
 
-Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
-REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in about 90 minutes on two cores (REPRODUCTION.md). Studies that do not run keep their last
-findings. Studies of recorded traces (012, 015, 020) need --traces, which this repository does not have; without it,
-their findings stay.
+Runs the studies of experiments/studies and writes README.md, figures and findings.json into the
+folder of each, and REPRODUCTION.md: every published number, ours with its interval, their ratio,
+and whether they agree or why not. Without names all studies run, in about 90 minutes on two cores
+(REPRODUCTION.md). Studies that do not run keep their last findings. Studies of recorded traces
+(012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
 
---out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
-result: without --out it writes to runs/reproduction.
+--out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick,
+whose numbers are no result: without --out it writes to runs/reproduction.
 """
 
 from __future__ import annotations
@@ -57,14 +58,22 @@ def names() -> list[str]:
     return sorted(folder.name for folder in STUDIES.iterdir() if (folder / "study.py").is_file())
 
 
-def chosen(wanted: Sequence[str]) -> list[str]:
-    """Folders by their numbers or names. Raises ValueError if there is no such study."""
-    known = names()
-    found = [[name for name in known if name.split("_")[0] == one or name == one] for one in wanted]
-    unknown = [one for one, match in zip(wanted, found, strict=True) if not match]
-    if unknown:
-        raise ValueError(f"there is no study {unknown[0]!r}; there are {', '.join(known)}")
-    return [match[0] for match in found] if wanted else known
+def choose(words: Sequence[str]) -> list[str]:
+    """The folders of studies, by their numbers or names; all without any.
+
+    Raises:
+        ValueError: there is no such study.
+    """
+    studies = names()
+    if not words:
+        return studies
+    folders = []
+    for word in words:
+        matches = [name for name in studies if word in (name, name.split("_")[0])]
+        if not matches:
+            raise ValueError(f"there is no study {word!r}; there are {', '.join(studies)}")
+        folders.append(matches[0])
+    return folders
 
 
 def module(name: str) -> Any:
@@ -73,9 +82,12 @@ def module(name: str) -> Any:
 
 
 def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
-    """Run a study and return its findings as plain JSON values. `traces`: for studies with `TRACES`."""
+    """Run a study and return its findings as plain JSON values.
+
+    `traces`: for studies with `TRACES`.
+    """
     study = module(name)
-    began = time.perf_counter()
+    started = time.perf_counter()
     recorded = {"traces": traces} if hasattr(study, "TRACES") else {}
     findings: Findings = study.run(STUDIES / name, quick, **recorded)
     return {
@@ -85,7 +97,7 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
         "answer": findings.answer,
         "tables": list(findings.tables),
         "figures": sorted(findings.figures),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - started, 1),
         "quick": quick,
         "traces": bool(recorded),
         "commit": (git_state(STUDIES)["commit"] or "unknown")[:7],
@@ -95,75 +107,86 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
     } | {"svg": dict(findings.figures)}
 
 
-def write(found: dict[str, Any], folder: Path) -> None:
-    """Write a study's folder: figures, findings.json, README.md. Removes "svg", the figures' texts, from `found`."""
+def write(findings: dict[str, Any], folder: Path) -> None:
+    """Write a study's folder: figures, findings.json, README.md.
+
+    Removes "svg", the figures' texts, from `findings`.
+    """
     folder.mkdir(exist_ok=True)
-    for name, svg in found.pop("svg").items():
+    for name, svg in findings.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
     (folder / FINDINGS).write_text(
-        json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        json.dumps(findings, indent=1, sort_keys=True) + "\n", encoding="utf-8"
     )
-    (folder / "README.md").write_text(readme(found), encoding="utf-8")
+    (folder / "README.md").write_text(readme(findings), encoding="utf-8")
 
 
-def readme(found: dict[str, Any]) -> str:
-    number, _, title = found["name"].partition("_")
+def readme(findings: dict[str, Any]) -> str:
+    number, _, title = findings["name"].partition("_")
     parts = [
         f"# {number} {title.replace('_', ' ')}",
-        found["question"],
+        findings["question"],
         "## Answer",
-        *found["answer"],
+        *findings["answer"],
     ]
-    parts += [f"![{name}]({name})" for name in found["figures"]]
-    parts += [table(found["claims"]), *found["tables"], "## Command"]
-    options = " --traces FOLDER" * found["traces"] + " --quick" * found["quick"]
+    parts += [f"![{name}]({name})" for name in findings["figures"]]
+    parts += [table(findings), *findings["tables"], "## Command"]
+    options = " --traces FOLDER" * findings["traces"] + " --quick" * findings["quick"]
     parts += [f"```sh\npython -m experiments.reproduce {number}{options}\n```"]
     parts += [
-        f"{found['seconds']:.0f} s on {machine(found)}, {found['date']}, commit {found['commit']}."
+        f"{findings['seconds']:.0f} s on {machine(findings)}, {findings['date']}, commit "
+        f"{findings['commit']}."
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def machine(found: dict[str, Any]) -> str:
+def machine(findings: dict[str, Any]) -> str:
     """The machine of a study; old findings have no number of cores."""
-    return f"{found['cpu']}, {found['cores']} cores" if found.get("cores") else found["cpu"]
+    return (
+        f"{findings['cpu']}, {findings['cores']} cores"
+        if findings.get("cores")
+        else findings["cpu"]
+    )
 
 
-def claims_of(found: dict[str, Any]) -> list[Claim]:
+def claims_of(findings: dict[str, Any]) -> list[Claim]:
     """The claims in a findings.json, with tuples for its lists."""
 
-    def back(claim: dict[str, Any]) -> Claim:
-        published = claim["published"]
-        published = tuple(published) if isinstance(published, list) else published
-        return Claim(**claim | {"ours": Interval(*claim["ours"]), "published": published})
+    claims = []
+    for values in findings["claims"]:
+        published = values["published"]
+        if isinstance(published, list):
+            published = tuple(published)
+        interval = Interval(*values["ours"])
+        claims.append(Claim(**values | {"ours": interval, "published": published}))
+    return claims
 
-    return [back(claim) for claim in found["claims"]]
 
-
-def table(kept: Sequence[dict[str, Any]]) -> str:
-    claims = claims_of({"claims": kept})
+def table(findings: dict[str, Any]) -> str:
+    """The claims of a study as a table of Markdown; "" without a claim."""
+    claims = claims_of(findings)
     head = ("source", "what", "published", "ours", "ratio", "within", "agrees")
     return markdown(head, map(row, claims)) if claims else ""
 
 
 def row(claim: Claim) -> list[str]:
     """The cells of a claim in the table: source, what, published, ours, ratio, within, agrees."""
-    ours, unit = claim.ours, f" {claim.unit}" if claim.unit else ""
-    text = rounded(ours.middle)
-    if ours.low < ours.high:
-        span = (
-            f"{'range ' if ours.kind == 'range' else ''}{rounded(ours.low)} to {rounded(ours.high)}"
-        )
-        text += f" ({span}, n = {ours.n})" if ours.n else f" ({span})"
+    interval = claim.ours
+    unit = f" {claim.unit}" if claim.unit else ""
+    text = rounded(interval.middle)
+    if interval.low < interval.high:
+        span = f"{rounded(interval.low)} to {rounded(interval.high)}"
+        if interval.kind == "range":
+            span = f"range {span}"
+        text += f" ({span}, n = {interval.n})" if interval.n else f" ({span})"
     verdict = "yes" if claim.agrees else f"no: {claim.why or 'not explained'}"
-    within = f"{claim.factor:g} x"
     return [
         claim.source,
         claim.what,
         published_text(claim),
         text + unit,
         times(claim.ratio),
-        within,
+        f"{claim.factor:g} x",
         verdict,
     ]
 
@@ -187,30 +210,32 @@ def weak(claim: Claim) -> bool:
     return low != high and (low <= 0 or high > WIDE_RANGE_RATIO * low)
 
 
-def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiments/studies/") -> str:
+def reproduction(
+    all_findings: Sequence[dict[str, Any]], studies: str = "experiments/studies/"
+) -> str:
     """The text of REPRODUCTION.md; `studies` is the path from it to the studies' folders."""
-    claims = [claim for found in all_found for claim in claims_of(found)]
-    agreeing, easy = (
-        sum(claim.agrees for claim in claims),
-        sum(claim.agrees and weak(claim) for claim in claims),
-    )
-    counted = f"{agreeing} of {len(claims)} published numbers agree"
-    parts = [HEAD.rstrip(), f"{counted}, {easy} of them with a range that is wide or has one end."]
-    for found in all_found:
-        number, _, title = found["name"].partition("_")
-        link = f"[{number} {title.replace('_', ' ')}]({studies}{found['name']}/README.md)"
-        quick = " (--quick: too few requests and seeds to be a result)" * found["quick"]
+    claims = [claim for findings in all_findings for claim in claims_of(findings)]
+    agreeing = [claim for claim in claims if claim.agrees]
+    parts = [
+        HEAD.rstrip(),
+        f"{len(agreeing)} of {len(claims)} published numbers agree, {sum(map(weak, agreeing))} of "
+        "them with a range that is wide or has one end.",
+    ]
+    for findings in all_findings:
+        number, _, title = findings["name"].partition("_")
+        link = f"[{number} {title.replace('_', ' ')}]({studies}{findings['name']}/README.md)"
+        quick = " (--quick: too few requests and seeds to be a result)" * findings["quick"]
         parts += [
             f"## {link}{quick}",
-            found["question"],
-            " ".join(found["answer"]),
-            table(found["claims"]),
+            findings["question"],
+            " ".join(findings["answer"]),
+            table(findings),
         ]
-    total = sum(found["seconds"] for found in all_found)
-    commits = sorted({found["commit"] for found in all_found})
-    where = sorted({machine(found) for found in all_found})
+    total = sum(findings["seconds"] for findings in all_findings)
+    commits = sorted({findings["commit"] for findings in all_findings})
+    machines = sorted({machine(findings) for findings in all_findings})
     parts += [
-        f"In all {total / 60:.0f} minutes on {' and '.join(where)}; commit {', '.join(commits)}."
+        f"In all {total / 60:.0f} minutes on {' and '.join(machines)}; commit {', '.join(commits)}."
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -226,7 +251,8 @@ def place_of(out: str | None, quick: bool) -> Path | None:
     place = Path(out or QUICK)
     if place.resolve() in (STUDIES.resolve(), ROOT.resolve()):
         raise ValueError(
-            f"--out is {place}, the folder of the kept results; give another folder, or leave it out"
+            f"--out is {place}, the folder of the kept results; give another folder, or leave it "
+            "out"
         )
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -261,13 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     require("matplotlib")
     try:
-        wanted = chosen(options.studies)
+        studies = choose(options.studies)
         place = place_of(options.out, options.quick)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folders = place or STUDIES
-    for name in wanted:
+    for name in studies:
         if hasattr(module(name), "TRACES") and options.traces is None:
             print(
                 f"{name}: keeps its last findings; it needs --traces FOLDER. {module(name).FETCH}",
@@ -276,23 +302,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            found = run(name, options.quick, options.traces)
+            findings = run(name, options.quick, options.traces)
         except ValueError as error:
             if isinstance(error, NoTraces) and not options.studies:
                 print(f"{name}: keeps its last findings; {error}", file=sys.stderr)
                 continue
             print(f"error: {error}", file=sys.stderr)
             return 2
-        write(found, folders / name)
-        print(f"{table(found['claims'])}\n{found['seconds']:.0f} s\n", flush=True)
-    kept = [folders / name / FINDINGS for name in names()]
-    every = [json.loads(file.read_text(encoding="utf-8")) for file in kept if file.is_file()]
-    for found in (
-        every
-    ):  # also those that did not run, because the text around their numbers may have changed
-        (folders / found["name"] / "README.md").write_text(readme(found), encoding="utf-8")
+        write(findings, folders / name)
+        print(f"{table(findings)}\n{findings['seconds']:.0f} s\n", flush=True)
+    files = [folders / name / FINDINGS for name in names()]
+    all_findings = [
+        json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()
+    ]
+    # also those that did not run, because the text around their numbers may have changed
+    for findings in all_findings:
+        (folders / findings["name"] / "README.md").write_text(readme(findings), encoding="utf-8")
     file = (place or ROOT) / TABLE
-    file.write_text(reproduction(every, "" if place else "experiments/studies/"), encoding="utf-8")
+    text = reproduction(all_findings, "" if place else "experiments/studies/")
+    file.write_text(text, encoding="utf-8")
     print(f"written: {file}")
     return 0
 

@@ -1,15 +1,18 @@
-"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
+"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...]
+[--jobs 4]
 
-Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a sweep that was
-stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made by other code, committed or not,
-are named and kept; if a repeat of their point is missing, the whole point is measured again. --no-resume measures
-everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results. With
---backend ray, measured and simulated points run on the nodes of a Ray cluster (core/cluster.py).
+Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a
+sweep that was stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made
+by other code, committed or not, are named and kept; if a repeat of their point is missing, the
+whole point is measured again. --no-resume measures everything again. Simulated points can run in
+several processes (--jobs, see parallel.py), with the same results. With --backend ray, measured and
+simulated points run on the nodes of a Ray cluster (core/cluster.py).
 
-With --processes, start the same command in each process (core/processes.py); process 0 measures and writes.
+With --processes, start the same command in each process (core/processes.py); process 0 measures and
+writes.
 
-Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong or --out is not
-writable.
+Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong
+or --out is not writable.
 """
 
 from __future__ import annotations
@@ -44,51 +47,38 @@ from pagedjax.weights.locate import HUB_ID, open_checkpoint
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         points = config.load(Path(options.config), tuple(options.set))
         if options.engines < 1:
             raise ValueError(f"--engines is {options.engines}; it must be at least 1")
         parallel.check(points, options.jobs, options.backend)
-        resources, on_ray = worker_resources(options), options.backend == "ray"
+        resources = worker_resources(options)
+        on_ray = options.backend == "ray"
         group = None if options.dry_run else cli.join(options)
         if group is not None and on_ray:
             raise ValueError(
-                "--backend is ray, and this is one of several processes of an engine; leave one of them out"
+                "--backend is ray, and this is one of several processes of an engine; leave one "
+                "of them out"
             )
         if group is not None and group.process:
-            processes.follow(
-                group,
-                plan_runs(points, options.engines),
-                sweep.make_engines(options.engines, quiet=True),
-            )
+            engines = sweep.make_engines(options.engines, quiet=True)
+            processes.follow(group, plan_runs(points, options.engines), engines)
             return 0
-        left = prepare(
+        prepared = prepare(
             points,
             options.out,
             options.engines,
             resume=not options.no_resume,
             download=not options.dry_run,
         )
-        plan, folder, done = left.plan, left.folder, left.done
+        folder = prepared.folder
         if options.dry_run:
-            print(describe(plan, done, folder))
+            print(describe(prepared.plan, prepared.done, folder))
             return 0
         require_report()
-        if on_ray and left.missing:
-            workers = cluster.connect(left.missing, options.engines, resources, options.jobs)
-            measure_all: sweep.Measure = partial(cluster.results, workers=workers)
-        elif not on_ray and (options.jobs or 1) > 1:
-            measure_all = partial(parallel.results, jobs=options.jobs)
-        else:
-            measure_all = partial(
-                sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet)
-            )
-        command = [
-            "python",
-            "-m",
-            "experiments.run",
-            *(sys.argv[1:] if arguments is None else arguments),
-        ]
+        measure_all = _measure_function(options, prepared, resources)
+        command = ["python", "-m", "experiments.run", *words]
         sweep.write_sweep(folder, points, shlex.join(command))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,18 +89,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         summaries = sweep.measure_missing(
-            plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray
+            prepared.plan,
+            folder,
+            prepared.done,
+            measure_all,
+            quiet=options.quiet,
+            local=not on_ray,
         )
     except KeyboardInterrupt:
-        again = "the same command without --no-resume" if options.no_resume else "the same command"
-        print(f"\nstopped; {again} resumes the sweep. Results so far: {folder}", file=sys.stderr)
+        command = "the same command"
+        if options.no_resume:
+            command = "the same command without --no-resume"
+        print(f"\nstopped; {command} resumes the sweep. Results so far: {folder}", file=sys.stderr)
         return 130
+    return _report(points, summaries, folder, quiet=options.quiet)
+
+
+def _measure_function(
+    options: argparse.Namespace, prepared: Prepared, resources: dict[str, float] | None
+) -> sweep.Measure:
+    """What measures the missing runs: workers of a cluster, processes, or this process."""
+    if options.backend == "ray":
+        if prepared.missing:
+            workers = cluster.connect(prepared.missing, options.engines, resources, options.jobs)
+            return partial(cluster.results, workers=workers)
+    elif (options.jobs or 1) > 1:
+        return partial(parallel.results, jobs=options.jobs)
+    engines = sweep.make_engines(options.engines, quiet=options.quiet)
+    return partial(sweep.run_in_turn, engines=engines)
+
+
+def _report(
+    points: Sequence[Point], summaries: Sequence[dict[str, Any]], folder: Path, *, quiet: bool
+) -> int:
+    """Write the report of a sweep, and print its table. Returns the exit status."""
     path = report.write(folder)
-    if others := store.points(folder) - {point.key[:12] for point in points}:
-        what = f"{len(others)} points in {folder} do not belong to this sweep and are not in its report"
-        print(f"note: {what}; --set name=... gives this sweep another folder", file=sys.stderr)
+    strangers = store.points(folder) - {point.key[:12] for point in points}
+    if strangers:
+        print(
+            f"note: {len(strangers)} points in {folder} do not belong to this sweep and are not in "
+            "its report; --set name=... gives this sweep another folder",
+            file=sys.stderr,
+        )
     failed = [summary for summary in summaries if summary["failed"]]
-    if not options.quiet:
+    if not quiet:
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(
@@ -122,11 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Prepared(NamedTuple):
-    """A sweep before it is measured. done: the summaries of finished runs, by point and repeat."""
+    """A sweep before it is measured."""
 
     plan: list[Run]
     folder: Path
-    done: dict[tuple[str, int], dict[str, Any]]
+    done: dict[tuple[str, int], dict[str, Any]]  # summaries of finished runs, by point and repeat
 
     @property
     def missing(self) -> list[Run]:
@@ -152,15 +174,18 @@ def prepare(
     Raises:
         ValueError: a model is missing or damaged.
     """
-    plan, folder = plan_runs(points, engines), Path(out) / points[0].experiment.name
+    plan = plan_runs(points, engines)
+    folder = Path(out) / points[0].experiment.name
     store.clean(folder)
-    found = Prepared(plan, folder, sweep.finished_runs(plan, folder) if resume else {})
-    check_models([run.point.experiment for run in found.missing], download=download)
-    return found
+    prepared = Prepared(plan, folder, sweep.finished_runs(plan, folder) if resume else {})
+    check_models([run.point.experiment for run in prepared.missing], download=download)
+    return prepared
 
 
 def require_report() -> None:
-    """Raises ImportError, now and not after minutes of measuring, if what the report needs is missing."""
+    """Raises ImportError, now and not after minutes of measuring, if what the report needs is
+    missing.
+    """
     for module in ("pandas", "matplotlib"):
         require(module)
 
@@ -183,35 +208,31 @@ def measure(
     parallel.check(points, jobs, "loky")
     require_report()
     plan, folder, done = prepare(points, out, engines)
-    several = partial(parallel.results, jobs=jobs)
-    alone = partial(sweep.in_turn, engines=sweep.make_engines(engines, quiet=quiet))
-    command = [
-        "python",
-        "-m",
-        "experiments.run",
-        str(config_file),
-        *(part for word in words for part in ("--set", word)),
-    ]
-    sweep.write_sweep(folder, points, shlex.join([*command, "--out", str(out)]))
-    sweep.measure_missing(plan, folder, done, several if jobs > 1 else alone, quiet=quiet)
+    measure_all: sweep.Measure = partial(parallel.results, jobs=jobs)
+    if jobs == 1:
+        measure_all = partial(sweep.run_in_turn, engines=sweep.make_engines(engines, quiet=quiet))
+    set_options = [part for word in words for part in ("--set", word)]
+    command = ["python", "-m", "experiments.run", str(config_file), *set_options, "--out", str(out)]
+    sweep.write_sweep(folder, points, shlex.join(command))
+    sweep.measure_missing(plan, folder, done, measure_all, quiet=quiet)
     report.write(folder)
     return folder
 
 
 def _setting(key: str, value: Any) -> str:
     """A value of Python as `--set` has it. Raises ValueError if YAML has no such value."""
-    plain = (
-        os.fspath(value)
-        if isinstance(value, PathLike)
-        else value.item()
-        if hasattr(value, "item")
-        else value
-    )
+    original = value
+    if isinstance(value, PathLike):
+        value = os.fspath(value)
+    elif hasattr(value, "item"):
+        value = value.item()
     try:
-        text = yaml_words.dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
+        text = yaml_words.dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
     except yaml.YAMLError:
-        what = f"settings has {key}: {value!r:.80}, which is no value of YAML"
-        raise ValueError(f"{what}; give a number, a text, None, a list or a mapping") from None
+        raise ValueError(
+            f"settings has {key}: {original!r:.80}, which is no value of YAML; give a number, a "
+            "text, None, a list or a mapping"
+        ) from None
     return f"{key}={text.removesuffix('...' + chr(10)).strip()}"
 
 
@@ -235,8 +256,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)"
     )
-    what = "with ray, of each worker, such as num_cpus=2,num_gpus=1 (default: a GPU, or all processors of a node)"
-    parser.add_argument("--worker-resources", metavar="NAME=N,...", help=what)
+    parser.add_argument(
+        "--worker-resources",
+        metavar="NAME=N,...",
+        help="with ray, of each worker, such as num_cpus=2,num_gpus=1 (default: a GPU, or all "
+        "processors of a node)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
@@ -250,19 +275,25 @@ def worker_resources(options: argparse.Namespace) -> dict[str, float] | None:
         return None
     if options.backend != "ray":
         raise ValueError(
-            "--worker-resources is given, and --backend is not ray; add --backend ray, or leave it out"
+            "--worker-resources is given, and --backend is not ray; add --backend ray, or leave "
+            "it out"
         )
     return cluster.parse_resources(options.worker_resources)
 
 
 def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
-    """Open each model that an engine or a workload needs, to report a missing one before anything runs.
+    """Open each model that an engine or a workload needs, to report a missing one before anything
+    runs.
 
     Raises:
         ValueError: a model is missing, damaged or not supported.
     """
-    read = ((one.model, one.engine.model_family) for one in experiments if _reads_model(one))
-    for model, family in dict.fromkeys(read):
+    models = [
+        (experiment.model, experiment.engine.model_family)
+        for experiment in experiments
+        if _reads_model(experiment)
+    ]
+    for model, family in dict.fromkeys(models):
         if HUB_ID.fullmatch(model) and not download:
             continue
         try:
@@ -272,23 +303,26 @@ def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
 
 
 def _reads_model(experiment: Experiment) -> bool:
-    """Whether the experiment's own model gives a shape, weights or a tokenizer. Pools may name another shape."""
+    """Whether the experiment's own model gives a shape, weights or a tokenizer.
+
+    Pools may name another shape.
+    """
     engines = [of_pool(experiment, name) for name in POOLS] if experiment.pools else [experiment]
-    shaped = all(one.simulate is not None and one.simulate.model is not None for one in engines)
+    sections = [engine.simulate for engine in engines]
+    shaped = all(simulate is not None and simulate.model is not None for simulate in sections)
     return not shaped or isinstance(experiment.workload, Prompts)
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:
     """The plan as text, one line for each point, in the order of measuring."""
     lines = [f"{len(plan)} runs, {len(done)} of them done, in {folder}"]
-    for point in dict.fromkeys((run.point.key, run.point.label) for run in plan):
-        repeats = [run.repeat for run in plan if run.point.key == point[0]]
-        ready = sum((point[0], repeat) in done for repeat in repeats)
-        lines.append(f"  {point[0][:12]}  {ready}/{len(repeats)} done  {point[1]}")
+    for key, label in dict.fromkeys((run.point.key, run.point.label) for run in plan):
+        repeats = [run.repeat for run in plan if run.point.key == key]
+        num_done = sum((key, repeat) in done for repeat in repeats)
+        lines.append(f"  {key[:12]}  {num_done}/{len(repeats)} done  {label}")
     engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
-    return "\n".join(
-        [*lines, f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once"]
-    )
+    lines.append(f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,4 @@
-"""Results for a reader: repeats folded into points, sentences, tables and plots. Pure functions of summaries."""
+"""Results for a reader: repeats folded into points, sentences, tables and plots.
+
+Pure functions of summaries.
+"""

@@ -39,7 +39,8 @@ def curves(
 
     Args:
         y: one label, or one for each panel.
-        options: log_x, log_y: base of the axis; lowest: limit of y; dashed: names of curves that are not measured.
+        options: log_x, log_y: base of the axis; lowest: limit of y; dashed: names of curves that
+            are not measured.
     """
     with matplotlib.rc_context(_STYLE):
         figure, every = _figure(len(panels))

@@ -1,6 +1,7 @@
 """Plots of a sweep as inline SVG. Colours are CSS variables, set by the page's light or dark theme.
 
-matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point a tooltip.
+matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point
+a tooltip.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ...
 SERIES = 8  # colours and markers before they repeat
 _MARKERS = "osD^vPXp"
 # Placeholders: no other colour may be equal to one of these.
-_INK, _MUTED, _GRID, _PAPER = "#010203", "#010204", "#010205", "#010206"
+_INK = "#010203"
+_MUTED = "#010204"
+_GRID = "#010205"
+_PAPER = "#010206"
 _SERIES = [f"#02{i:02x}07" for i in range(SERIES)]
 _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid", _PAPER: "--paper"}
 _VARIABLES |= {placeholder: f"--s{i}" for i, placeholder in enumerate(_SERIES)}
@@ -62,9 +66,8 @@ class Plot:
         """`width` and `height` in inches; the page scales the result."""
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-            self.axes = self.figure.add_subplot(
-                facecolor="none"
-            )  # the page's background is visible
+            # the page's background is visible
+            self.axes = self.figure.add_subplot(facecolor="none")
             self.axes.grid(color=_GRID, linewidth=0.8)
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
@@ -100,7 +103,9 @@ def colour(index: int) -> str:
 
 
 def marker(index: int, size: float) -> dict[str, Any]:
-    """Marker of line `index` with a rim in the background colour, so that lines differ without colours."""
+    """Marker of line `index` with a rim in the background colour, so that lines differ without
+    colours.
+    """
     return {
         "marker": _MARKERS[index % SERIES],
         "ms": size,
@@ -110,7 +115,8 @@ def marker(index: int, size: float) -> dict[str, Any]:
 
 
 def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | None:
-    """`metric` along x, one line for each combination of the other keys, a band from least to most over repeats.
+    """`metric` along x, one line for each combination of the other keys, a band from least to most
+    over repeats.
 
     Without an x, points are side by side. None if fewer than two points have the metric.
     """
@@ -123,12 +129,12 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
         members = [row for row in line if metric.column in row.values]
         xs = [row.swept[axes.x] for row in members]
         ranges = [row.values[metric.column] for row in members]
-        lows, highs = [found.low for found in ranges], [found.high for found in ranges]
+        lows = [spread.low for spread in ranges]
+        highs = [spread.high for spread in ranges]
         plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
-        width = max(
-            1.4, 3.0 - 0.6 * index
-        )  # later lines are thinner, so that coinciding lines are all visible
-        middles = [found.middle for found in ranges]
+        # later lines are thinner, so that coinciding lines are all visible
+        width = max(1.4, 3.0 - 0.6 * index)
+        middles = [spread.middle for spread in ranges]
         plot.axes.plot(
             xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width)
         )
@@ -189,11 +195,15 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
         return None
     plot = Plot(WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
-        device, host = row.middle(DEVICE), row.middle(HOST)
+        device = row.middle(DEVICE)
+        host = row.middle(HOST)
         plot.axes.barh(place, device, height=0.62, color=colour(0))
         plot.axes.barh(place, host, left=device, height=0.62, color=colour(1))
         share = host / (device + host) if device + host else 0.0
-        note = f"{row.label}\ndevice {number(device)} ms, host {number(host)} ms a step ({share:.1%} host)"
+        note = (
+            f"{row.label}\n"
+            f"device {number(device)} ms, host {number(host)} ms a step ({share:.1%} host)"
+        )
         end = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         plot.axes.annotate(
             f"host {share:.1%}", (device + host, place), color=_MUTED, fontsize=8, **end
@@ -208,7 +218,7 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
 
 
 def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | None:
-    """Throughput against `latency`, with the Pareto front joined; None for fewer than three points."""
+    """Throughput against `latency`, with the Pareto front joined; None below three points."""
     rows = [row for row in rows if latency.column in row.values and THROUGHPUT.column in row.values]
     if len(rows) < 3:
         return None
@@ -221,7 +231,8 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
     best = {rows[i].key for i in front}
     for index, members in enumerate(lines(rows, axes).values()):
         for row in members:
-            cost, rate = row.values[latency.column], row.values[THROUGHPUT.column]
+            cost = row.values[latency.column]
+            rate = row.values[THROUGHPUT.column]
             shade: dict[str, Any] = {"color": colour(index), "lw": 1, "alpha": 0.45, "zorder": 2}
             plot.axes.plot([cost.low, cost.high], [rate.middle, rate.middle], **shade)
             plot.axes.plot([cost.middle, cost.middle], [rate.low, rate.high], **shade)
@@ -232,10 +243,12 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
             words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
             plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
     costs = [cost for cost, _ in at]
-    if wide := min(costs) > 0 and max(costs) > 20 * min(costs):
+    logarithmic = min(costs) > 0 and max(costs) > 20 * min(costs)
+    if logarithmic:
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for i in _apart([(math.log(cost) if wide else cost, rate) for cost, rate in at], front):
+    positions = [(math.log(cost) if logarithmic else cost, rate) for cost, rate in at]
+    for i in _labelled(positions, front):
         plot.axes.annotate(
             rows[i].label,
             at[i],
@@ -250,21 +263,24 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
     return plot.svg(f"{THROUGHPUT.title} against {latency.title}")
 
 
-def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
+def _labelled(positions: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
     """The points of the front whose labels do not overlap; the others have tooltips."""
-    width, height = (max(values) - min(values) for values in zip(*at, strict=True))
-    kept: list[int] = []
+    width, height = (max(values) - min(values) for values in zip(*positions, strict=True))
+    labelled: list[int] = []
     for i in front:
+        x, y = positions[i]
         if all(
-            abs(at[i][0] - at[j][0]) > width / 3 or abs(at[i][1] - at[j][1]) > height / 20
-            for j in kept
+            abs(x - positions[j][0]) > width / 3 or abs(y - positions[j][1]) > height / 20
+            for j in labelled
         ):
-            kept.append(i)
-    return kept
+            labelled.append(i)
+    return labelled
 
 
 def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Values over the seconds of a run, constant between two edges; there is one more edge than values."""
+    """Values over the seconds of a run, constant between two edges; there is one more edge than
+    values.
+    """
     every = -(-len(edges) // MOST_STEPS)
     edges = [*edges[:-1:every], edges[-1]]
     series = {name: values[::every] for name, values in series.items()}
@@ -273,9 +289,8 @@ def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]],
         plot.axes.stairs(
             values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index)
         )
-    for step in range(
-        0, len(edges) - 1, max(1, len(edges) // 200)
-    ):  # a few hundred tooltips are enough
+    # a few hundred tooltips are enough
+    for step in range(0, len(edges) - 1, max(1, len(edges) // 200)):
         values = ", ".join(f"{number(values[step])} {name}" for name, values in series.items())
         middle = (edges[step] + edges[step + 1]) / 2
         plot.tip(

@@ -1,4 +1,7 @@
-"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each. Pure functions."""
+"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from scipy import stats
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
-FEWEST, BEYOND = (
-    10,
-    2,
-)  # least number of requests, and of requests above a percentile, for its bootstrap
+# of the bootstrap of a percentile: least number of requests, and of requests above it
+FEWEST = 10
+BEYOND = 2
 LATENCIES = {
     "ttft_s": lambda request: [request.ttft],
     "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],
@@ -29,7 +31,7 @@ ONCE = f"one run each: {NOISE}"
 
 
 class Ratio(NamedTuple):
-    """B / A with its interval, and the verdict in words; None for numbers that cannot be computed."""
+    """B / A with its interval, and the verdict in words; None where a number has no value."""
 
     ratio: float | None
     low: float | None
@@ -40,28 +42,22 @@ class Ratio(NamedTuple):
 def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
     """The ratio of geometric means over several runs each."""
     if min(*a, *b) <= 0:
-        same = sorted(a) == sorted(b)
-        return Ratio(
-            None,
-            None,
-            None,
-            "the same in every run" if same else "no ratio can be computed: there is a zero",
-        )
-    logs_a, logs_b = np.log(a), np.log(b)
+        words = "no ratio can be computed: there is a zero"
+        if sorted(a) == sorted(b):
+            words = "the same in every run"
+        return Ratio(None, None, None, words)
+    logs_a = np.log(a)
+    logs_b = np.log(b)
     middle = float(logs_b.mean() - logs_a.mean())
+    ratio = math.exp(middle)
     spreads = [np.ptp(logs_b - logs_a)] if paired else [np.ptp(logs_a), np.ptp(logs_b)]
     if max(spreads) < 1e-12:  # simulated, or a count: the variance is zero
-        ratio = math.exp(middle)
-        same = abs(middle) < 1e-12
-        words = (
-            "the same in every run"
-            if same
-            else f"B is {times(ratio)} times A in every repeat: real, without noise"
-        )
+        words = f"B is {times(ratio)} times A in every repeat: real, without noise"
+        if abs(middle) < 1e-12:
+            words = "the same in every run"
         return Ratio(ratio, ratio, ratio, words)
-    with warnings.catch_warnings(
-        action="ignore", category=RuntimeWarning
-    ):  # one side without noise is allowed
+    # one side without noise is allowed
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         test = (
             stats.ttest_rel(logs_b, logs_a)
             if paired
@@ -69,7 +65,6 @@ def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence:
         )
     interval = test.confidence_interval(confidence)
     low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # avoids overflow
-    ratio = math.exp(middle)
     return Ratio(ratio, low, high, verdict(ratio, low, high))
 
 
@@ -83,35 +78,27 @@ def of_requests(
     """The ratio of a percentile of one latency over the same requests in two runs."""
     needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
     if len(a) < needed:
-        few = f"; and {len(a)} requests are too few for p{percentile}, which needs {needed}"
-        return Ratio(None, None, None, f"{ONCE}{few}")
-    sides = []
-    for requests in (a, b):
-        values = [
-            [value for value in LATENCIES[name](request) if value is not None]
-            for request in requests
-        ]
-        owner = np.repeat(np.arange(len(values)), [len(own) for own in values])
-        sides.append((owner, np.array([value for own in values for value in own])))
+        reason = f"{len(a)} requests are too few for p{percentile}, which needs {needed}"
+        return Ratio(None, None, None, f"{ONCE}; and {reason}")
+    sides = [_latencies(a, name), _latencies(b, name)]
+    if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
+        return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
 
     def ratio_of(drawn: np.ndarray) -> float:
         """The ratio over the requests in `drawn`, each drawn on both sides with all its gaps."""
         counts = np.bincount(drawn, minlength=len(a))
-        chosen = [np.repeat(values, counts[owner]) for owner, values in sides]
-        if not all(map(len, chosen)):
+        samples = [np.repeat(values, counts[owners]) for owners, values in sides]
+        if not all(map(len, samples)):
             return math.nan
-        below, above = (np.percentile(values, percentile) for values in chosen)
+        below, above = (np.percentile(values, percentile) for values in samples)
         return float(above / below) if below else math.nan
 
-    everyone = np.arange(len(a))
-    if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
-        return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
-    ratio = ratio_of(everyone)
-    with warnings.catch_warnings(
-        action="ignore", category=RuntimeWarning
-    ):  # from resamples without a ratio
-        found = stats.bootstrap(
-            (everyone,),
+    all_requests = np.arange(len(a))
+    ratio = ratio_of(all_requests)
+    # from resamples without a ratio
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        bootstrap = stats.bootstrap(
+            (all_requests,),
             ratio_of,
             vectorized=False,
             n_resamples=RESAMPLES,
@@ -119,26 +106,33 @@ def of_requests(
             method="percentile",
             rng=np.random.default_rng(0),
         )
-    lost = int((~np.isfinite(found.bootstrap_distribution)).sum())
-    if lost:
-        few = f"{lost} of {RESAMPLES} resamples have no value, or a zero"
-        return Ratio(
-            ratio,
-            None,
-            None,
-            f"no interval can be computed: {few} (B is {times(ratio)} times A); {ONCE}",
+    num_lost = int((~np.isfinite(bootstrap.bootstrap_distribution)).sum())
+    if num_lost:
+        words = (
+            f"no interval can be computed: {num_lost} of {RESAMPLES} resamples have no value, or a "
+            f"zero (B is {times(ratio)} times A); {ONCE}"
         )
-    low, high = map(float, found.confidence_interval)
+        return Ratio(ratio, None, None, words)
+    low, high = map(float, bootstrap.confidence_interval)
     return Ratio(
         ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}"
     )
 
 
+def _latencies(requests: Sequence[RequestRecord], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """One latency of all requests: the request of each value, and the values."""
+    values = [
+        [value for value in LATENCIES[name](request) if value is not None] for request in requests
+    ]
+    owners = np.repeat(np.arange(len(values)), [len(numbers) for numbers in values])
+    return owners, np.array([value for numbers in values for value in numbers])
+
+
 def verdict(ratio: float, low: float, high: float) -> str:
     """The interval in words."""
     digits = 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
-    said = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
-    return f"{said}: real" if low > 1.0 or high < 1.0 else f"no difference can be shown: {said}"
+    text = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
+    return f"{text}: real" if low > 1.0 or high < 1.0 else f"no difference can be shown: {text}"
 
 
 def times(ratio: float, digits: int = 2) -> str:

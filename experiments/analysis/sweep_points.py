@@ -12,7 +12,9 @@ from experiments.core.store import flatten
 
 
 class Metric(NamedTuple):
-    """A number of a summary: its display (`scale` converts to the shown unit) and the better direction."""
+    """A number of a summary: its display (`scale` converts to the shown unit) and the better
+    direction.
+    """
 
     column: str
     title: str
@@ -82,7 +84,9 @@ TABLE = (
 
 
 class Range(NamedTuple):
-    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute changes a mean."""
+    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute
+    changes a mean.
+    """
 
     middle: float
     low: float
@@ -90,7 +94,10 @@ class Range(NamedTuple):
 
 
 class PointRow(NamedTuple):
-    """One point of a sweep. `swept` has short names; `values`, by column, has what at least one repeat has."""
+    """One point of a sweep.
+
+    `swept` has short names; `values`, by column, has what at least one repeat has.
+    """
 
     label: str
     key: str
@@ -100,8 +107,8 @@ class PointRow(NamedTuple):
 
     def middle(self, metric: Metric) -> float:
         """The median over repeats; NaN if the point has no such value."""
-        found = self.values.get(metric.column)
-        return math.nan if found is None else found.middle
+        spread = self.values.get(metric.column)
+        return math.nan if spread is None else spread.middle
 
 
 class Axes(NamedTuple):
@@ -123,11 +130,12 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
         flat = [flatten(run["metrics"]) for run in repeats]
         values = {}
         for metric in TABLE:
-            found = [
+            numbers = [
                 m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None
             ]
-            if found:
-                values[metric.column] = Range(statistics.median(found), min(found), max(found))
+            if numbers:
+                middle = statistics.median(numbers)
+                values[metric.column] = Range(middle, min(numbers), max(numbers))
         swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
         rows.append(PointRow(repeats[0]["label"], key, swept, len(repeats), values))
     return rows
@@ -139,36 +147,39 @@ def swept_keys(rows: Sequence[PointRow]) -> list[str]:
 
 
 def choose_axes(rows: Sequence[PointRow]) -> Axes:
-    """Block size on x and one line per token budget if they are swept; else the first numeric key on x."""
+    """Block size on x and one line per token budget if they are swept; else the first numeric key
+    on x.
+    """
 
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
 
-    several = [key for key in swept_keys(rows) if len(set(map(repr, values(key)))) > 1]
-    numeric = [key for key in several if all(type(value) in (int, float) for value in values(key))]
+    varied = [key for key in swept_keys(rows) if len(set(map(repr, values(key)))) > 1]
+    numeric = [key for key in varied if all(type(value) in (int, float) for value in values(key))]
     if not numeric:
-        return Axes(None, tuple(several))
+        return Axes(None, tuple(varied))
     x = "block_size" if "block_size" in numeric else numeric[0]
-    rest = sorted(
-        (key for key in several if key != x), key=lambda key: key != "max_num_batched_tokens"
-    )  # stable
-    return Axes(x, tuple(rest))
+    line_keys = [key for key in varied if key != x]
+    line_keys.sort(key=lambda key: key != "max_num_batched_tokens")  # stable
+    return Axes(x, tuple(line_keys))
 
 
 def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
-    """The points of each line, ordered along x, by the line's name ("" when everything is one line)."""
-    found: dict[str, list[PointRow]] = {}
+    """The points of each line, ordered along x, by the line's name ("" when everything is one
+    line).
+    """
+    by_line: dict[str, list[PointRow]] = {}
     for row in rows if axes.x is None else sorted(rows, key=lambda row: row.swept[axes.x or ""]):
-        found.setdefault(", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines), []).append(
-            row
-        )
-    return found
+        name = ", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines)
+        by_line.setdefault(name, []).append(row)
+    return by_line
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points (cost, gain) that no other point dominates, in ascending order of both.
 
-    A point dominates another if it costs no more, gains no less and is better in one of them. Equal points do not.
+    A point dominates another if it costs no more, gains no less and is better in one of them. Equal
+    points do not.
     """
     front: list[int] = []
     for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
@@ -186,7 +197,9 @@ def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
 
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
-    """The widest range over repeats, as a share of its point's median; None if no point has two repeats."""
+    """The widest range over repeats, as a share of its point's median; None if no point has two
+    repeats.
+    """
     shares = [
         (v.high - v.low) / v.middle
         for row in rows
@@ -196,11 +209,13 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits or all its whole ones, a thin space between thousands; "-" for NaN."""
+    """`value` with `digits` significant digits or all its whole ones, a thin space between
+    thousands; "-" for NaN.
+    """
     if not math.isfinite(value):
         return "-"
-    whole = value == round(value)  # a count, or close enough to one
-    places = 0 if whole else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    is_count = value == round(value)  # or close enough to one
+    places = 0 if is_count else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{places}f}".replace(",", "\u2009")
 
 
@@ -222,18 +237,19 @@ def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
 
 def _throughput(rows: Sequence[PointRow]) -> list[str]:
     ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
-    first, last = ordered[0], ordered[-1]
+    first = ordered[0]
+    last = ordered[-1]
     middle, low, high = first.values[THROUGHPUT.column]
-    runs = (
-        f"{number(low)} to {number(high)} over {first.repeats} repeats"
-        if first.repeats > 1
-        else "one run"
-    )
+    runs = "one run"
+    if first.repeats > 1:
+        runs = f"{number(low)} to {number(high)} over {first.repeats} repeats"
     if len(rows) == 1:
         return [f"{number(middle)} output tokens/s ({runs})."]
     slowest = last.middle(THROUGHPUT)
-    fastest = f"{first.label} with {number(middle)} output tokens/s ({runs})"
-    text = f"Fastest is {fastest}: {middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
+    text = (
+        f"Fastest is {first.label} with {number(middle)} output tokens/s ({runs}): "
+        f"{middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
+    )
     share = widest_spread(rows, THROUGHPUT)
     if share is None:
         return [text, "Each point ran once, so how much of a difference is noise is not known."]
@@ -243,7 +259,8 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
     )
     return [
         text,
-        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the fastest.",
+        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the "
+        "fastest.",
     ]
 
 
@@ -255,23 +272,23 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
     for name, members in lines(rows, axes).items():
         rates = [row.middle(THROUGHPUT) for row in members]
         ratios[name] = max(rates) / min(rates)
-    low, high = min(ratios.values()), max(ratios.values())
-    where = max(ratios, key=lambda name: ratios[name])
+    largest = max(ratios, key=lambda name: ratios[name])
     return [
-        f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."
+        f"{axes.x} alone changes throughput by a factor of {min(ratios.values()):.2f} to "
+        f"{ratios[largest]:.2f}, most at {largest}."
     ]
 
 
 def _latency(rows: Sequence[PointRow]) -> list[str]:
-    said = []
+    lowest = []
     for metric, words in (
         (TTFT, "the median time to first token"),
         (ITL, "the median gap between tokens"),
     ):
         row = best(rows, metric)
         if row is not None and len(rows) > 1:
-            said.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
-    return [f"Lowest are {' and '.join(said)}."] if said else []
+            lowest.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
+    return [f"Lowest are {' and '.join(lowest)}."] if lowest else []
 
 
 def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -284,11 +301,13 @@ def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def text_table(rows: Sequence[PointRow]) -> str:
-    """The points as a small table for a terminal: medians, and the range over repeats of the throughput."""
+    """The points as a small table for a terminal: medians, and the range over repeats of the
+    throughput.
+    """
     if not rows:
         return "no good run"
     ranges = [row.values[THROUGHPUT.column] for row in rows]
-    shown = {
+    columns = {
         "point": [row.label for row in rows],
         "output tokens/s": [
             f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges
@@ -300,8 +319,8 @@ def text_table(rows: Sequence[PointRow]) -> str:
         if any(metric.column in row.values for row in rows)
     ]
     for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts):
-        shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
-    return aligned(shown)
+        columns[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
+    return aligned(columns)
 
 
 def aligned(columns: Mapping[str, Sequence[str]]) -> str:

@@ -1,4 +1,6 @@
-"""What every experiment consists of: config, workload, engine, driver, metrics, and the folders of results.
+"""What every experiment consists of: config, workload, engine, driver, metrics, and the folders of
+results.
 
-A module belongs here if the commands (run, compare, capacity, report) or the studies need it. It imports no command.
+A module belongs here if the commands (run, compare, capacity, report) or the studies need it. It
+imports no command.
 """

@@ -1,15 +1,17 @@
-"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray [--worker-resources num_gpus=1].
+"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray
+[--worker-resources num_gpus=1].
 
-    connect(...)   -> Workers      the places that the nodes have for workers      ValueError: there are none
+    connect(...)   -> Workers   the places that the nodes have for workers; ValueError: none
     results(runs)  -> results, as they finish
 
-A worker is an actor: a process that reserves its resources and keeps its engines from run to run, as one process does.
-A point's runs stay on one kind of machine, so that its repeats differ by noise alone (assignment.py). If a worker dies,
-its run failed, and another worker takes its place; if no machine of its kind is left, the rest of the point fails. The
-parent process writes every folder, so a sweep stops and resumes as without Ray.
+A worker is an actor: a process that reserves its resources and keeps its engines from run to run,
+as one process does. A point's runs stay on one kind of machine, so that its repeats differ by noise
+alone (assignment.py). If a worker dies, its run failed, and another worker takes its place; if no
+machine of its kind is left, the rest of the point fails. The parent process writes every folder, so
+a sweep stops and resumes as without Ray.
 
-Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local one is started, and
-ended with the sweep.
+Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local
+one is started, and ended with the sweep.
 """
 
 from __future__ import annotations
@@ -27,37 +29,25 @@ from typing import Any, NamedTuple
 from experiments.core import assignment
 from experiments.core.engines import Run, engine_key, simulated_engines
 from experiments.core.environment import code, environment
-from experiments.core.execution import Result, failed_run, one_run
+from experiments.core.execution import Result, failed_run, measure_run
 from experiments.core.sweep import Begins, make_engines
 
-NAMES = {
-    "num_cpus": "CPU",
-    "num_gpus": "GPU",
-    "memory": "memory",
-}  # of an option of Ray: its name in a node's totals
+# An option of Ray -> its name in a node's totals
+NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 STRANDED = (
-    "other runs of this engine were made on a kind of machine ({}) that has no worker any more, and repeats on another "
-    "kind would differ by more than noise. The same command makes this run where it can; --no-resume makes all again"
+    "other runs of this engine were made on a kind of machine ({}) that has no worker any more, "
+    "and repeats on another kind would differ by more than noise. The same command makes this run "
+    "where it can; --no-resume makes all again"
 )
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
 LEAST = 0.0001  # of a resource: Ray counts in such parts
-WHOLE = (
-    "num_gpus",
-    "TPU",
-    "NPU",
-    "HPU",
-    "RBLN",
-    "MBLT",
-    "TTNPU",
-    "FURIOSA",
-    "neuron_cores",
-)  # above 1, for Ray 2.60
+# Above 1, Ray (2.60) reserves only whole numbers of these.
+WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")
 
-Resources = Mapping[
-    str, float
-]  # names are num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+# By name: num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+Resources = Mapping[str, float]
 
 
 class Place(NamedTuple):
@@ -68,28 +58,29 @@ class Place(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """alive: engines that a worker keeps. device: runs are measured. ours: this process connected, and disconnects."""
+    """The workers of a sweep, before they start."""
 
     places: tuple[Place, ...]
-    alive: int
-    device: bool
-    ours: bool
+    alive: int  # engines that a worker keeps
+    device: bool  # whether runs are measured
+    disconnects: bool  # whether this process connected with Ray, and disconnects at the end
 
 
 def parse_resources(text: str) -> dict[str, float]:
     """num_cpus=2,num_gpus=1 -> the resources of a worker.
 
     Raises:
-        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray does not reserve it.
+        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray
+            does not reserve it.
     """
-    found: dict[str, float] = {}
+    resources: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         try:
             value = float(number)
         except ValueError:
             value = 0.0
-        if not name or not 0 < value < math.inf or name in found:
+        if not name or not 0 < value < math.inf or name in resources:
             raise ValueError(
                 f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}"
             )
@@ -104,11 +95,13 @@ def parse_resources(text: str) -> dict[str, float]:
                 f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}"
             )
         if name in WHOLE and value > 1 and value % 1:
-            less = math.floor(value)
-            one = f"above 1 Ray reserves only whole ones; write {name}={less} or {name}={less + 1}"
-            raise ValueError(f"--worker-resources has {part!r}; {one}")
-        found[name] = value
-    return found
+            below = math.floor(value)
+            raise ValueError(
+                f"--worker-resources has {part!r}; above 1 Ray reserves only whole ones; write "
+                f"{name}={below} or {name}={below + 1}"
+            )
+        resources[name] = value
+    return resources
 
 
 def places_of(
@@ -116,8 +109,9 @@ def places_of(
 ) -> tuple[Place, ...]:
     """The workers that the nodes have room for, if nothing else runs there.
 
-    By default a simulated run takes one processor, and a measured one all that could disturb it: a GPU with its part of
-    the node's processors where the cluster has GPUs, else all processors of a node.
+    By default a simulated run takes one processor, and a measured one all that could disturb it: a
+    GPU with its part of the node's processors where the cluster has GPUs, else all processors of a
+    node.
 
     Args:
         nodes: as ray.nodes() lists them.
@@ -126,49 +120,52 @@ def places_of(
     Raises:
         ValueError: no node has room for a worker.
     """
-    present = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+    alive = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
     if resources is None and measured:
-        found = _whole(present)
+        places = _undisturbed_places(alive)
     else:
-        wanted = {"num_cpus": 1.0} if resources is None else resources
-        found = [Place(wanted) for _, totals in present for _ in range(_room(totals, wanted))]
-    if found:
-        return tuple(found)
-    asked = (
-        "a worker needs num_cpus=1"
-        if resources is None
-        else f"--worker-resources is {_words(resources)}"
-    )
-    have = "; ".join(_totals(totals) for _, totals in present) or "nothing: there is no node"
+        needs = {"num_cpus": 1.0} if resources is None else resources
+        places = [Place(needs) for _, totals in alive for _ in range(_room(totals, needs))]
+    if places:
+        return tuple(places)
+    request = "a worker needs num_cpus=1"
+    if resources is not None:
+        request = f"--worker-resources is {_words(resources)}"
+    totals_text = "; ".join(_totals(totals) for _, totals in alive) or "nothing: there is no node"
     raise ValueError(
-        f"{asked}, and no node of the Ray cluster has so much. Its nodes have {have}. Ask for less"
+        f"{request}, and no node of the Ray cluster has so much. Its nodes have {totals_text}. "
+        "Ask for less"
     )
 
 
-def _whole(present: Sequence[tuple[str, Resources]]) -> list[Place]:
-    gpus = [
-        (node, totals, int(totals.get("GPU", 0)))
-        for node, totals in present
-        if totals.get("GPU", 0) >= 1
-    ]
-    if not gpus:
+def _undisturbed_places(nodes: Sequence[tuple[str, Resources]]) -> list[Place]:
+    """A place for each GPU with its part of the node's processors; without GPUs one for each node.
+
+    Args:
+        nodes: ids and totals.
+    """
+    gpu_nodes = [node for node in nodes if node[1].get("GPU", 0) >= 1]
+    if not gpu_nodes:
         return [
             Place({"num_cpus": totals["CPU"]}, node)
-            for node, totals in present
+            for node, totals in nodes
             if totals.get("CPU", 0) >= 1
         ]
-    found = []
-    for node, totals, count in gpus:
-        part = int(totals.get("CPU", 0) / count)
-        found += [
-            Place({"num_gpus": 1.0, **({"num_cpus": float(part)} if part else {})}, node)
-        ] * count
-    return found
+    places = []
+    for node, totals in gpu_nodes:
+        num_gpus = int(totals["GPU"])
+        num_cpus = int(totals.get("CPU", 0) / num_gpus)
+        resources = {"num_gpus": 1.0}
+        if num_cpus:
+            resources["num_cpus"] = float(num_cpus)
+        places += [Place(resources, node)] * num_gpus
+    return places
 
 
-def _room(totals: Resources, wanted: Resources) -> int:
+def _room(totals: Resources, needs: Resources) -> int:
+    """How many workers with these needs a node has room for."""
     return min(
-        int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in wanted.items()
+        int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in needs.items()
     )
 
 
@@ -177,11 +174,11 @@ def _words(resources: Resources) -> str:
 
 
 def _totals(totals: Resources) -> str:
-    names = {there: name for name, there in NAMES.items()}
+    names = {ray_name: name for name, ray_name in NAMES.items()}
     return ",".join(
-        f"{names.get(k, k)}={v:g}"
-        for k, v in sorted(totals.items())
-        if ":" not in k and "memory" not in k
+        f"{names.get(name, name)}={value:g}"
+        for name, value in sorted(totals.items())
+        if ":" not in name and "memory" not in name
     )
 
 
@@ -190,14 +187,14 @@ class Worker:
 
     def __init__(self, alive: int, device: bool, resources: Resources) -> None:
         self._engines = make_engines(alive, quiet=True) if device else simulated_engines()
-        self._where = {**environment(device=device), "worker": dict(resources)}
+        self._env = {**environment(device=device), "worker": dict(resources)}
 
     def machine(self) -> tuple[dict[str, Any], dict[str, str | None], str]:
         """The environment of this process, its code, and the name of its node."""
-        return self._where, code(), platform.node()
+        return self._env, code(), platform.node()
 
     def measure(self, run: Run) -> Result:
-        return one_run(run, self._engines, self._where)
+        return measure_run(run, self._engines, self._env)
 
 
 def connect(
@@ -206,13 +203,14 @@ def connect(
     """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
 
     Raises:
-        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at RAY_ADDRESS.
+        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at
+            RAY_ADDRESS.
     """
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        listens(os.environ.get("RAY_ADDRESS", ""))
+    connects = not ray.is_initialized()
+    if connects:
+        check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -222,17 +220,20 @@ def connect(
     measured = any(run.point.experiment.simulate is None for run in runs)
     try:
         places = places_of(ray.nodes(), resources, measured=measured)
-        _accept(places[0])
+        _check_accepted(places[0])
     except ValueError:
-        if ours:
+        if connects:
             ray.shutdown()
         raise
-    most = min(len(runs), len(places) if jobs is None else jobs)
-    return Workers(places[:most], alive, measured, ours)
+    count = min(len(runs), len(places) if jobs is None else jobs)
+    return Workers(places[:count], alive, measured, connects)
 
 
-def listens(address: str, seconds: float = 5.0) -> None:
-    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there. Ray would try for minutes."""
+def check_address(address: str, seconds: float = 5.0) -> None:
+    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there.
+
+    Ray would try for minutes.
+    """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return  # auto, local, ray://HOST:PORT: Ray reports what is wrong
@@ -246,20 +247,23 @@ def listens(address: str, seconds: float = 5.0) -> None:
 
 
 def results(
-    runs: Iterable[Run], where: dict[str, Any], begins: Begins, workers: Workers
+    runs: Iterable[Run], env: dict[str, Any], begins: Begins, workers: Workers
 ) -> Generator[Result, None, None]:
-    """`one_run` of each of `runs` in a worker, as they finish. Closing the generator ends the workers."""
+    """`measure_run` of each of `runs` in a worker, as they finish.
+
+    Closing the generator ends the workers.
+    """
     import ray
 
-    team = _Team(workers, runs, where, begins)
+    team = _Team(workers, runs, env, begins)
     try:
         team.start()
         while team.active:
-            yield from team.finished()
-        yield from team.left_over()
+            yield from team.wait()
+        yield from team.stranded_runs()
     finally:
         team.end()
-        if workers.ours:
+        if workers.disconnects:
             ray.shutdown()
 
 
@@ -267,18 +271,19 @@ class _Team:
     """The actors of the workers, and what each of them does."""
 
     def __init__(
-        self, workers: Workers, runs: Iterable[Run], where: dict[str, Any], begins: Begins
+        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], begins: Begins
     ) -> None:
-        self._workers, self._where, self._begins = workers, where, begins
+        self._workers = workers
+        self._env = env
+        self._begins = begins
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
-        self._machines: dict[
-            int, dict[str, Any]
-        ] = {}  # environment of each worker that has answered
-        self._busy: dict[
-            Any, int
-        ] = {}  # reference -> the place of a worker that starts or has a run
-        self._reason, self._patient = "", True
+        # environment of each worker that has answered
+        self._machines: dict[int, dict[str, Any]] = {}
+        # reference -> the place of a worker that starts or has a run
+        self._busy: dict[Any, int] = {}
+        self._reason = ""  # why the last worker that made no run was lost
+        self._patient = True  # whether no note said yet that the cluster is in use
 
     def start(self) -> None:
         for place in sorted(self._state.starting):
@@ -296,75 +301,87 @@ class _Team:
         self._actors[place] = worker.remote(self._workers.alive, self._workers.device, resources)
         self._busy[self._actors[place].machine.remote()] = place
 
-    def finished(self) -> list[Result]:
-        """Wait for a worker -> the results that it gives, none if it has started. It gets its next run."""
+    def wait(self) -> list[Result]:
+        """Wait for a worker, and give it its next run.
+
+        Returns:
+            The results that it gives: none if it has started.
+        """
         import ray
 
         ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=PATIENCE)
         if not ready and self._patient and not assignment.running(self._state):
             self._patient = False
-            what = f"no worker after {PATIENCE:g} s; the cluster's processors or GPUs may be in use by others"
-            print(f"NOTE: {what}. Waiting", file=sys.stderr)
-        found = []
+            print(
+                f"NOTE: no worker after {PATIENCE:g} s; the cluster's processors or GPUs may be in "
+                "use by others. Waiting",
+                file=sys.stderr,
+            )
+        results: list[Result] = []
         for reference in ready:
             place = self._busy.pop(reference)
             try:
                 answer = ray.get(reference)
             except Exception as error:  # of Ray: the worker died, or its node lacks the code
-                found += self._lost(place, f"{type(error).__name__}: {error}")
+                results += self._lose_worker(place, f"{type(error).__name__}: {error}")
                 continue
             if place in self._state.starting:
-                self._began(place, *answer)
+                self._add_worker(place, *answer)
             else:
-                self._state = assignment.finished(self._state, place)
-                found.append(answer)
+                self._state = assignment.end_run(self._state, place)
+                results.append(answer)
         for place in assignment.idle(self._state):
-            self._give(place)
-        return found
+            self._give_run(place)
+        return results
 
-    def _began(
-        self, place: int, machine: dict[str, Any], its: dict[str, str | None], node: str
+    def _add_worker(
+        self, place: int, machine: dict[str, Any], worker_code: dict[str, str | None], node: str
     ) -> None:
-        if its != code():
-            other = f"a node has other code ({its}) than this process ({code()}); install the same on all"
-            self._lost(place, other, node)
+        if worker_code != code():
+            reason = (
+                f"a node has other code ({worker_code}) than this process ({code()}); install the "
+                "same on all"
+            )
+            self._lose_worker(place, reason, node)
             return
         self._machines[place] = machine
-        self._state = assignment.began(
-            self._state, place, kind_of(machine) if self._workers.device else ""
-        )
+        kind = kind_of(machine) if self._workers.device else ""
+        self._state = assignment.add_worker(self._state, place, kind)
 
-    def _give(self, place: int) -> None:
+    def _give_run(self, place: int) -> None:
         least = 2 if self._workers.device else 1  # a simulated engine costs nothing
-        self._state, run = assignment.give(self._state, place, least)
+        self._state, run = assignment.give_run(self._state, place, least)
         if run is not None:
             self._begins(run)
             self._busy[self._actors[place].measure.remote(run)] = place
 
-    def _lost(self, place: int, reason: str, node: str | None = None) -> list[Result]:
-        """A worker is gone: its run failed. A new one takes its place, unless it died before it began."""
+    def _lose_worker(self, place: int, reason: str, node: str | None = None) -> list[Result]:
+        """Note that a worker is gone. Its run failed.
+
+        A new worker takes its place, unless it died before it began.
+        """
         import ray
 
         ray.kill(self._actors.pop(place))
-        machine = self._machines.pop(place, self._where)
-        self._state, run = assignment.lost(self._state, place)
+        machine = self._machines.pop(place, self._env)
+        self._state, run = assignment.lose_worker(self._state, place)
         if run is None:
             self._reason = f"no worker is left. {reason}"
-            where = node or self._workers.places[place].node or "that Ray chose"
-            print(f"NOTE: a worker makes no run, on the node {where}: {reason}", file=sys.stderr)
+            node = node or self._workers.places[place].node or "that Ray chose"
+            print(f"NOTE: a worker makes no run, on the node {node}: {reason}", file=sys.stderr)
             return []
         self._start(place)
         reason = f"the worker of this run is lost. {reason}"
         return [failed_run(run, machine, reason, reason)]
 
-    def left_over(self) -> list[Result]:
+    def stranded_runs(self) -> list[Result]:
         """Failed runs: those that no worker may make."""
-        found = []
+        results = []
         for run in self._state.waiting:
-            kind = self._state.made.get(engine_key(run.point.experiment))
+            kind = self._state.machines.get(engine_key(run.point.experiment))
             reason = STRANDED.format(kind) if kind else self._reason
-            found.append(failed_run(run, self._where, reason, reason))
-        return found
+            results.append(failed_run(run, self._env, reason, reason))
+        return results
 
     def end(self) -> None:
         import ray
@@ -381,20 +398,23 @@ def kind_of(machine: Mapping[str, Any]) -> assignment.Kind:
 
 
 def _options(place: Place) -> dict[str, Any]:
-    """Of Ray, for the actor of a worker."""
+    """The options of Ray for the actor of a worker."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    known = {name: value for name, value in place.resources.items() if name in NAMES}
-    options: dict[str, Any] = {"max_restarts": 0, "num_cpus": 0, **known}
+    standard = {name: value for name, value in place.resources.items() if name in NAMES}
+    custom = {name: value for name, value in place.resources.items() if name not in NAMES}
+    options: dict[str, Any] = {"max_restarts": 0, "num_cpus": 0, **standard}
     if place.node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
-    if own := {name: value for name, value in place.resources.items() if name not in NAMES}:
-        options["resources"] = own
+    if custom:
+        options["resources"] = custom
     return options
 
 
-def _accept(place: Place) -> None:
-    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain numbers."""
+def _check_accepted(place: Place) -> None:
+    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain
+    numbers.
+    """
     import ray
 
     try:
@@ -406,8 +426,9 @@ def _accept(place: Place) -> None:
 
 
 def check() -> None:
-    """Raises ValueError without Ray."""
+    """Raises ValueError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            "--backend is ray, which is not installed: pip install 'pagedjax[ray]', or leave --backend out"
+            "--backend is ray, which is not installed: pip install 'pagedjax[ray]', or leave "
+            "--backend out"
         )

@@ -3,20 +3,28 @@
     name: block-size              # the folder of its results
     question: How much does the block size matter?
     model: smollm2-135m
-    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is your own policy
-    cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have one capacity
+    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is
+                                  # your own policy
+    cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have
+                                  # one capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
-    sampling: {temperature: 0.0}  # fields of SamplingParams; the workload has the output lengths; n: branches
+    sampling: {temperature: 0.0}  # fields of SamplingParams; the workload has the output lengths;
+                                  # n: branches
     warmup: {requests: 2, max_tokens: 4}                      # untimed, before every measured run
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
-    simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
-    records: sums                 # of a long simulation: no record of a step and of the times of tokens, see totals.py
-    replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
-                                                 # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
-    pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see pool_options.py
+    simulate: {chip: h200, model: llama-3-8b}     # no device: a cost model advances a clock, see
+                                                  # simulate.py
+    records: sums                 # of a long simulation: no record of a step and of the times of
+                                  # tokens, see totals.py
+    replicas: {count: 16, router: prefix}         # several simulated engines; router: mine.py:NAME
+                                                  # is your own; changes: [{at: 30.0, join: 2},
+                                                  # {at: 60.0, leave: 1}], see Change
+    pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see
+                                                                      # pool_options.py
 
-A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
+A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives
+points key by key.
 """
 
 from __future__ import annotations
@@ -71,7 +79,10 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Slo:
-    """Targets of goodput in seconds; None means no target. `itl` bounds the mean gap between output tokens."""
+    """Targets of goodput in seconds; None means no target.
+
+    `itl` bounds the mean gap between output tokens.
+    """
 
     ttft: float | None = None
     itl: float | None = None
@@ -90,8 +101,8 @@ class Experiment:
     """One point of a sweep, checked.
 
     reseed: repeat r draws its workload from seed + r instead of seed.
-    records: "sums" keeps no record of a step and only the first and the last time of a request's tokens, for long
-        simulations; percentiles over tokens and steps are then of rounded numbers.
+    records: "sums" keeps no record of a step and only the first and the last time of a request's
+        tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     """
 
     name: str
@@ -127,20 +138,23 @@ class Experiment:
                 )
         if self.sampling.taps:
             raise ValueError(
-                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate"
+                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to "
+                "LLM.generate"
             )
         if self.engine.compilation == "background":
             raise ValueError(
-                "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"
+                "engine.compilation is 'background', and a measured run compiles everything "
+                "first; set it to eager"
             )
         if self.simulate and not self.sampling.ignore_eos:
             raise ValueError(
-                "sampling.ignore_eos is false, and a simulation has no tokens that could end a request; set it to true"
+                "sampling.ignore_eos is false, and a simulation has no tokens that could end a "
+                "request; set it to true"
             )
         if self.replicas and not self.simulate:
             raise ValueError(
-                f"replicas.count is {self.replicas.count} and there is no simulate section, but a measured run has 1 "
-                "engine; add one, or leave replicas out"
+                f"replicas.count is {self.replicas.count} and there is no simulate section, but a "
+                "measured run has 1 engine; add one, or leave replicas out"
             )
         pool_options.check_pools(self)
         self._check_records()
@@ -149,8 +163,8 @@ class Experiment:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
         if self.cache_tokens is not None and (self.cache_tokens < size or self.cache_tokens % size):
             raise ValueError(
-                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size ({size}), and at "
-                f"least {size}"
+                f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size "
+                f"({size}), and at least {size}"
             )
 
     def _check_records(self) -> None:
@@ -163,7 +177,10 @@ class Experiment:
         elif self.pools:
             why = "with pools, transfers are counted by their records"
         elif self.replicas and any(change.fail for change in self.replicas.changes):
-            why = "replicas.changes has a replica that fails, whose lost tokens cannot be taken out of sums"
+            why = (
+                "replicas.changes has a replica that fails, whose lost tokens cannot be taken out "
+                "of sums"
+            )
         if why:
             raise ValueError(f"records is 'sums', and {why}; leave records out")
 
@@ -179,11 +196,16 @@ class Experiment:
     @property
     def num_replicas(self) -> int:
         """Engines of the whole experiment."""
-        return self.pools.count if self.pools else self.replicas.ever if self.replicas else 1
+        if self.pools:
+            return self.pools.count
+        return self.replicas.ever if self.replicas else 1
 
 
 class Point(NamedTuple):
-    """One resolved configuration of a sweep. `content` and `source`: text and path of the workload's file, or ""."""
+    """One resolved configuration of a sweep.
+
+    `content` and `source`: text and path of the workload's file, or "".
+    """
 
     experiment: Experiment
     swept: dict[str, Any]
@@ -194,12 +216,8 @@ class Point(NamedTuple):
     @property
     def label(self) -> str:
         """The swept keys, by their last names where those are unique: `block_size=16, rate=2.0`."""
-        return (
-            ", ".join(
-                f"{short}={self.swept[path]}" for path, short in short_names(self.swept).items()
-            )
-            or "one point"
-        )
+        names = short_names(self.swept)
+        return ", ".join(f"{names[path]}={self.swept[path]}" for path in names) or "one point"
 
 
 def short_names(paths: Any) -> dict[str, str]:
@@ -212,10 +230,12 @@ def short_names(paths: Any) -> dict[str, str]:
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
-    """The points of the experiment in `path`, after `overrides` of the form `a.b=yaml`, in the order of the sweep.
+    """The points of the experiment in `path`, after `overrides` of the form `a.b=yaml`, in the
+    order of the sweep.
 
     Raises:
-        ValueError: bad YAML, unknown key, wrong type or value, a missing workload file, or two equal points.
+        ValueError: bad YAML, unknown key, wrong type or value, a missing workload file, or two
+            equal points.
     """
     raw = load_file(path)
     override_all(raw, overrides)
@@ -234,22 +254,24 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                     f"sweep has the key {path!r}; {', '.join(NOT_MEASURED)} cannot be swept"
                 )
             put(values, path, copy.deepcopy(value))
-        _own_output_lengths(values.get("sampling"))
+        _refuse_output_lengths(values.get("sampling"))
         experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
         content, source = read_content(experiment.workload, folder)
         check(experiment.workload, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
-        for i, other in enumerate(points):
-            if other.key == point.key:
+        for i, earlier in enumerate(points):
+            if earlier.key == point.key:
                 raise ValueError(
-                    f"the sweep's points {i + 1} ({other.label}) and {len(points) + 1} are the same"
+                    f"the sweep's points {i + 1} ({earlier.label}) and {len(points) + 1} are the "
+                    "same"
                 )
         points.append(point)
     return points
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the current folder.
+    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the
+    current folder.
 
     The run is fitted here as a check, so that a damaged run is an error before anything runs.
     """
@@ -257,60 +279,66 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     if simulate is None or simulate.fit is None:
         return experiment
     places = [folder / simulate.fit, Path(simulate.fit)]
-    found = next((place for place in places if (place / STEPS).is_file()), None)
-    if found is None:
+    run_folder = next((place for place in places if (place / STEPS).is_file()), None)
+    if run_folder is None:
         raise ValueError(
-            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder"
+            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's "
+            "folder"
         )
     try:
-        cost.fit(cost.read_steps((found / STEPS).read_text(encoding="utf-8")))
+        cost.fit(cost.read_steps((run_folder / STEPS).read_text(encoding="utf-8")))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         why = f"no {error} in a step" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"simulate.fit: {found / STEPS} cannot be fitted ({why}); give another run's folder"
+            f"simulate.fit: {run_folder / STEPS} cannot be fitted ({why}); give another run's "
+            "folder"
         ) from None
     return dataclasses.replace(
-        experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve()))
+        experiment, simulate=dataclasses.replace(simulate, fit=str(run_folder.resolve()))
     )
 
 
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
+    """The experiment with absolute paths of the user's own files; tried from `folder`, then from
+    the current folder.
 
-    A policy and a router are read here. The others need jax, so only their files'
-    presence is checked.
+    A policy and a router are read here. The others need jax, so only their files' presence is
+    checked.
     """
-    found: dict[str, Any] = {
-        key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES
+    engine = experiment.engine
+    paths: dict[str, Any] = {
+        key: _with_path(key, getattr(engine, key), folder) for key in OWN_VALUES
     }
-    found["row_features"] = tuple(
-        _placed("row_features", one, folder) for one in experiment.engine.row_features
+    paths["row_features"] = tuple(
+        _with_path("row_features", feature, folder) for feature in engine.row_features
     )
-    if speculative := experiment.engine.speculative:
-        method = _placed("speculative.method", speculative.method, folder)
-        found["speculative"] = dataclasses.replace(speculative, method=method)
-    experiment = dataclasses.replace(
-        experiment, engine=dataclasses.replace(experiment.engine, **found)
-    )
-    _readable("engine.policy", policies.find, experiment.engine.policy)
-    if replicas := experiment.replicas:
+    if engine.speculative:
+        method = _with_path("speculative.method", engine.speculative.method, folder)
+        paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
+    experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
+    _check_readable("engine.policy", policies.find, experiment.engine.policy)
+    if experiment.replicas:
+        replicas = _with_router("replicas", experiment.replicas, folder)
+        experiment = dataclasses.replace(experiment, replicas=replicas)
+    if experiment.pools:
+        pools = {
+            name: _with_router(f"pools.{name}", getattr(experiment.pools, name), folder)
+            for name in POOLS
+        }
         experiment = dataclasses.replace(
-            experiment, replicas=_with_router("replicas", replicas, folder)
+            experiment, pools=dataclasses.replace(experiment.pools, **pools)
         )
-    if pools := experiment.pools:
-        both = {name: _with_router(f"pools.{name}", getattr(pools, name), folder) for name in POOLS}
-        experiment = dataclasses.replace(experiment, pools=dataclasses.replace(pools, **both))
     return experiment
 
 
 def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     """The section with the absolute path of its router's file, which is read here."""
-    router = _placed("router", engines.router, folder)
-    _readable(f"{section}.router", routing.find, router)
+    router = _with_path("router", engines.router, folder)
+    _check_readable(f"{section}.router", routing.find, router)
     return dataclasses.replace(engines, router=router)
 
 
-def _readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
+def _check_readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
     """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own."""
     assert spec is not None
     section, _, name = key.rpartition(".")
@@ -319,29 +347,29 @@ def _readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
     except Exception as error:  # a user's file may raise anything
         if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
             raise ValueError(f"{section}.{error}") from error
-        what = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{key} is {spec!r}, whose file raises {what}; correct the file"
+            f"{key} is {spec!r}, whose file raises {type(error).__name__}: {error}; correct the "
+            "file"
         ) from error
 
 
-def _placed(key: str, value: str | None, folder: Path) -> str | None:
+def _with_path(key: str, value: str | None, folder: Path) -> str | None:
     """The value, with the absolute path of its file if it names one."""
-    where, colon, name = (value or "").rpartition(":")
-    if not (colon and where.endswith(".py")):
+    file, colon, name = (value or "").rpartition(":")
+    if not (colon and file.endswith(".py")):
         return value
-    place = next(
-        (place for place in (folder / where, Path(where)) if place.is_file()), folder / where
-    )
-    if (
-        key not in ("policy", "router") and not place.is_file()
-    ):  # the errors for these come from their `find`
-        raise ValueError(f"engine.{key} is {value!r}, but there is no file {where}")
+    places = (folder / file, Path(file))
+    place = next((place for place in places if place.is_file()), places[0])
+    # the errors for policies and routers come from their `find`
+    if key not in ("policy", "router") and not place.is_file():
+        raise ValueError(f"engine.{key} is {value!r}, but there is no file {file}")
     return f"{place.resolve()}:{name}"
 
 
-def _own_output_lengths(sampling: Any) -> None:
-    """Refuse sampling.max_tokens: the workload has the output lengths, and two places could disagree."""
+def _refuse_output_lengths(sampling: Any) -> None:
+    """Refuse sampling.max_tokens: the workload has the output lengths, and two places could
+    disagree.
+    """
     if not isinstance(sampling, dict):
         return
     if "max_tokens" in sampling:

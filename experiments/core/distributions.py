@@ -1,4 +1,7 @@
-"""Random lengths (tokens) and arrival times (seconds): the parts of a workload. Pure functions of a generator."""
+"""Random lengths (tokens) and arrival times (seconds): the parts of a workload.
+
+Pure functions of a generator.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-# Lengths, in tokens ----------------------------------------------------------------------------------------------
+# Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
 
@@ -78,8 +81,8 @@ class Lognormal:
             raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0, and finite")
         if not -math.inf < self.mu <= math.log(LONGEST):
             raise ValueError(
-                f"mu is {self.mu!r}, a median of exp(mu) tokens; it must be at most {math.log(LONGEST):.1f}, the "
-                "logarithm of a length, such as 6.63 for 757 tokens"
+                f"mu is {self.mu!r}, a median of exp(mu) tokens; it must be at most "
+                f"{math.log(LONGEST):.1f}, the logarithm of a length, such as 6.63 for 757 tokens"
             )
         _check_limits(self.min, self.max)
 
@@ -102,21 +105,23 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
     else:
         drawn = rng.lognormal(spec.mu, spec.sigma, size=count)
     # 2**31 avoids an overflow; a draw beyond it is clipped by `max` or refused below
-    kept, cut = clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
-    if max(kept, default=0) > LONGEST:
+    lengths, num_cut = clip(
+        [int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max
+    )
+    if max(lengths, default=0) > LONGEST:
         raise ValueError(
-            f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`"
+            f"{spec} draws a length of {max(lengths):,} tokens, beyond {LONGEST:,}; give it a `max`"
         )
-    return kept, cut
+    return lengths, num_cut
 
 
 def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int], int]:
     """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
-    kept = [max(low, n if high is None else min(n, high)) for n in lengths]
-    return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
+    clipped = [max(low, n if high is None else min(n, high)) for n in lengths]
+    return clipped, sum(a != b for a, b in zip(lengths, clipped, strict=True))
 
 
-# Arrivals, in seconds --------------------------------------------------------------------------------------------
+# Arrivals, in seconds -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,9 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's term): below 1 bursts, 1 is Poisson."""
+    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's term): below 1 bursts, 1
+    is Poisson.
+    """
 
     process: Literal["gamma"]
     rate: float
@@ -150,7 +157,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`clients` send one request each, and the next of the workload when their last one has ended."""
+    """`clients` send one request each, and the next of the workload when their last has ended."""
 
     process: Literal["closed_loop"]
     clients: int
@@ -167,7 +174,8 @@ AT_ONCE = AtOnce()
 def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[float]:
     """Arrival times, ascending. The first one is 0, so that a run begins with work.
 
-    In a closed loop all are 0: a request may be sent from then on, and a driver sends it when a client is free.
+    In a closed loop all are 0: a request may be sent from then on, and a driver sends it when a
+    client is free.
     """
     if isinstance(spec, AtOnce | ClosedLoop):
         return [0.0] * count

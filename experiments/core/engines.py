@@ -1,4 +1,6 @@
-"""The order of runs and the engines they share: weights are loaded once, repeats of different points interleave."""
+"""The order of runs and the engines they share: weights are loaded once, repeats of different
+points interleave.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,16 @@ def weights_key(experiment: Experiment) -> tuple[Any, ...]:
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
-    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a time.
+    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a
+    time.
 
-    Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any point, so a
-    slow minute of the machine does not affect all repeats of one point. Odd repeats run in reverse order, so no point
-    is always the first. No engine is built twice, and points with the same weights stay together.
+    Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of
+    any point, so a slow minute of the machine does not affect all repeats of one point. Odd repeats
+    run in reverse order, so no point is always the first. No engine is built twice, and points with
+    the same weights stay together.
 
-    An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its group: its size must
-    not depend on other engines.
+    An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its
+    group: its size must not depend on other engines.
     """
     models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
     indexed = sorted(
@@ -71,10 +75,10 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     for group in _groups(list(by_engine.values()), alive):
         members = [member for engine in group for member in engine]
         for repeat in range(max(point.experiment.repeats for _, point in members)):
-            walk = members if repeat % 2 == 0 else members[::-1]
+            ordered = members if repeat % 2 == 0 else members[::-1]
             runs += [
                 Run(point, repeat, order)
-                for order, point in walk
+                for order, point in ordered
                 if repeat < point.experiment.repeats
             ]
     return runs
@@ -83,74 +87,86 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
 def _groups(
     engines: list[list[tuple[int, Point]]], alive: int
 ) -> list[list[list[tuple[int, Point]]]]:
+    """Engines that are alive together: consecutive ones with the same weights, at most `alive`."""
+
     def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
         experiment = engine[0][1].experiment
         return weights_key(experiment), experiment.engine_config.num_blocks is None
 
     groups = []
     for (_, by_memory), members in groupby(engines, key=kind):
-        listed, size = list(members), 1 if by_memory else alive
-        groups += [listed[i : i + size] for i in range(0, len(listed), size)]
+        same_kind = list(members)
+        size = 1 if by_memory else alive
+        groups += [same_kind[i : i + size] for i in range(0, len(same_kind), size)]
     return groups
 
 
 class Engines:
-    """The engines that are alive. Dropping one frees its cache; weights stay while an engine uses them."""
+    """The engines that are alive.
+
+    Dropping one frees its cache; weights stay while an engine uses them.
+    """
 
     def __init__(
         self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]
     ) -> None:
-        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=..., ...)`."""
-        self._alive, self._load_model, self._make = alive, load_model, make
+        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=...,
+        weight_dtype=..., ...)`.
+        """
+        self._alive = alive
+        self._load_model = load_model
+        self._make = make
         self._weights: tuple[Any, Any] | None = None  # key and result of load_model
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
         self._broken: dict[Hashable, str] = {}
         self.startup_seconds: dict[Hashable, float] = {}
 
     def get(self, experiment: Experiment) -> Any:
-        """The engine of `experiment`. If an engine cannot be built, later calls raise the same error at once. A
-        simulated engine costs nothing and is tried again, so its error is the same in every process."""
+        """The engine of `experiment`.
+
+        If an engine cannot be built, later calls raise the same error at once. A simulated engine
+        costs nothing and is tried again, so its error is the same in every process.
+        """
         key = engine_key(experiment)
         if key in self._broken:
             raise RuntimeError(self._broken[key])
         if key not in self._engines:
-            began = time.perf_counter()
+            started = time.perf_counter()
             try:
                 self._engines[key] = self._build(experiment)
             except Exception as error:
                 if experiment.simulate is None:
-                    self._broken[key] = (
-                        f"{type(error).__name__}: {error}"  # the exception would keep arrays alive
-                    )
+                    # the exception itself would keep arrays alive
+                    self._broken[key] = f"{type(error).__name__}: {error}"
                 raise
-            self.startup_seconds[key] = time.perf_counter() - began
+            self.startup_seconds[key] = time.perf_counter() - started
         self._engines.move_to_end(key)
         return self._engines[key]
 
     def _build(self, experiment: Experiment) -> Any:
         if experiment.simulate is not None:
             return simulated(experiment)
-        key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
+        key = weights_key(experiment)
+        config = experiment.engine_config
+        num_alive = len(self._engines)
         if self._weights is not None and self._weights[0] != key:
             self._engines.clear()
             self._weights = None
         room = 1 if config.num_blocks is None else self._alive
         while len(self._engines) >= room:
             self._engines.popitem(last=False)
-        if len(self._engines) < before:
+        if len(self._engines) < num_alive:
             gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
             names = ("dtype", "weight_dtype", "mesh", "devices", "model_family")
-            self._weights = (
-                key,
-                self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))),
-            )
+            options = dict(zip(names, key[1:], strict=True))
+            self._weights = (key, self._load_model(experiment.model, **options))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)
 
 
 def simulated_engines() -> Engines:
-    """Of a process that has no device."""
+    """The engines of a process that has no device."""
     return Engines(1, _no_device, _no_device)
 
 

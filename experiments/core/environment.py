@@ -22,11 +22,13 @@ _SOURCES = (
     "experiments/simulation/**/*.py",
     "experiments/analysis/**/*.py",
 )
+_NO_DEVICE = {"platform": None, "kind": None, "count": 0, "processes": 1}
 _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def environment(*, device: bool = True) -> dict[str, Any]:
-    """Commit, code, versions, device, processor and flags of this process; no name of a machine or user.
+    """Commit, code, versions, device, processor and flags of this process; no name of a machine or
+    user.
 
     device: False leaves the device out and does not start JAX's backend.
     """
@@ -36,9 +38,7 @@ def environment(*, device: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": _device()
-        if device
-        else {"platform": None, "kind": None, "count": 0, "processes": 1},
+        "device": _device() if device else _NO_DEVICE,
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "flags": {
             name: value
@@ -55,22 +55,22 @@ def code() -> dict[str, str | None]:
 
 @functools.cache
 def source() -> str:
-    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first call."""
+    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first
+    call.
+    """
     root = Path(__file__).parents[2]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in source_files(root):
-        found.update(
-            f"{path.relative_to(root).as_posix()}\0".encode()
-            + hashlib.sha256(path.read_bytes()).digest()
-        )
-    return found.hexdigest()[:16]
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def source_files(root: Path) -> list[Path]:
     """The files below `root` that determine the results of a run, sorted.
 
-    Not among them: folders whose modules only start runs or read them (studies, bench, hardware, training, results),
-    and other libraries. JAX is compared by its version (`code`).
+    Not among them: folders whose modules only start runs or read them (studies, bench, hardware,
+    training, results), and other libraries. JAX is compared by its version (`code`).
     """
     return sorted(path for place in _SOURCES for path in root.glob(place))
 
@@ -88,15 +88,19 @@ def _device() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit of `folder`, and whether tracked files differ from it; both None outside a repository."""
+    """The commit of `folder`, and whether tracked files differ from it; both None outside a
+    repository.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
             command = ["git", "-C", str(folder), *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return result.stdout.strip() if result.returncode == 0 else None
 
     commit = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
@@ -122,14 +126,16 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int | None:
-    affinity = getattr(
-        os, "sched_getaffinity", None
-    )  # Linux only; respects the limits of a container
+    # Linux only; respects the limits of a container
+    affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core, mean of the last minute. Above the number of cores, others slow a run down."""
+    """Processes that wanted a core, mean of the last minute.
+
+    Above the number of cores, others slow a run down.
+    """
     try:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
@@ -137,7 +143,9 @@ def load_average() -> float | None:
 
 
 def processor_time() -> tuple[int, int] | None:
-    """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on Linux."""
+    """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on
+    Linux.
+    """
     try:
         numbers = [
             int(number)
@@ -154,8 +162,8 @@ def stolen_share(since: tuple[int, int] | None) -> float | None:
 
     In a virtual machine, the load average does not show a busy neighbour; this share does.
     """
-    now = processor_time()
-    if since is None or now is None:
+    until = processor_time()
+    if since is None or until is None:
         return None
-    used, stolen = (after - before for after, before in zip(now, since, strict=True))
+    used, stolen = (after - before for after, before in zip(until, since, strict=True))
     return round(stolen / max(used + stolen, 1), 3)

@@ -1,9 +1,8 @@
-"""Several engines behind a router, with the time of their next steps: one of the pools of pools.py."""
+"""Several engines behind a router, with the times of their next steps: a pool of pools.py."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -21,20 +20,23 @@ E_co = TypeVar("E_co", bound=VirtualEngine, covariant=True)
 
 
 class Fleet(Generic[E_co]):
-    """Engines behind a router, and when each of them begins its next step. The replica i is engines[i]."""
+    """Engines behind a router, and when each of them begins its next step.
+
+    The replica i is engines[i].
+    """
 
     def __init__(self, engines: Sequence[E_co], router: Router, known_blocks: int) -> None:
         """known_blocks: see `routing.init`."""
-        self.engines, self._router = engines, router
+        self.engines = engines
+        self._router = router
         state = routing.init(known_blocks)
         for replica in range(len(engines)):
             state = routing.joined(state, replica)
         self._state = state
         self._steps: list[tuple[float, int]] = []  # a heap
         self._due: set[int] = set()  # the replicas in it
-        self._ended: list[
-            tuple[float, int, str]
-        ] = []  # a heap: when a request ended, where, and its id
+        # a heap: when a request ended, where, and its id
+        self._ended: list[tuple[float, int, str]] = []
 
     @property
     def next(self) -> float:
@@ -43,22 +45,29 @@ class Fleet(Generic[E_co]):
 
     @property
     def next_replica(self) -> int:
-        """Whose step is next. Only if there is one."""
+        """The replica whose step is next. Call it only if there is one."""
         return self._steps[0][1]
 
     def wake(self, replica: int, now: float) -> None:
-        """The replica gets work at `now`: its next step begins then, or when the step before it has ended."""
+        """Note that a replica gets work at `now`.
+
+        Its next step begins then, or when the step before it has ended.
+        """
         engine = self.engines[replica]
         if replica not in self._due:
-            while (
-                engine.now < now
-            ):  # in the pieces in which `drive` sleeps, so that times are the same
+            # in the pieces in which `drive` sleeps, so that times are the same
+            while engine.now < now:
                 engine.sleep(min(now - engine.now, LONGEST_SLEEP))
             heappush(self._steps, (engine.now, replica))
             self._due.add(replica)
 
     def step(self) -> tuple[int, StepResult | None]:
-        """The next step, by the replica that begins it first; None if it waits for blocks, and has to be woken."""
+        """Make the next step, on the replica that begins it first.
+
+        Returns:
+            The replica, and the result of its step: None if it waits for blocks, and has to be
+            woken.
+        """
         _, replica = heappop(self._steps)
         self._due.remove(replica)
         engine = self.engines[replica]
@@ -80,27 +89,6 @@ class Fleet(Generic[E_co]):
         self._state, replica = routing.route(self._state, self._router, request)
         return int(replica)
 
-    def ends(self, request_id: str, replica: int, at: float) -> None:
-        """A request of this replica ends at a time that may be in the future."""
-        heappush(self._ended, (at, replica, request_id))
-
-
-class Unfinished:
-    """Branches that have not ended, by their requests."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, str] = {}  # branch -> its request
-        self._left: Counter[str] = Counter()  # request -> its unfinished branches
-
-    def add(self, request_id: str, branches: Sequence[str]) -> None:
-        self._requests.update(dict.fromkeys(branches, request_id))
-        self._left[request_id] = len(branches)
-
-    def ended(self, branch: str) -> str | None:
-        """The branch's request, if that was its last branch."""
-        request_id = self._requests.pop(branch)
-        self._left[request_id] -= 1
-        if self._left[request_id]:
-            return None
-        del self._left[request_id]
-        return request_id
+    def end_request(self, request_id: str, replica: int, time: float) -> None:
+        """Note that a request of this replica ends at a time, which may be in the future."""
+        heappush(self._ended, (time, replica, request_id))

@@ -1,14 +1,18 @@
 """The metrics of a run, from its records (records.py): a summary, which is a JSON object.
 
-Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide its delay.
+Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide
+its delay.
 
-Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1 <= ... <= tk each:
+Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1
+<= ... <= tk each:
     queue  start of the first step that computes any of the request's tokens - arrival
-    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
-    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
+    ttft   the earliest t1 - arrival
+    itl    the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
+    e2e    the latest tk - arrival
+    tpot   (tk - t1) / (k - 1), one value per branch
 
-Output tokens are those of all branches, including those that `best_of` drops. A request is done when all its branches
-are done.
+Output tokens are those of all branches, including those that `best_of` drops. A request is done
+when all its branches are done.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ from experiments.core.records import RequestRecord, StepRecord
 from pagedjax.load_client.summary import spread
 
 
-class OfSteps(NamedTuple):
-    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions (`spread`)."""
+class StepSums(NamedTuple):
+    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions
+    (`spread`).
+    """
 
     count: int
     end: float
@@ -39,7 +45,7 @@ class OfSteps(NamedTuple):
     most_used: int
     num_blocks: int
     listed: int
-    held: int
+    held_tokens: int
     hit: int
     admitted: int
     preempted: int
@@ -53,7 +59,7 @@ class OfSteps(NamedTuple):
     per_step: dict[str, Any]  # sequences
 
 
-class OfTokens(NamedTuple):
+class TokenSums(NamedTuple):
     """When output tokens were made. `method` is that of percentiles over tokens and steps."""
 
     count: int
@@ -63,11 +69,11 @@ class OfTokens(NamedTuple):
     method: str = "linear"
 
 
-def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
-    """Raises ValueError if there are none."""
+def step_sums(steps: Sequence[StepRecord]) -> StepSums:
+    """The sums over all steps. Raises ValueError if there are none."""
     if not steps:
         raise ValueError("the run has no steps; there is nothing to summarize")
-    return OfSteps(
+    return StepSums(
         count=len(steps),
         end=steps[-1].started + steps[-1].seconds,
         seconds=sum(step.seconds for step in steps),
@@ -77,7 +83,7 @@ def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
         most_used=max(step.blocks_used for step in steps),
         num_blocks=max(step.num_blocks for step in steps),
         listed=sum(step.blocks_listed for step in steps),
-        held=sum(step.held_tokens for step in steps),
+        held_tokens=sum(step.held_tokens for step in steps),
         hit=sum(step.hit_tokens for step in steps),
         admitted=sum(step.admitted_tokens for step in steps),
         preempted=sum(step.preempted for step in steps),
@@ -90,9 +96,9 @@ def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
     )
 
 
-def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
+def token_sums(requests: Sequence[RequestRecord]) -> TokenSums:
     branches = [branch for request in requests for branch in request.branches]
-    return OfTokens(
+    return TokenSums(
         count=sum(branch.num_tokens for branch in branches),
         itl_s=spread(gap for branch in branches for gap in branch.gaps),
         steady_rate=steady_rate(time for branch in branches for time in branch.token_times),
@@ -102,38 +108,43 @@ def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
 
 def summary(
     requests: Sequence[RequestRecord],
-    steps: OfSteps,
-    tokens: OfTokens,
+    steps: StepSums,
+    tokens: TokenSums,
     block_size: int,
     slo: Slo | None = None,
     *,
     speculates: bool = False,
     replicas: int = 1,
 ) -> dict[str, Any]:
-    """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
+    """The summary of a run.
 
-    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
-    of computed tokens that were padding, and the share of slots in used blocks without a token. `prefix_hit_share` is
-    the share of the tokens of sequences that were found in the cache when these were admitted for the first time.
+    Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
-    `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
-    sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
-    prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
-    branches have not forked yet is one sequence.
+    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios
+    of sums: the share of computed tokens that were padding, and the share of slots in used blocks
+    without a token. `prefix_hit_share` is the share of the tokens of sequences that were found in
+    the cache when these were admitted for the first time.
 
-    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of
-    one replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of them.
+    `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 -
+    sum(distinct blocks) / sum(entries of block tables), over the running sequences of every step,
+    for shared prompts of branches and for prefixes found in the cache. Sequences without a row in a
+    step count with the blocks they own. A request whose branches have not forked yet is one
+    sequence.
 
-    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
-    that a decode row gives in a step.
+    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of one
+    replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of
+    them.
 
-    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
-    `preemptions` count branches.
+    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean
+    number of tokens that a decode row gives in a step.
+
+    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished`
+    (by reason) and `preemptions` count branches.
     """
     duration = steps.end
-    done = [request for request in requests if request.done]
+    finished = [request for request in requests if request.done]
     branches = [branch for request in requests for branch in request.branches]
-    prompt = sum(request.prompt_tokens for request in done)
+    prompt = sum(request.prompt_tokens for request in finished)
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     slots = steps.blocks_used * block_size
     drafts = {"speculation": speculation.summary(steps)} if speculates else {}
@@ -141,11 +152,11 @@ def summary(
         "duration_s": duration,
         "requests": len(requests),
         "branches": len(branches),
-        "unfinished": len(requests) - len(done),
+        "unfinished": len(requests) - len(finished),
         "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "prompt_tokens": prompt,
         "output_tokens": tokens.count,
-        "requests_per_s": len(done) / duration,
+        "requests_per_s": len(finished) / duration,
         "output_tokens_per_s": tokens.count / duration,
         "total_tokens_per_s": (prompt + tokens.count) / duration,
         "steady_output_tokens_per_s": tokens.steady_rate,
@@ -163,12 +174,12 @@ def summary(
         "sequences_per_step": steps.per_step,
         "tokens_computed": steps.tokens,
         "tokens_padded": steps.padded,
-        "padding_share": _share(steps.tokens, steps.padded),
+        "padding_share": _missing_part(steps.tokens, steps.padded),
         "blocks_total": steps.num_blocks,
         "blocks_used": {"mean": slots / block_size / steps.count, "peak": steps.most_used},
         "slots_used": {"mean": slots / steps.count, "peak": steps.most_used * block_size},
-        "fragmentation_share": _share(steps.held, slots),
-        "blocks_saved_share": _share(steps.blocks_used, steps.listed),
+        "fragmentation_share": _missing_part(steps.held_tokens, slots),
+        "blocks_saved_share": _missing_part(steps.blocks_used, steps.listed),
         "prefix_hit_share": _part(steps.hit, steps.admitted),
         "preemptions": steps.preempted,
         "compilations": steps.compilations,
@@ -179,33 +190,37 @@ def summary(
 
 
 def steady_rate(times: Iterable[float]) -> float | None:
-    """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all output tokens exist.
+    """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all
+    output tokens exist.
 
-    It leaves out the start and the end of a run, which matter in a short one. None if the two are one time.
+    It leaves out the start and the end of a run, which matter in a short one. None if the two are
+    one time.
 
     Args:
         times: seconds, of each output token. Those that a failed replica lost are not output.
     """
-    made = np.sort(np.fromiter(times, float))
-    if not made.size:
+    ascending = np.sort(np.fromiter(times, float))
+    if not ascending.size:
         return None
-    first, last = (made[math.ceil(share * made.size) - 1] for share in (0.1, 0.9))
-    tokens = np.searchsorted(made, last, side="right") - np.searchsorted(made, first, side="right")
+    first, last = (ascending[math.ceil(share * ascending.size) - 1] for share in (0.1, 0.9))
+    until_last = np.searchsorted(ascending, last, side="right")
+    tokens = until_last - np.searchsorted(ascending, first, side="right")
     return float(tokens / (last - first)) if last > first else None
 
 
-def _part(some: int, of: int) -> float:
-    return some / of if of else 0.0
+def _part(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
-def _share(full: int, of: int) -> float:
-    return 1.0 - full / of if of else 0.0
+def _missing_part(part: int, total: int) -> float:
+    return 1.0 - part / total if total else 0.0
 
 
 def goodput(
     requests: Sequence[RequestRecord], duration: float, slo: Slo
 ) -> dict[str, float] | None:
-    """Finished requests that met every target, per second and as a share of all requests; None without a target.
+    """Finished requests that met every target, per second and as a share of all requests; None
+    without a target.
 
     Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
     """
@@ -213,10 +228,8 @@ def goodput(
         return None
     good = 0
     for request in requests:
-        if (
-            any(branch.finish_reason in (None, "abort") for branch in request.branches)
-            or request.ttft is None
-        ):
+        reasons = [branch.finish_reason for branch in request.branches]
+        if None in reasons or "abort" in reasons or request.ttft is None:
             continue
         in_time = slo.ttft is None or request.ttft <= slo.ttft
         steady = slo.itl is None or all(

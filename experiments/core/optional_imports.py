@@ -12,5 +12,6 @@ def require(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"experiments needs {module.split('.')[0]}, which is not installed: pip install 'pagedjax[experiments]'"
+            f"experiments needs {module.split('.')[0]}, which is not installed: pip install "
+            "'pagedjax[experiments]'"
         ) from error

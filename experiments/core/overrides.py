@@ -1,6 +1,7 @@
 """Changes to a raw config before it is checked: `--set a.b=c`, and the combinations of a sweep.
 
-A raw config is what YAML gives: nested mappings. A path such as `engine.block_size` names a key inside sections.
+A raw config is what YAML gives: nested mappings. A path such as `engine.block_size` names a key
+inside sections.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
             override(raw, text)
     swept = {path.split(".", 2)[-1] for path in sweeps}
     if not all(path.startswith(_ONE_KEY) for path in sweeps):  # --set sweep=... or sweep.grid=...
-        swept = {key for combination in combinations(raw.get("sweep")) for key in combination}
+        swept = {key for point in combinations(raw.get("sweep")) for key in point}
     for path, text in paths:
         if path not in sweeps:
-            if both := next((key for key in swept if _overlap(path, key)), None):
+            overlapping = [key for key in swept if _overlap(path, key)]
+            if overlapping:
                 raise ValueError(
-                    f"--set {path}: another --set sweeps {both}; leave one of the two out"
+                    f"--set {path}: another --set sweeps {overlapping[0]}; leave one of the two out"
                 )
             override(raw, text)
 
 
 def override(raw: dict[str, Any], text: str) -> None:
-    """Apply `a.b=value` (the value is YAML) to the raw config in place. A key of the grid is then no longer swept.
+    """Apply `a.b=value` (the value is YAML) to the raw config in place.
 
-    After `sweep.grid.` and `sweep.zip.` the rest of the path is one key: sweep.grid.engine.block_size=[8, 16].
+    A key of the grid is then no longer swept.
+
+    After `sweep.grid.` and `sweep.zip.` the rest of the path is one key:
+    sweep.grid.engine.block_size=[8, 16].
     """
     path, equals, value = text.partition("=")
     if not equals or not path:
@@ -55,18 +60,18 @@ def override(raw: dict[str, Any], text: str) -> None:
         sweep[form][key] = load_text(value, f"--set {path}")
         return
     if path != "sweep":
-        _out_of_the_sweep(raw, path)
+        _remove_from_grid(raw, path)
     put(raw, path, load_text(value, f"--set {path}"))
 
 
-def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
+def _remove_from_grid(raw: dict[str, Any], path: str) -> None:
     """Remove a key that --set gives from the grid.
 
     Raises:
-        ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would override it
-            without a message.
+        ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would
+            override it without a message.
     """
-    combined = combinations(raw.get("sweep"))
+    points = combinations(raw.get("sweep"))
     grid = (raw.get("sweep") or {}).get("grid") or {}
     if path in grid:
         raw["sweep"] = {
@@ -74,16 +79,17 @@ def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
             "grid": {key: values for key, values in grid.items() if key != path},
         }
         return
-    for swept in {key for combination in combined for key in combination}:
+    for swept in {key for point in points for key in point}:
         if _overlap(path, swept):
             raise ValueError(
-                f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself"
+                f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep "
+                "itself"
             )
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(a: str, b: str) -> bool:
     """Whether two paths are equal, or one is a section around the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:
@@ -97,30 +103,23 @@ def put(raw: dict[str, Any], path: str, value: Any) -> None:
 
 
 def combinations(sweep: Any) -> list[dict[str, Any]]:
-    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid` combinations."""
+    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid`
+    combinations.
+    """
     if sweep is None:
         return [{}]
-    known = {"grid", "zip", "list"}
-    if not isinstance(sweep, dict) or not sweep or not set(sweep) <= known:
+    if not isinstance(sweep, dict) or not sweep or not set(sweep) <= {"grid", "zip", "list"}:
         raise ValueError(
             f"sweep is {sweep!r}; it must be a mapping with keys from: grid, zip, list"
         )
     for form in ("grid", "zip"):
-        part = sweep.get(form, {})
-        if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
-            raise ValueError(
-                f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more"
-            )
-    grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
-    for key in (
-        key
-        for part in (grid, together, *(e for e in entries if isinstance(e, dict)))
-        for key in part
-    ):
-        if not isinstance(key, str):
-            raise ValueError(
-                f"sweep has the key {key!r}; a key is a path, such as engine.block_size"
-            )
+        _check_lists(form, sweep.get(form, {}))
+    grid = sweep.get("grid", {})
+    together = sweep.get("zip", {})
+    entries = sweep.get("list", [{}])
+    for part in (grid, together, *entries):
+        if isinstance(part, dict):
+            _check_keys(part)
     if len({len(values) for values in together.values()}) > 1:
         sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
         raise ValueError(
@@ -134,12 +133,25 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         raise ValueError(
             f"sweep.list is {entries!r}; it must be a list of mappings from keys to values"
         )
-    zipped = [
-        dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)
-    ] or [{}]
+    zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)]
     crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
-    product = list(itertools.product(entries, zipped, crossed))
+    product = list(itertools.product(entries, zipped or [{}], crossed))
     for parts in product:
         if len(set().union(*parts)) < sum(map(len, parts)):
             raise ValueError(f"sweep gives one key in two of its parts: {parts}")
     return [{**a, **b, **c} for a, b, c in product]
+
+
+def _check_lists(form: str, part: Any) -> None:
+    if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
+        raise ValueError(
+            f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more"
+        )
+
+
+def _check_keys(part: dict[Any, Any]) -> None:
+    for key in part:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"sweep has the key {key!r}; a key is a path, such as engine.block_size"
+            )

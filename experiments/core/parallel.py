@@ -1,9 +1,10 @@
 """Simulated runs side by side on this machine: python -m experiments.run CONFIG --jobs 4.
 
-joblib starts the processes. Time is virtual in a simulated run, so that neighbours change none of its numbers. Measured
-runs would disturb each other here and are refused; `--backend ray` spreads them over machines (cluster.py). The parent
-process writes every folder, one at a time as results come, so stopping and resuming work as with one process. If it is
-killed, its workers write nothing and exit after five idle minutes.
+joblib starts the processes. Time is virtual in a simulated run, so that neighbours change none of
+its numbers. Measured runs would disturb each other here and are refused; `--backend ray` spreads
+them over machines (cluster.py). The parent process writes every folder, one at a time as results
+come, so stopping and resuming work as with one process. If it is killed, its workers write nothing
+and exit after five idle minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from experiments.core import cluster
 from experiments.core.config import Point
 from experiments.core.engines import Run, simulated_engines
-from experiments.core.execution import Result, one_run
+from experiments.core.execution import Result, measure_run
 from experiments.core.optional_imports import require
 from experiments.core.sweep import Begins
 
@@ -23,7 +24,9 @@ BACKENDS = ("loky", "ray")
 
 
 def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
-    """Raises ValueError if the points cannot run in `jobs` processes, and ImportError without joblib."""
+    """Raises ValueError if the points cannot run in `jobs` processes, and ImportError without
+    joblib.
+    """
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs is {jobs}; it must be at least 1")
     if backend == "ray":
@@ -34,30 +37,29 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
     measured = [point.label for point in points if point.experiment.simulate is None]
     if measured:
         raise ValueError(
-            f"--jobs is {jobs}, but {len(measured)} of {len(points)} points are measured (such as {measured[0]}), and "
-            "measured runs would disturb each other; use --jobs 1, or --backend ray on several machines, or give the "
-            "config a section `simulate`"
+            f"--jobs is {jobs}, but {len(measured)} of {len(points)} points are measured (such as "
+            f"{measured[0]}), and measured runs would disturb each other; use --jobs 1, or "
+            "--backend ray on several machines, or give the config a section `simulate`"
         )
     require("joblib")
 
 
 def results(
-    runs: Iterable[Run], where: dict[str, Any], begins: Begins, *, jobs: int
+    runs: Iterable[Run], env: dict[str, Any], begins: Begins, *, jobs: int
 ) -> Generator[Result, None, None]:
-    """`one_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
+    """`measure_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
     joblib = require("joblib")
-    warnings.filterwarnings(
-        "ignore", "[0-9]+ tasks (which|have been)"
-    )  # expected when the generator is closed
+    # expected when the generator is closed
+    warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")
 
     def task(run: Run) -> Any:
         begins(run)
-        return joblib.delayed(_one)(run, where)
+        return joblib.delayed(_measure_simulated)(run, env)
 
     with joblib.parallel_config(backend="loky", n_jobs=jobs):
         yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(map(task, runs))
 
 
-def _one(run: Run, where: dict[str, Any]) -> Result:
-    """One simulated run, in a worker process."""
-    return one_run(run, simulated_engines(), where)
+def _measure_simulated(run: Run, env: dict[str, Any]) -> Result:
+    """Measure a simulated run, in a worker process."""
+    return measure_run(run, simulated_engines(), env)

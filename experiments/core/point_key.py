@@ -1,4 +1,4 @@
-"""The key of a point: a hash of all that its measurement depends on, by which a run is found again."""
+"""The key of a point: a hash of all that its measurement depends on. It names the run's folder."""
 
 from __future__ import annotations
 
@@ -21,27 +21,23 @@ if TYPE_CHECKING:
 
 # Keys without influence on the measurement; they are not in a point's hash.
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
-# Fields that a point's key has only with another value than their default, so that other keys are those of versions
-# before these fields.
+# Fields that a point's key has only with another value than their default, so that other keys are
+# those of versions before these fields.
 LATER = {
     "engine": (
-        *(
-            "speculative",
-            "mesh",
-            "devices",
-            "linear_impl",
-            "kv_policy",
-            "free_window_blocks",
-            "batch_invariant",
-        ),
-        *(
-            "row_features",
-            "max_tap_bytes",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-            "model_family",
-        ),
+        "speculative",
+        "mesh",
+        "devices",
+        "linear_impl",
+        "kv_policy",
+        "free_window_blocks",
+        "batch_invariant",
+        "row_features",
+        "max_tap_bytes",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "model_family",
     ),
     "simulate": ("mesh", "hop_s", "profile"),
     "workload": ("prefixes", "rounds"),
@@ -59,15 +55,17 @@ _KINDS = {
     "sampling": (SamplingParams,),
     "workload": (Synthetic, Trace),
 }
-# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
+# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has
+# several of them.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
 
 
 def point_key(experiment: Experiment, content: str) -> str:
-    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
+    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit
+    defaults and names.
 
-    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model and a draft model
-    (`_model_source`).
+    Files count by their content: of the workload, a user's own values, a fitted run's steps, a
+    model and a draft model (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
@@ -79,11 +77,8 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["engine"]["speculative"] |= drafter
     if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
-        for name in (
-            "tokens",
-            "dense_layers",
-            "dense_prompts",
-        ):  # not in the keys of versions before these fields
+        # not in the keys of versions before these fields
+        for name in ("tokens", "dense_layers", "dense_prompts"):
             if getattr(policy, name) is None:
                 del values["engine"]["kv_policy"][name]
     values["engine"] |= {
@@ -126,35 +121,42 @@ def point_key(experiment: Experiment, content: str) -> str:
 
 
 def _own_source(value: str | None) -> str | None:
-    """The part of a point's key for a field of OWN_VALUES: a name; of one's own value the hash of its file, and its
-    name there.
+    """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
+    hash of its file and its name there.
 
-    Imports of that file are not included: after a change there, `experiments.run --no-resume` measures again.
+    Imports of that file are not included: after a change there, `experiments.run --no-resume`
+    measures again.
     """
-    where, colon, name = (value or "").rpartition(":")
+    module, colon, name = (value or "").rpartition(":")
     if not colon:
         return value
-    file = where if where.endswith(".py") else inspect.getsourcefile(importlib.import_module(where))
+    file: str | None = module
+    if not module.endswith(".py"):
+        file = inspect.getsourcefile(importlib.import_module(module))
     return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else value
 
 
 def _model_source(model: str | None) -> str | None:
     """The model's part of a point's key: its name; for a model on this disk a hash of its files.
 
-    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification time, because hashing
-    gigabytes takes longer than many runs. A copy with other times is therefore another model.
+    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification
+    time, because hashing gigabytes takes longer than many runs. A copy with other times is
+    therefore another model.
     """
-    if model is None or not (place := Path(model).expanduser()).exists():
+    if model is None:
         return model
-    weights = (
-        [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
-    )
+    place = Path(model).expanduser()
+    if not place.exists():
+        return model
+    weights = [place]
+    if place.is_dir():
+        weights = [*place.glob("*.safetensors"), *place.glob("params/**/*")]
     facts: list[Any] = [
         [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
         for path in sorted(place.glob("*.json"))
     ]
     for path in sorted(weights):
         if path.is_file():
-            about = path.stat()
-            facts.append([path.relative_to(place).as_posix(), about.st_size, about.st_mtime_ns])
+            stat = path.stat()
+            facts.append([path.relative_to(place).as_posix(), stat.st_size, stat.st_mtime_ns])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

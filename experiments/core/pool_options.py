@@ -1,4 +1,4 @@
-"""The section `pools` of a config: simulated engines for prompts, and others that go on with them."""
+"""The section `pools` of a config: simulated engines for prompts, and others that decode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ POOLS = ("prefill", "decode")  # fields of Pools
 class Pool:
     """Equal engines of one of two pools, and the router that gives each request to one of them.
 
-    simulate, cache_tokens, max_num_seqs, max_num_batched_tokens: of each engine; None: the experiment's own.
+    simulate, cache_tokens, max_num_seqs, max_num_batched_tokens: of each engine; None: the
+        experiment's own.
     """
 
     count: int = 1
@@ -33,7 +34,8 @@ class Pool:
             raise ValueError(f"count is {self.count}; it must be at least 1")
         if self.simulate and self.simulate.fit is not None:
             raise ValueError(
-                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in simulate"
+                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in "
+                "simulate"
             )
 
 
@@ -41,8 +43,8 @@ class Pool:
 class Pools:
     """Engines that compute prompts and first tokens, and others that go on with them (pools.py).
 
-    link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after the other; None: they
-        take no time.
+    link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after
+        the other; None: they take no time.
     latency_s: seconds that each sequence takes in addition.
     """
 
@@ -66,60 +68,67 @@ class Pools:
 
 
 def of_pool(experiment: Experiment, name: str) -> Experiment:
-    """The experiment of one engine of a pool: with what the pool has in place of other values, and without pools.
+    """The experiment of one engine of a pool: the pool's own values replace those of the
+    experiment, and there is no section `pools`.
 
     Raises:
         ValueError: see `Experiment`.
     """
     pool: Pool = getattr(experiment.pools, name)
-    changed: dict[str, Any] = {"pools": None, "simulate": pool.simulate or experiment.simulate}
-    engine: dict[str, Any] = {
-        key: value
-        for key in ("max_num_seqs", "max_num_batched_tokens")
-        if (value := getattr(pool, key)) is not None
-    }
+    values: dict[str, Any] = {"pools": None, "simulate": pool.simulate or experiment.simulate}
+    engine_values: dict[str, Any] = {}
+    for key in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(pool, key) is not None:
+            engine_values[key] = getattr(pool, key)
     if pool.cache_tokens is not None:
-        changed["cache_tokens"], engine["num_blocks"] = pool.cache_tokens, None
-    return dataclasses.replace(
-        experiment, engine=dataclasses.replace(experiment.engine, **engine), **changed
-    )
+        values["cache_tokens"] = pool.cache_tokens
+        engine_values["num_blocks"] = None
+    engine = dataclasses.replace(experiment.engine, **engine_values)
+    return dataclasses.replace(experiment, engine=engine, **values)
 
 
 def check_pools(experiment: Experiment) -> None:
-    """Raises ValueError for what two pools of engines cannot have."""
-    pools, engine = experiment.pools, experiment.engine
+    """Check the section `pools`.
+
+    Raises:
+        ValueError: the experiment has an option that two pools of engines cannot have.
+    """
+    pools = experiment.pools
+    engine = experiment.engine
     if pools is None:
         return
     if experiment.replicas:
         raise ValueError(
-            "replicas and pools are both given; give one: pools.prefill.count is the number of engines there"
+            "replicas and pools are both given; give one: pools.prefill.count is the number of "
+            "engines there"
         )
     if not experiment.simulate:
         raise ValueError(
-            "pools is given and there is no simulate section, but a measured run has 1 engine; add one at the top "
-            "(also if each pool has a simulate of its own), or leave pools out"
+            "pools is given and there is no simulate section, but a measured run has 1 engine; "
+            "add one at the top (also if each pool has a simulate of its own), or leave pools out"
         )
-    of = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
-    if of["prefill"].model != of["decode"].model:
+    sections = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
+    if sections["prefill"].model != sections["decode"].model:
         models = " and ".join(
-            f"pools.{name} simulates {one.model or experiment.model}" for name, one in of.items()
+            f"pools.{name} simulates {simulate.model or experiment.model}"
+            for name, simulate in sections.items()
         )
         raise ValueError(
             f"{models}; blocks are those of one model, so give both the same simulate.model"
         )
-    for what, wrong, remedy in (
+    recomputes = not all(simulate.kv_cache for simulate in sections.values())
+    whole_batches = any(simulate.whole_batches for simulate in sections.values())
+    reservation = f"engine.reservation {engine.reservation!r}"
+    for option, is_set, remedy in (
         ("engine.speculative", engine.speculative, "leave it out"),
-        (
-            f"engine.reservation {engine.reservation!r}",
-            engine.reservation != "none",
-            "set it to none",
-        ),
-        ("simulate.kv_cache false", not all(one.kv_cache for one in of.values()), "leave it out"),
-        ("simulate.whole_batches", any(one.whole_batches for one in of.values()), "leave it out"),
+        (reservation, engine.reservation != "none", "set it to none"),
+        ("simulate.kv_cache false", recomputes, "leave it out"),
+        ("simulate.whole_batches", whole_batches, "leave it out"),
     ):
-        if wrong:
+        if is_set:
             raise ValueError(
-                f"pools and {what} are both given, and such sequences are not handed over; {remedy}"
+                f"pools and {option} are both given, and such sequences are not handed over; "
+                f"{remedy}"
             )
     for name in POOLS:
         try:

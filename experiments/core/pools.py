@@ -1,32 +1,34 @@
-"""Driver of two pools of simulated engines: one computes prompts and first tokens, the other one goes on with them.
+"""Driver of two pools of simulated engines: one computes prompts and first tokens, the other one
+goes on with them.
 
-    prefill   submit -> steps -> released, its blocks are held          given back, when it was adopted
-                                     |    its pages, over the link of this engine
-    decode                           arrived -> waits for room -> adopted, in front of a step -> steps -> finished
+    prefill  submit -> steps -> released, its blocks are held       given back, when it was adopted
+                                    |    its pages, over the link of this engine
+    decode                          arrived -> waits for room -> adopted before a step -> finished
 
-One loop takes the events in the order of their times: pages that arrived, sequences that are released, arrivals of
-requests, steps of `decode`, steps of `prefill`; those at one time in this order. Each pool has a router
-(pagedjax/routing), which knows the ends in its pool up to the time at which it is asked. The transitions are those of
-the real engines (pagedjax/host/handover.py).
+One loop takes the events in the order of their times: pages that arrived, sequences that are
+released, arrivals of requests, steps of `decode`, steps of `prefill`; those at one time in this
+order. Each pool has a router (pagedjax/routing), which knows the ends in its pool up to the time at
+which it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
 
-All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in `prefill` is free once it
-is released; its blocks are not until it was adopted, so a full `decode` holds `prefill` up. It never decodes there.
+All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in
+`prefill` is free once it is released; its blocks are not until it was adopted, so a full `decode`
+holds `prefill` up. It never decodes there.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from experiments.core.config import Experiment
-from experiments.core.fleet import Fleet, Unfinished
+from experiments.core.fleet import Fleet
 from experiments.core.pool_options import POOLS, Pool, of_pool
 from experiments.core.records import RequestRecord, StepRecord, Transfer
-from experiments.core.replicas import VirtualEngine, of_replicas
-from experiments.core.submit import Sender, submit
+from experiments.core.replicas import VirtualEngine, replicas_summary
+from experiments.core.submit import Sender, Unfinished, submit
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.simulate import Handover, SimulatedEngine, SimulatedLLM
 from pagedjax.host.state import SchedulerState
@@ -35,7 +37,7 @@ from pagedjax.load_client.summary import spread
 from pagedjax.params import SamplingParams
 from pagedjax.routing import Router
 
-# Keys of a summary that are of one engine: two kinds of engines have no value in common.
+# Keys of a summary that describe one engine: two kinds of engines have no value in common.
 OF_ONE_ENGINE = ("blocks_total", "blocks_used", "slots_used")
 
 
@@ -50,46 +52,45 @@ class PoolEngine(VirtualEngine, Protocol):
 
     def release(self, request_id: str) -> Handover: ...
 
-    def free(self, found: Handover) -> None: ...
+    def free(self, handover: Handover) -> None: ...
 
-    def adopt(self, found: Handover) -> bool: ...
+    def adopt(self, handover: Handover) -> bool: ...
 
 
 class Link(NamedTuple):
-    """What pages are sent by. Each engine of `prefill` has one, and sends one sequence after the other."""
+    """The link that an engine of `prefill` sends pages over, one sequence after the other."""
 
     block_bytes: float
     bandwidth: float = math.inf  # bytes/s
     latency: float = 0.0  # seconds of each sequence, in which the next one is sent already
 
 
-class Moving(NamedTuple):
-    """A sequence on its way. replica: in `prefill`; target: in `decode`."""
+class Shipment(NamedTuple):
+    """A sequence on its way from `prefill` to `decode`, with the times of its transfer."""
 
-    found: Handover
-    request_id: str  # of its request; its own is in `found`
-    replica: int
-    target: int
+    handover: Handover
+    request_id: str  # of its request; its own is in `handover`
+    replica: int  # in `prefill`
+    target: int  # in `decode`
     bytes: float
     released: float
     arrived: float
 
 
-class Where(NamedTuple):
+class Placement(NamedTuple):
     """Where requests ran. Numbers of `decode` follow those of `prefill`."""
 
     prefill: Mapping[str, int]
-    transfers: Mapping[
-        str, Sequence[Transfer]
-    ]  # by request; none of a request whose first token was its last
+    # by request; none of a request whose first token was its last
+    transfers: Mapping[str, Sequence[Transfer]]
 
 
-class Note(Protocol):
-    """What a driver tells: steps, and sequences whose blocks were given back between two steps."""
+class Notes(Protocol):
+    """What a driver calls with each step, and with each sequence that left between two steps."""
 
     def step(self, replica: int, result: StepResult) -> None: ...
 
-    def left(self, replica: int, branch_id: str) -> None: ...
+    def drop_branch(self, replica: int, branch_id: str) -> None: ...
 
 
 def drive_pools(
@@ -98,27 +99,28 @@ def drive_pools(
     link: Link,
     items: Sequence[WorkItem],
     sampling: SamplingParams,
-    note: Note,
+    notes: Notes,
     clients: int | None = None,
-) -> Where:
+) -> Placement:
     """Run `items` to their end, from time 0.
 
     Args:
         clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
-        ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
+        ValueError: an engine refused a request (with its reason), or items are not in order of
+            arrival.
         RuntimeError: sequences are left, and no engine can make a step.
     """
     sender = Sender(items, sampling, clients)
-    run = _Run(prefill, decode, link, note, sender)
+    run = _Run(prefill, decode, link, notes, sender)
     while True:
-        sent = sender.next
-        arrival = math.inf if sent is None else sent
-        stepping = min(prefill.next, decode.next)
-        if run.moves and run.moves[0][0] <= min(arrival, stepping):
+        next_sent = sender.next
+        arrival = math.inf if next_sent is None else next_sent
+        next_step = min(prefill.next, decode.next)
+        if run.moves and run.moves[0][0] <= min(arrival, next_step):
             run.move()
-        elif sent is not None and arrival <= stepping:
+        elif next_sent is not None and arrival <= next_step:
             run.submit(arrival, *sender.send())
         elif decode.next <= prefill.next and decode.next < math.inf:
             run.step_decode()
@@ -126,11 +128,12 @@ def drive_pools(
             run.step_prefill()
         else:
             break
-    if left := [engine for engine in (*prefill.engines, *decode.engines) if engine.has_work]:
+    stuck = [engine for engine in (*prefill.engines, *decode.engines) if engine.has_work]
+    if stuck:
         raise RuntimeError(
-            f"{len(left)} engines have work but make no step: their schedulers are stuck"
+            f"{len(stuck)} engines have work but make no step: their schedulers are stuck"
         )
-    return Where(run.prefills, run.transfers)
+    return Placement(run.prefills, run.transfers)
 
 
 class _Run:
@@ -141,24 +144,29 @@ class _Run:
         prefill: Fleet[PoolEngine],
         decode: Fleet[PoolEngine],
         link: Link,
-        note: Note,
+        notes: Notes,
         sender: Sender,
     ) -> None:
-        self.prefills: dict[str, int] = {}
+        self.prefills: dict[str, int] = {}  # request -> its engine of `prefill`
         self.transfers: dict[str, list[Transfer]] = {}
-        self.moves: list[
-            tuple[float, int, int, Any]
-        ] = []  # a heap: time, 0 for an arrival, order, what moves
-        self._prefill, self._decode, self._link, self._note = prefill, decode, link, note
-        self._count = 0  # of moves
-        self._free = [0.0] * len(prefill.engines)  # when each link is free
-        self._arrived: list[deque[Moving]] = [deque() for _ in decode.engines]  # they wait for room
+        # a heap: time, 0 for an arrival or 1 for a release, order, and the sequence
+        self.moves: list[tuple[float, int, int, Any]] = []
+        self._prefill = prefill
+        self._decode = decode
+        self._link = link
+        self._notes = notes
+        self._sender = sender
+        self._num_moves = 0
+        self._link_free = [0.0] * len(prefill.engines)  # seconds: when each link is free
+        # by engine of `decode`, the sequences that wait for room there
+        self._arrived: list[deque[Shipment]] = [deque() for _ in decode.engines]
         self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request
         self._targets: dict[str, int] = {}  # request -> its engine of `decode`
-        self._computing, self._sender = Unfinished(), sender
+        self._computing = Unfinished()
 
     def submit(self, now: float, item: WorkItem, params: SamplingParams) -> None:
+        """Give a request that arrives to an engine of `prefill`."""
         replica = self._prefill.route(item, params, now)
         self._prefill.wake(replica, now)
         engine = self._prefill.engines[replica]
@@ -167,8 +175,8 @@ class _Run:
             self._decode.engines[0].check(engine.scheduler_state.waiting[-1].request)
         except ValueError as error:
             raise ValueError(
-                f"an engine of pools.decode refused {item.request_id}: {error}. Bound the workload's lengths, or raise "
-                "the limit"
+                f"an engine of pools.decode refused {item.request_id}: {error}. Bound the "
+                "workload's lengths, or raise the limit"
             ) from error
         names = branch_ids(item.request_id, params.n)
         self._computing.add(item.request_id, names)
@@ -177,114 +185,135 @@ class _Run:
         self.prefills[item.request_id] = replica
 
     def step_prefill(self) -> None:
-        """A step that computes prompts. Sequences that have their first token are released when it has ended."""
+        """Make a step that computes prompts.
+
+        Sequences that have their first token are released when it has ended.
+        """
         replica, result = self._prefill.step()
         if result is None:  # it waits until blocks are given back
             return
-        self._note.step(replica, result)
+        self._notes.step(replica, result)
         for event in result.events:
             if isinstance(event, Finished):
-                self._gone(event.request_id, replica, result.finished)
-        self._sender.ended(result, result.finished)
+                self._leave_prefill(event.request_id, replica, result.finished)
+        self._sender.end_branches(result, result.finished)
         engine = self._prefill.engines[replica]
         for name in engine.prefilled():
-            request_id = self._gone(name, replica, result.finished)
+            request_id = self._leave_prefill(name, replica, result.finished)
             self._push(result.finished, 1, (engine.release(name), request_id, replica))
 
-    def _gone(self, branch: str, replica: int, now: float) -> str:
-        """A branch has ended in `prefill`, or leaves it -> its request."""
-        if (request_id := self._computing.ended(branch)) is not None:
-            self._prefill.ends(request_id, replica, now)
+    def _leave_prefill(self, branch: str, replica: int, now: float) -> str:
+        """Note that a branch has ended in `prefill`, or leaves it.
+
+        Returns:
+            The branch's request.
+        """
+        ended_request = self._computing.end_branch(branch)
+        if ended_request is not None:
+            self._prefill.end_request(ended_request, replica, now)
         return self._branches.pop(branch)
 
-    def _push(self, at: float, kind: int, what: Any) -> None:
-        heappush(self.moves, (at, kind, self._count, what))
-        self._count += 1
+    def _push(self, time: float, kind: int, sequence: Any) -> None:
+        heappush(self.moves, (time, kind, self._num_moves, sequence))
+        self._num_moves += 1
 
     def move(self) -> None:
-        """Pages have arrived, or a sequence that was released is sent."""
-        now, kind, _, what = heappop(self.moves)
+        """Handle the next move: pages have arrived, or a sequence that was released is sent."""
+        now, kind, _, sequence = heappop(self.moves)
         if kind == 0:
-            self._arrived[what.target].append(what)
-            self._decode.wake(what.target, now)
+            self._arrived[sequence.target].append(sequence)
+            self._decode.wake(sequence.target, now)
             return
-        found, request_id, replica = what
+        handover, request_id, replica = sequence
         if request_id not in self._targets:  # the branches of a request go to one engine
             item, params = self._items[request_id]
             self._targets[request_id] = self._decode.route(item, params, now)
-        pages = sum(block != HOLE for block in found.released.blocks) * self._link.block_bytes
-        sent = max(now, self._free[replica]) + pages / self._link.bandwidth
-        self._free[replica] = sent
-        moving = Moving(
-            found,
-            request_id,
-            replica,
-            self._targets[request_id],
-            pages,
-            now,
-            sent + self._link.latency,
+        num_blocks = sum(block != HOLE for block in handover.released.blocks)
+        num_bytes = num_blocks * self._link.block_bytes
+        sent = max(now, self._link_free[replica]) + num_bytes / self._link.bandwidth
+        self._link_free[replica] = sent
+        shipment = Shipment(
+            handover=handover,
+            request_id=request_id,
+            replica=replica,
+            target=self._targets[request_id],
+            bytes=num_bytes,
+            released=now,
+            arrived=sent + self._link.latency,
         )
-        self._push(moving.arrived, 0, moving)
+        self._push(shipment.arrived, 0, shipment)
 
     def step_decode(self) -> None:
-        """A step of an engine of `decode`, in front of which it adopts what has arrived and has room, in order."""
-        now, target = self._decode.next, self._decode.next_replica
-        engine, waiting = self._decode.engines[target], self._arrived[target]
-        while waiting and engine.adopt(waiting[0].found):
-            self._adopted(waiting.popleft(), now)
+        """Make a step of an engine of `decode`.
+
+        In front of it the engine adopts the sequences that have arrived, in order, while it has
+        room.
+        """
+        now = self._decode.next
+        target = self._decode.next_replica
+        engine = self._decode.engines[target]
+        arrived = self._arrived[target]
+        while arrived and engine.adopt(arrived[0].handover):
+            self._free_prefill_blocks(arrived.popleft(), now)
         replica, result = self._decode.step()
         if result is None:
             raise RuntimeError(
-                f"engine {target} of pools.decode has work but makes no step: its scheduler is stuck"
+                f"engine {target} of pools.decode has work but makes no step: its scheduler is "
+                "stuck"
             )
-        number = replica + len(self._prefill.engines)
-        self._note.step(number, result)
-        for request_id in self._sender.ended(result, result.finished):
-            self._decode.ends(request_id, replica, result.finished)
+        self._notes.step(replica + len(self._prefill.engines), result)
+        for request_id in self._sender.end_branches(result, result.finished):
+            self._decode.end_request(request_id, replica, result.finished)
             del self._targets[request_id]
-        if waiting:  # even if nothing runs there any more
+        if arrived:  # even if nothing runs there any more
             self._decode.wake(target, engine.now)
 
-    def _adopted(self, moving: Moving, now: float) -> None:
-        """A sequence runs in `decode`, so its blocks in `prefill` are free, where others may wait for them."""
-        engine, name = (
-            self._prefill.engines[moving.replica],
-            moving.found.released.request.request_id,
-        )
-        engine.free(moving.found)
-        self._note.left(moving.replica, name)
+    def _free_prefill_blocks(self, shipment: Shipment, now: float) -> None:
+        """Free the blocks in `prefill` of a sequence that `decode` has adopted.
+
+        Others may wait for them there.
+        """
+        engine = self._prefill.engines[shipment.replica]
+        name = shipment.handover.released.request.request_id
+        engine.free(shipment.handover)
+        self._notes.drop_branch(shipment.replica, name)
         if engine.has_work:
-            self._prefill.wake(moving.replica, now)
-        number = moving.target + len(self._prefill.engines)
-        transfer = Transfer(name, number, moving.bytes, moving.released, moving.arrived, now)
-        self.transfers.setdefault(moving.request_id, []).append(transfer)
+            self._prefill.wake(shipment.replica, now)
+        transfer = Transfer(
+            branch_id=name,
+            replica=shipment.target + len(self._prefill.engines),
+            bytes=shipment.bytes,
+            released=shipment.released,
+            arrived=shipment.arrived,
+            adopted=now,
+        )
+        self.transfers.setdefault(shipment.request_id, []).append(transfer)
 
 
 class PooledLLM:
-    """Two pools of an experiment. The attributes of an `LLM` that `drive.measure` uses; `engine` is of `prefill`."""
+    """Two pools of an experiment, with the attributes of an `LLM` that `drive.measure` uses.
+
+    `engine` is of `prefill`.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         """Raises ValueError if the experiment cannot be simulated."""
-        assert experiment.pools is not None, "see `Experiment`"
-        self._pools = experiment.pools
-        self.prefill, self.decode = (self._made(experiment, name) for name in POOLS)
+        pools = experiment.pools
+        assert pools is not None, "see `Experiment`"
+        self._pools = pools
+        self.prefill, self.decode = (_pool_llm(experiment, name) for name in POOLS)
         self.engines: tuple[SimulatedEngine, ...] = self.prefill.engines + self.decode.engines
-        self.engine, self.tokenizer = self.prefill.engine, self.prefill.tokenizer
+        self.engine = self.prefill.engine
+        self.tokenizer = self.prefill.tokenizer
         self.startup: dict[str, float] = {}
-        speed = experiment.pools.link_gb_s
-        bandwidth = math.inf if speed is None else 1e9 * speed
-        self.link = Link(self.prefill.block_bytes, bandwidth, experiment.pools.latency_s)
-
-    def _made(self, experiment: Experiment, name: str) -> SimulatedLLM:
-        one, pool = of_pool(experiment, name), getattr(self._pools, name)
-        assert one.simulate is not None, "see `check_pools`"
-        try:
-            return SimulatedLLM(one.simulate, one.engine_config, one.model, pool.count)
-        except ValueError as error:
-            raise ValueError(f"pools.{name}: {error}") from error
+        bandwidth = math.inf if pools.link_gb_s is None else 1e9 * pools.link_gb_s
+        self.link = Link(self.prefill.block_bytes, bandwidth, pools.latency_s)
 
     def fleets(self, find: Callable[[str], Router]) -> tuple[Fleet[PoolEngine], Fleet[PoolEngine]]:
-        """`prefill` and `decode` behind their routers, each of which knows as many hashes as an engine has blocks."""
+        """`prefill` and `decode` behind their routers.
+
+        Each router knows as many hashes as an engine of its pool has blocks.
+        """
 
         def fleet(pool: Pool, llm: SimulatedLLM) -> Fleet[PoolEngine]:
             assert llm.engine.config.num_blocks is not None, "see `resolved`"
@@ -293,42 +322,59 @@ class PooledLLM:
         return fleet(self._pools.prefill, self.prefill), fleet(self._pools.decode, self.decode)
 
 
-def of_pools(
-    requests: Iterable[RequestRecord],
+def _pool_llm(experiment: Experiment, name: str) -> SimulatedLLM:
+    """The simulated engines of a pool."""
+    pool_experiment = of_pool(experiment, name)
+    simulate = pool_experiment.simulate
+    assert simulate is not None, "see `check_pools`"
+    count = getattr(experiment.pools, name).count
+    try:
+        return SimulatedLLM(simulate, pool_experiment.engine_config, pool_experiment.model, count)
+    except ValueError as error:
+        raise ValueError(f"pools.{name}: {error}") from error
+
+
+def pools_summary(
+    requests: Sequence[RequestRecord],
     steps: Sequence[StepRecord],
     counts: Sequence[int],
     duration: float,
 ) -> dict[str, Any]:
     """How even the engines of each pool were, their blocks, and what moving took.
 
-    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of sequences that wait
-    for room in `decode`: if it is full, these hold it up.
+    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of
+    sequences that wait for room in `decode`: if it is full, these hold it up.
 
     Args:
         counts: engines of `prefill` and of `decode`.
     """
-    requests = list(requests)
-    found = [transfer for request in requests for transfer in request.transfers]
-    moved = [request.transfers[0].replica for request in requests if request.transfers]
-    first, second = range(counts[0]), range(counts[0], sum(counts))
+    transfers = [transfer for request in requests for transfer in request.transfers]
+    prefill_replicas = [request.replica for request in requests]
+    decode_replicas = [request.transfers[0].replica for request in requests if request.transfers]
+    prefill = range(counts[0])
+    decode = range(counts[0], sum(counts))
     return {
-        "prefill": of_replicas([one.replica for one in requests], steps, duration, first)
-        | _blocks(steps, first),
-        "decode": of_replicas(moved, steps, duration, second) | _blocks(steps, second),
-        "transfers": len(found),
-        "moved_bytes": sum(one.bytes for one in found),
-        "transfer_s": spread(one.arrived - one.released for one in found),
-        "wait_s": spread(one.adopted - one.arrived for one in found),
+        "prefill": replicas_summary(prefill_replicas, steps, duration, prefill)
+        | _blocks_summary(steps, prefill),
+        "decode": replicas_summary(decode_replicas, steps, duration, decode)
+        | _blocks_summary(steps, decode),
+        "transfers": len(transfers),
+        "moved_bytes": sum(transfer.bytes for transfer in transfers),
+        "transfer_s": spread(transfer.arrived - transfer.released for transfer in transfers),
+        "wait_s": spread(transfer.adopted - transfer.arrived for transfer in transfers),
     }
 
 
-def _blocks(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
-    """Blocks of an engine of a pool, and those in use, over the steps of its engines; None without a step."""
-    found = [step for step in steps if step.replica in engines]
-    if not found:
+def _blocks_summary(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
+    """Blocks of an engine of a pool, and those in use, over the steps of its engines.
+
+    Both are None without a step.
+    """
+    pool_steps = [step for step in steps if step.replica in engines]
+    if not pool_steps:
         return {"blocks_total": None, "blocks_used": None}
-    used = [step.blocks_used for step in found]
+    used = [step.blocks_used for step in pool_steps]
     return {
-        "blocks_total": found[0].num_blocks,
+        "blocks_total": pool_steps[0].num_blocks,
         "blocks_used": {"mean": sum(used) / len(used), "peak": max(used)},
     }

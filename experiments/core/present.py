@@ -1,4 +1,6 @@
-"""The section `replicas` of a config: how many engines there are, and when some join, leave or fail."""
+"""The section `replicas` of a config: how many engines there are, and when some join, leave or
+fail.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from itertools import pairwise
 class Change:
     """Replicas that join at a time, leave or fail: one of the three counts is above 0.
 
-    at: seconds from the start of the run. A replica that joins is ready then, with an empty cache. Those that joined
-        last leave or fail first. One that leaves gets no requests, and ends those that it has. One that fails makes no
-        further step; its requests are routed again and computed anew.
+    at: seconds from the start of the run. A replica that joins is ready then, with an empty cache.
+        Those that joined last leave or fail first. One that leaves gets no requests, and ends those
+        that it has. One that fails makes no further step; its requests are routed again and
+        computed anew.
     """
 
     at: float
@@ -41,7 +44,8 @@ class Replicas:
     """Equal engines, and the router that gives each request to one of them (pagedjax/routing).
 
     count: at the start.
-    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it has blocks.
+    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it
+        has blocks.
     changes: replicas that join or go while the run lasts, by time.
     """
 
@@ -55,18 +59,21 @@ class Replicas:
             raise ValueError(f"count is {self.count}; it must be at least 1")
         if self.known_blocks is not None and self.known_blocks < 0:
             raise ValueError(
-                f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the blocks of a replica"
+                f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the "
+                "blocks of a replica"
             )
         if any(a.at > b.at for a, b in pairwise(self.changes)):
             raise ValueError(
-                f"changes are at {[change.at for change in self.changes]} seconds; list them by time"
+                f"changes are at {[change.at for change in self.changes]} seconds; list them by "
+                "time"
             )
         present = self.count
         for change in self.changes:
             present += change.more
             if present < 1:
                 raise ValueError(
-                    f"changes leave {present} replicas at {change.at:g} s; at least 1 must be present"
+                    f"changes leave {present} replicas at {change.at:g} s; at least 1 must be "
+                    "present"
                 )
 
     @property

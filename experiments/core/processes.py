@@ -1,7 +1,8 @@
-"""Runs whose engine several processes share: process 0 measures and writes, and the others follow it from run to run.
+"""Runs whose engine several processes share: process 0 measures and writes, and the others follow
+it from run to run.
 
-Every process is started with the same command, so all have the same plan. Process 0 says which run comes next; then
-each builds that run's engine, or takes one that is alive.
+Every process is started with the same command, so all have the same plan. Process 0 says which run
+comes next; then each builds that run's engine, or takes one that is alive.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pagedjax.processes.join import joined
 
 
 @contextmanager
-def followed(run: Run) -> Generator[None, None, None]:
-    """Have the other processes compute their part of a run. Without others, and in a simulated run, it does nothing."""
+def lead(run: Run) -> Generator[None, None, None]:
+    """Have the other processes compute their part of a run.
+
+    Without others, and in a simulated run, it does nothing.
+    """
     group = joined()
     if not isinstance(group, Leader) or run.point.experiment.simulate is not None:
         yield
@@ -38,10 +42,11 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
         if message["input"] != "run":
             continue
         if message["point"] not in experiments:
-            what = (
-                f"has no point {message['point'][:12]}; start all processes with the same command"
+            reason = f"has no point {message['point'][:12]}"
+            group.report(
+                "failed",
+                f"process {group.process} {reason}; start all processes with the same command",
             )
-            group.report("failed", f"process {group.process} {what}")
         try:
             engine: Any = engines.get(experiments[message["point"]]).engine
         except Exception as error:  # process 0 has the same one, and writes it as a failed run
@@ -52,7 +57,10 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
 
 
 def _skip(group: Follower, error: Exception) -> None:
-    """Wait for the end of a run whose engine cannot be built here. If process 0 can build it, all end."""
+    """Wait for the end of a run whose engine cannot be built here.
+
+    If process 0 can build it, all end.
+    """
     while (message := group.receive())["input"] != "release":
         if message["input"] in ("open", "step"):
             group.report(

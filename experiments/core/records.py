@@ -2,7 +2,8 @@
 
     StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (metrics.py)
 
-The time of a token is the end of the step that sampled it (commit included): a user can see it from then on.
+The time of a token is the end of the step that sampled it (commit included): a user can see it from
+then on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, 
 
 
 class BranchRecord(NamedTuple):
-    """One branch of a request. The first branch has the request's id. `finish_reason` is None for a branch that did
-    not end.
+    """One branch of a request.
 
-    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are then those of the first
-        and the last token, and `token_ids` is empty. None: all are there.
+    The first branch has the request's id. `finish_reason` is None for a branch that did not end.
+
+    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are
+        then those of the first and the last token, and `token_ids` is empty. None: all are there.
     """
 
     branch_id: str
@@ -45,7 +47,8 @@ class BranchRecord(NamedTuple):
         """Seconds between its tokens. Raises ValueError if their times were not kept."""
         if self.counted is not None:
             raise ValueError(
-                f"{self.branch_id} has the times of its first and last token alone; set records: full"
+                f"{self.branch_id} has the times of its first and last token alone; set records: "
+                "full"
             )
         return tuple(b - a for a, b in pairwise(self.token_times))
 
@@ -112,8 +115,11 @@ class RequestRecord(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step. `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that several
-    sequences share counts once in both, and once for each of them in `blocks_listed`."""
+    """One step.
+
+    `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that
+    several sequences share counts once in both, and once for each of them in `blocks_listed`.
+    """
 
     step: int
     started: float
@@ -153,12 +159,14 @@ class SpanColumns(NamedTuple):
 
     used: np.ndarray
     listed: np.ndarray
-    held: np.ndarray
+    held_tokens: np.ndarray
     context: np.ndarray
 
 
 class RequestRecorder:
-    """Collects the records of requests from results, so that no one has to keep those and their plans."""
+    """Collects the records of requests from results, so that the results and their plans need not
+    be kept.
+    """
 
     def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
         """See `request_records`."""
@@ -173,12 +181,18 @@ class RequestRecorder:
         self._reasons: dict[str, str] = {}
 
     def add(self, result: StepResult) -> None:
-        """Raises ValueError for a step with a request that is not in the workload."""
-        started, finished = result.started - self._start, result.finished - self._start
+        """Add a step.
+
+        Raises:
+            ValueError: the step has a request that is not in the workload.
+        """
+        started = result.started - self._start
+        finished = result.finished - self._start
         for seq in result.plan.seqs:
             if seq.request_id not in self._times:
                 raise ValueError(
-                    f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload"
+                    f"step {result.plan.step} runs the request {seq.request_id!r}, not in the "
+                    "workload"
                 )
             self._scheduled.setdefault(seq.request_id, started)
         for request_id in result.plan.preempted:
@@ -198,23 +212,33 @@ class RequestRecorder:
             self._times[seq.request_id] += times
             self._tokens[seq.request_id] += tokens
 
-    def anew(self, request_id: str) -> None:
-        """The request is computed anew, because its replica failed: what was computed is forgotten."""
+    def forget_request(self, request_id: str) -> None:
+        """Forget what was computed of a request: its replica failed, so it is computed anew."""
         self._scheduled.pop(request_id, None)
         for name in next(names for item, names in self._requests if item.request_id == request_id):
-            self._times[name], self._tokens[name], self._preemptions[name] = [], [], 0
+            self._times[name] = []
+            self._tokens[name] = []
+            self._preemptions[name] = 0
             self._reasons.pop(name, None)
 
     def _branch(self, name: str) -> BranchRecord:
-        times, tokens = tuple(self._times[name]), tuple(self._tokens[name])
-        return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))
+        return BranchRecord(
+            branch_id=name,
+            token_times=tuple(self._times[name]),
+            token_ids=tuple(self._tokens[name]),
+            preemptions=self._preemptions[name],
+            finish_reason=self._reasons.get(name),
+        )
 
     def records(
         self,
         replicas: Mapping[str, int] | None = None,
         transfers: Mapping[str, Sequence[Transfer]] | None = None,
     ) -> list[RequestRecord]:
-        """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
+        """See `request_records`.
+
+        Args: of each request, its replica and the transfers of its branches.
+        """
         return [
             request_record(
                 item,
@@ -267,49 +291,39 @@ def request_records(
 class StepRecorder:
     """Makes the records of one replica's steps, one by one.
 
-    A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
-    the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
-    finish remove them.
+    A plan has only the sequences that compute something in its step; others may stay in the cache
+    without a share of the budget. So the cached tokens of each sequence are carried from step to
+    step: rows set them, preemption and finish remove them.
     """
 
     def __init__(
         self, start: float, block_size: int, config: SchedulerConfig | None = None, replica: int = 0
     ) -> None:
         """See `step_records`."""
-        self._start, self._block_size, self._config, self._replica = (
-            start,
-            block_size,
-            config,
-            replica,
-        )
+        self._start = start
+        self._block_size = block_size
+        self._config = config
+        self._replica = replica
         self._groups = config.groups if config else 1
         self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
         self._admissions = FirstAdmissions()
 
-    def left(self, request_id: str) -> None:
-        """The blocks of a sequence were given back between two steps, because another engine has it."""
+    def drop_branch(self, request_id: str) -> None:
+        """Note that the blocks of a sequence were given back between two steps, because another
+        engine has it.
+        """
         self._cached.pop(request_id, None)
         self._admissions.left(request_id)
 
     def record(self, result: StepResult) -> StepRecord:
-        cached, groups, block_size = self._cached, self._groups, self._block_size
-        plan, work = result.plan, work_of(result.plan, result.padded_tokens, config=self._config)
-        for request_id in plan.preempted:
-            cached.pop(request_id, None)
-        for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            cached[seq.request_id] = (seq.blocks, before + count)
-        # without mixed steps, a waiting decode may own a block that no row shows yet
-        entries = sum([len(blocks) for blocks, _ in cached.values()])
-        holes = sum([blocks.count(HOLE) for blocks, _ in cached.values()])
-        listed = max(entries - holes, plan.blocks_used)
-        if listed != plan.blocks_used or holes or groups > 1:
-            held = min(_held(cached.values(), block_size, groups), plan.blocks_used * block_size)
-        else:
-            held = sum([tokens for _, tokens in cached.values()])
-        entered = self._admissions.among(result.events)
+        plan = result.plan
+        work = work_of(plan, result.padded_tokens, config=self._config)
+        self._cache_rows(plan)
+        listed, held_tokens = self._cache_counts(plan.blocks_used)
+        admissions = self._admissions.among(result.events)
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
-            cached.pop(event.request_id, None)
+            self._cached.pop(event.request_id, None)
         return StepRecord(
             step=plan.step,
             started=result.started - self._start,
@@ -324,27 +338,46 @@ class StepRecorder:
                 len(event.token_ids) for event in result.events if isinstance(event, Sampled)
             ),
             admitted=len(plan.admitted),
-            admitted_tokens=sum(event.num_tokens for event in entered),
-            hit_tokens=sum(event.num_cached for event in entered),
+            admitted_tokens=sum(event.num_tokens for event in admissions),
+            hit_tokens=sum(event.num_cached for event in admissions),
             preempted=len(plan.preempted),
             finished=len(finished),
             waiting=plan.num_waiting,
             blocks_used=plan.blocks_used,
             blocks_listed=listed,
             num_blocks=plan.num_blocks,
-            held_tokens=held,
+            held_tokens=held_tokens,
             compilations=result.compilations,
             context_tokens=work.context,
             pairs=work.pairs,
-            **speculation.counted(plan, result.events)._asdict(),
+            **speculation.draft_counts(plan, result.events)._asdict(),
             replica=self._replica,
         )
 
-    def columns_of(self, span: DecodeSpan) -> SpanColumns:
-        """The counts of several steps at once, which are noted as `record` does."""
-        steps, rows, size = len(span.allocated), len(span.seqs), self._block_size
-        after = rows * np.arange(steps)  # tokens that the steps before each one have added
-        context = sum(span.lengths) + after
+    def _cache_rows(self, plan: Plan) -> None:
+        """Carry the cached tokens of each sequence over a step."""
+        for request_id in plan.preempted:
+            self._cached.pop(request_id, None)
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            self._cached[seq.request_id] = (seq.blocks, start + count)
+
+    def _cache_counts(self, blocks_used: int) -> tuple[int, int]:
+        """`blocks_listed` and `held_tokens` of a step with so many used blocks."""
+        cached = self._cached.values()
+        entries = sum([len(blocks) for blocks, _ in cached])
+        holes = sum([blocks.count(HOLE) for blocks, _ in cached])
+        # without mixed steps, a waiting decode may own a block that no row shows yet
+        listed = max(entries - holes, blocks_used)
+        if listed != blocks_used or holes or self._groups > 1:
+            distinct = _distinct_tokens(cached, self._block_size, self._groups)
+            return listed, min(distinct, blocks_used * self._block_size)
+        return listed, sum([tokens for _, tokens in cached])
+
+    def count_span(self, span: DecodeSpan) -> SpanColumns:
+        """Count several steps at once. The recorder goes on as after `record` of each of them."""
+        steps = len(span.allocated)
+        added = len(span.seqs) * np.arange(steps)  # tokens of the steps before each one
+        context = sum(span.lengths) + added
         first = {
             seq.request_id: (seq.blocks, length)
             for seq, length in zip(span.seqs, span.lengths, strict=True)
@@ -353,20 +386,22 @@ class StepRecorder:
             name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()
         }
         used = span.blocks + np.cumsum(span.allocated)
-        shared = max(
-            0, span.listed - span.blocks
-        )  # entries that list a block which another one lists, too
-        held = context
+        # entries that list a block which another one lists, too
+        shared = max(0, span.listed - span.blocks)
+        held_tokens = context
         if shared:
-            held = np.minimum(_held(first.values(), size, self._groups) + after, used * size)
-        return SpanColumns(used, used + shared, held, context)
+            distinct = _distinct_tokens(first.values(), self._block_size, self._groups)
+            held_tokens = np.minimum(distinct + added, used * self._block_size)
+        return SpanColumns(used, used + shared, held_tokens, context)
 
     def record_span(self, span: DecodeSpan) -> list[StepRecord]:
         """The records of several steps at once."""
-        rows, times = len(span.seqs), span.times
-        started, seconds = times.started - self._start, times.finished - times.started
-        columns = (started, seconds, times.device, seconds - times.device, *self.columns_of(span))
-        rows_of = zip(*[column.tolist() for column in columns], strict=True)
+        rows = len(span.seqs)
+        times = span.times
+        started = times.started - self._start
+        seconds = times.finished - times.started
+        columns = (started, seconds, times.device, seconds - times.device, *self.count_span(span))
+        values = zip(*[column.tolist() for column in columns], strict=True)
         return [
             StepRecord(
                 step=span.step + i,
@@ -388,15 +423,15 @@ class StepRecorder:
                 blocks_used=used,
                 blocks_listed=listed,
                 num_blocks=span.num_blocks,
-                held_tokens=held,
+                held_tokens=held_tokens,
                 compilations=0,
                 context_tokens=context,
                 pairs=context,
                 decodes=rows,
                 replica=self._replica,
             )
-            for i, (start, duration, device, host, used, listed, held, context) in enumerate(
-                rows_of
+            for i, (start, duration, device, host, used, listed, held_tokens, context) in enumerate(
+                values
             )
         ]
 
@@ -418,19 +453,24 @@ def step_records(
 
 def _prompt_tokens(plan: Plan) -> int:
     rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
-    return sum([max(0, min(count, seq.request.prompt_len - before)) for seq, before, count in rows])
+    return sum([max(0, min(count, seq.request.prompt_len - start)) for seq, start, count in rows])
 
 
-def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int) -> int:
-    """Tokens in the cache; those in shared blocks count once, and those of each group of layers."""
+def _distinct_tokens(
+    cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int
+) -> int:
+    """Tokens in the cache; those in shared blocks count once, and those of each group of layers.
+
+    Args:
+        cached: of each sequence, its blocks and the tokens in them.
+    """
     full: set[int] = set()
-    part: dict[int, int] = {}  # branches share a last block that is not full
+    partial: dict[int, int] = {}  # tokens by block; branches share a last block that is not full
     for blocks, tokens in cached:
-        first = tokens // block_size * groups
-        full.update(blocks[:first])
-        for last in blocks[first : first + groups] if tokens % block_size else ():
-            part[last] = max(part.get(last, 0), tokens % block_size)
+        num_full = tokens // block_size * groups
+        full.update(blocks[:num_full])
+        for block in blocks[num_full : num_full + groups] if tokens % block_size else ():
+            partial[block] = max(partial.get(block, 0), tokens % block_size)
     full.discard(HOLE)
-    return len(full) * block_size + sum(
-        tokens for block, tokens in part.items() if block not in full
-    )
+    in_partial = sum(tokens for block, tokens in partial.items() if block not in full)
+    return len(full) * block_size + in_partial

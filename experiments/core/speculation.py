@@ -1,4 +1,6 @@
-"""Drafts in the results of a run with `engine.speculative`: counts of a step, and the numbers of its summary."""
+"""Drafts in the results of a run with `engine.speculative`: counts of a step, and the numbers of
+its summary.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pagedjax.host.types import Event, Plan, Verified
 
-COLUMNS = (
-    "drafts",
-    "accepted",
-    "decodes",
-)  # of a step record; steps.jsonl has them only with speculation
+# of a step record; steps.jsonl has them only with speculation
+COLUMNS = ("drafts", "accepted", "decodes")
 
 
 class DraftCounts(NamedTuple):
@@ -20,8 +19,8 @@ class DraftCounts(NamedTuple):
     decodes: int  # rows that compute one known token, the last one, behind the prompt; and drafts
 
 
-class Counted(Protocol):
-    """A step record."""
+class HasDraftCounts(Protocol):
+    """A step record, or sums of several."""
 
     @property
     def drafts(self) -> int: ...
@@ -31,7 +30,7 @@ class Counted(Protocol):
     def decodes(self) -> int: ...
 
 
-def counted(plan: Plan, events: Iterable[Event]) -> DraftCounts:
+def draft_counts(plan: Plan, events: Iterable[Event]) -> DraftCounts:
     """The drafts of a step that were verified, and its decode rows."""
     verified = [event for event in events if isinstance(event, Verified)]
     return DraftCounts(
@@ -42,36 +41,38 @@ def counted(plan: Plan, events: Iterable[Event]) -> DraftCounts:
 
 
 def decodes(plan: Plan) -> int:
+    """The decode rows of a step; see `DraftCounts`."""
     drafts = plan.drafts or (0,) * len(plan.seqs)
     rows = zip(plan.seqs, plan.lengths, plan.starts, plan.counts, drafts, strict=True)
-    ones = [
+    last_tokens = [
         (seq, start)
-        for seq, length, start, count, k in rows
-        if count - k == 1 and start + 1 == length
+        for seq, length, start, count, num_drafts in rows
+        if count - num_drafts == 1 and start + 1 == length
     ]
-    return sum(start >= seq.request.prompt_len for seq, start in ones)
+    return sum(start >= seq.request.prompt_len for seq, start in last_tokens)
 
 
-def sums(steps: Iterable[Counted]) -> DraftCounts:
-    """Over all steps."""
-    counts = [(step.drafts, step.accepted, step.decodes) for step in steps]
-    return (
-        DraftCounts(*(sum(column) for column in zip(*counts, strict=True)))
-        if counts
-        else DraftCounts(0, 0, 0)
+def sums(steps: Iterable[HasDraftCounts]) -> DraftCounts:
+    """The counts over all steps."""
+    steps = list(steps)
+    return DraftCounts(
+        drafts=sum(step.drafts for step in steps),
+        accepted=sum(step.accepted for step in steps),
+        decodes=sum(step.decodes for step in steps),
     )
 
 
-def summary(counts: Counted) -> dict[str, Any]:
-    """Of the sums over all steps. A decode row gives one token and one for each accepted draft.
+def summary(counts: HasDraftCounts) -> dict[str, Any]:
+    """The section `speculation` of a summary, from the sums over all steps.
 
-    None: `acceptance` without a draft, `tokens_per_decode` without a decode row.
+    A decode row gives one token and one for each accepted draft. None: `acceptance` without a
+    draft, `tokens_per_decode` without a decode row.
     """
+    acceptance = counts.accepted / counts.drafts if counts.drafts else None
+    tokens = counts.decodes + counts.accepted
     return {
         "drafts": counts.drafts,
         "accepted": counts.accepted,
-        "acceptance": counts.accepted / counts.drafts if counts.drafts else None,
-        "tokens_per_decode": (counts.decodes + counts.accepted) / counts.decodes
-        if counts.decodes
-        else None,
+        "acceptance": acceptance,
+        "tokens_per_decode": tokens / counts.decodes if counts.decodes else None,
     }

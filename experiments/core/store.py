@@ -1,12 +1,15 @@
 """Run folders: written atomically, read without pandas.
 
     <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
-        config.yaml     the resolved config, without any choice left; small files that it names are copied beside it
+        config.yaml     the resolved config, without any choice left; small files that it names are
+                        copied beside it
         env.json        the environment: commit, hash of the code, versions, device, flags
         requests.jsonl  one line a request, its branches in it
         steps.jsonl     one line a step; not in a run that keeps sums (totals.py)
         summary.json    the metrics; a run exists if and only if this file exists
-    <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
+    <out>/<name>/
+        sweep.json, runs.jsonl, report.html   the sweep: its runs in order, their summaries, the
+                                              report
 
 A run is written under a temporary name and renamed, so a killed sweep leaves no incomplete run.
 """
@@ -37,7 +40,10 @@ def run_folder(sweep: Path, point: str, repeat: int) -> Path:
 
 
 def write_run(folder: Path, files: dict[str, str]) -> None:
-    """Write a run's `files` (name -> text) as one atomic change. An earlier run in `folder` is replaced."""
+    """Write a run's `files` (name -> text) as one atomic change.
+
+    An earlier run in `folder` is replaced.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{_TEMPORARY}{os.getpid()}-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -50,7 +56,10 @@ def write_run(folder: Path, files: dict[str, str]) -> None:
 
 
 def set_aside(folders: Sequence[Path]) -> None:
-    """Mark runs as missing, because they are measured again. Their files stay until new ones replace them."""
+    """Mark runs as missing, because they are measured again.
+
+    Their files stay until new ones replace them.
+    """
     for folder in folders:
         with suppress(FileNotFoundError):
             os.replace(folder / _SUMMARY, folder / _STALE)
@@ -71,14 +80,14 @@ def write_file(path: Path, text: str) -> None:
 
 def clean(sweep: Path) -> None:
     """Remove incomplete files of killed processes. Files of a live process stay."""
-    for left in [*sweep.glob(f"{_TEMPORARY}*"), *sweep.glob(f"*/{_TEMPORARY}*")]:
-        pid = left.name.removeprefix(_TEMPORARY).split("-")[0]
+    for path in [*sweep.glob(f"{_TEMPORARY}*"), *sweep.glob(f"*/{_TEMPORARY}*")]:
+        pid = path.name.removeprefix(_TEMPORARY).split("-")[0]
         if pid.isdigit() and _alive(int(pid)):
             continue
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:
@@ -107,16 +116,18 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         ) from None
     if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
         raise ValueError(
-            f"{folder / _SUMMARY} has another schema than {SCHEMA}; delete the folder {folder} and run again"
+            f"{folder / _SUMMARY} has another schema than {SCHEMA}; delete the folder {folder} "
+            "and run again"
         )
     return summary
 
 
 def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of the run's folder.
+    """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of
+    the run's folder.
 
-    For the folder of a sweep, or of several sweeps: the runs that belong to the sweeps now (runs.jsonl). For a folder
-    without a sweep: every run below it.
+    For the folder of a sweep, or of several sweeps: the runs that belong to the sweeps now
+    (runs.jsonl). For a folder without a sweep: every run below it.
 
     Raises:
         ValueError: there is no run, or one is damaged.
@@ -131,12 +142,12 @@ def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
         lines = index.read_text(encoding="utf-8").splitlines()
         runs += [{**run, "run": str(index.parent / run["run"])} for run in map(json.loads, lines)]
     if not runs:
-        found = sorted(
+        folders = sorted(
             path.parent
             for path in root.rglob(_SUMMARY)
             if not path.parent.name.startswith(_TEMPORARY)
         )
-        runs = [{**(read_summary(path) or {}), "run": str(path)} for path in found]
+        runs = [{**(read_summary(path) or {}), "run": str(path)} for path in folders]
     if not runs:
         raise ValueError(
             f"{root} contains no runs: a run is a folder with a {_SUMMARY}, "
@@ -163,14 +174,15 @@ def read_requests(folder: Path) -> list[RequestRecord]:
 
 
 def _request(row: dict[str, Any]) -> RequestRecord:
-    branches = [
-        BranchRecord(
-            **{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])}
-        )
-        for b in row["branches"]
-    ]
-    transfers = tuple(Transfer(**one) for one in row.get("transfers", ()))
-    return RequestRecord(**{**row, "branches": tuple(branches), "transfers": transfers})
+    row["branches"] = tuple(_branch(branch) for branch in row["branches"])
+    row["transfers"] = tuple(Transfer(**transfer) for transfer in row.get("transfers", ()))
+    return RequestRecord(**row)
+
+
+def _branch(row: dict[str, Any]) -> BranchRecord:
+    row["token_times"] = tuple(row["token_times"])
+    row["token_ids"] = tuple(row["token_ids"])
+    return BranchRecord(**row)
 
 
 def json_text(value: Any) -> str:
@@ -201,9 +213,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted names, in order: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

@@ -1,10 +1,12 @@
-"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path of the key.
+"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path of the
+key.
 
-`parse(kind, value, where)` turns the value of YAML into the type `kind`: nested dataclasses, unions of dataclasses with
-a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and plain scalars.
+`parse(kind, value, path)` turns the value of YAML into the type `kind`: nested dataclasses, unions
+of dataclasses with a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and
+plain scalars.
 
-pydantic's TypeAdapter (2.x) does not replace it: it accepts unknown keys of our plain dataclasses, suggests no nearest
-name, and reports errors for all members of a union instead of the chosen one.
+pydantic's TypeAdapter (2.x) does not replace it: it accepts unknown keys of our plain dataclasses,
+suggests no nearest name, and reports errors for all members of a union instead of the chosen one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class _Loader(yaml_words.Loader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
             if key in first_line:
                 raise ValueError(
                     f"line {line}: the key {key!r} is given twice (first in line {first_line[key]})"
@@ -41,21 +44,30 @@ class _Loader(yaml_words.Loader):
         return super().construct_mapping(node, deep=deep)
 
 
-def load_text(text: str, where: str) -> Any:
-    """The YAML document `text`. Raises ValueError that begins with `where` on bad syntax or a duplicate key."""
+def load_text(text: str, source: str) -> Any:
+    """The YAML document `text`.
+
+    Raises:
+        ValueError: bad syntax or a duplicate key; the message begins with `source`.
+    """
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError) as error:  # TypeError: a list as a mapping key
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{source}: {error}") from None
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file `path`. Raises ValueError if the file is missing or is no mapping."""
+    """The mapping in the YAML file `path`.
+
+    Raises ValueError if the file is missing or is no mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        what = f"cannot read the config {path}: {error.strerror or error}"
-        raise ValueError(f"{what}; name a YAML file, such as one of configs/") from None
+        raise ValueError(
+            f"cannot read the config {path}: {error.strerror or error}; name a YAML file, such as "
+            "one of configs/"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read the config {path}: it is not UTF-8 text ({error})") from None
     value = load_text(text, str(path))
@@ -63,32 +75,35 @@ def load_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is empty; a config is a mapping of sections, such as `name: ...`")
     if not isinstance(value, dict):
         raise ValueError(
-            f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`"
+            f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: "
+            "...`"
         )
     return value
 
 
-def parse(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the type `kind`; `where` is its path in the config, such as `engine.block_size`.
+def parse(kind: Any, value: Any, path: str) -> Any:
+    """`value` as the type `kind`; `path` is its path in the config, such as `engine.block_size`.
 
     Raises:
-        ValueError: the path, the value found and what it must be; for an unknown key also the nearest known name.
+        ValueError: the path, the value found and what it must be; for an unknown key also the
+            nearest known name.
     """
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if kind is Any:  # the dataclass checks it
         return value
     if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, where)
+        return _dataclass(kind, value, path)
     if origin in (Union, types.UnionType):
-        return _union(args, value, where)
+        return _union(args, value, path)
     if origin is Literal:
-        one_of(where, value, args)
+        one_of(path, value, args)
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(parse(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if origin in (collections.abc.Mapping, dict) and isinstance(value, dict):
         return {
-            parse(args[0], k, f"{where} key"): parse(args[1], v, f"{where}.{k}")
+            parse(args[0], k, f"{path} key"): parse(args[1], v, f"{path}.{k}")
             for k, v in value.items()
         }
     if (
@@ -100,7 +115,7 @@ def parse(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if kind in (int, str, bool, types.NoneType) and type(value) is kind:
         return value
-    raise ValueError(f"{where} is {value!r}; it must be {_words(kind)}{_hint(kind, value)}")
+    raise ValueError(f"{path} is {value!r}; it must be {_words(kind)}{_hint(kind, value)}")
 
 
 @functools.cache
@@ -109,76 +124,78 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _dataclass(cls: Any, value: Any, where: str) -> Any:
+def _dataclass(cls: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
         names = ", ".join(field.name for field in dataclasses.fields(cls))
-        what = f"it must be a mapping, such as {_example(cls)}, with keys from: {names}"
-        raise ValueError(f"{where} is {value!r}; {what}")
-    hints = _hints(cls)
-    prefix = f"{where}." if where else ""
-    known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
-    for field in dataclasses.fields(cls):
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        raise ValueError(
+            f"{path} is {value!r}; it must be a mapping, such as {_example(cls)}, with keys from: "
+            f"{names}"
         )
-        if (
-            required and field.name not in known and set(known) <= set(hints)
-        ):  # an unknown key is reported first
-            raise ValueError(
-                f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}"
-            )
+    hints = _hints(cls)
+    prefix = f"{path}." if path else ""
+    parsed = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
+    if set(parsed) <= set(hints):  # an unknown key is reported first
+        for field in dataclasses.fields(cls):
+            if _is_required(field) and field.name not in parsed:
+                raise ValueError(
+                    f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}"
+                )
     try:
-        return from_dict(cls, known, where=prefix)
+        return from_dict(cls, parsed, where=prefix)
     except ValueError as error:
-        # from_dict reports the path; a check inside the dataclass its field, some with the last name of the path
-        message, last = str(error), f"{where.rpartition('.')[2]}."
-        known_path = message.startswith("unknown key")
-        raise ValueError(message if known_path else prefix + message.removeprefix(last)) from None
+        # from_dict reports the path; a check inside the dataclass its field, some with the last
+        # name of the path
+        message = str(error)
+        if message.startswith("unknown key"):
+            raise
+        message = message.removeprefix(f"{path.rpartition('.')[2]}.")
+        raise ValueError(prefix + message) from None
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _example(cls: Any) -> str:
-    """A mapping in YAML for an error: the tag of a union and the required keys, or else the first plain default."""
+    """A mapping in YAML for an error: the tag of a union and the required keys, or else the first
+    plain default.
+    """
     tag, values = _tag(cls)
-    missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(cls) if field.name != tag]
-    needed = [
-        f"{one.name}: ..."
-        for one in fields
-        if one.default is missing and one.default_factory is missing
+    tags = [f"{tag}: {value}" for value in values]
+    required = [f"{field.name}: ..." for field in fields if _is_required(field)]
+    plain = [
+        f"{field.name}: {field.default}" for field in fields if type(field.default) in (int, float)
     ]
-    plain = [f"{one.name}: {one.default}" for one in fields if type(one.default) in (int, float)]
-    keys = (
-        [*[f"{tag}: {value}" for value in values], *needed]
-        or plain[:1]
-        or [f"{fields[0].name}: ..."]
-    )
+    keys = [*tags, *required] or plain[:1] or [f"{fields[0].name}: ..."]
     return f"{{{', '.join(keys)}}}"
 
 
-def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
+def _union(members: tuple[Any, ...], value: Any, path: str) -> Any:
     tagged = {tag: cls for cls in members if dataclasses.is_dataclass(cls) for tag in _tag(cls)[1]}
     if tagged and isinstance(value, dict):
         name = _tag(next(iter(tagged.values())))[0]
         if name not in value:
             raise ValueError(
-                f"{where}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
+                f"{path}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
             )
-        one_of(f"{where}.{name}", value[name], tuple(tagged))
-        return parse(tagged[value[name]], value, where)
+        one_of(f"{path}.{name}", value[name], tuple(tagged))
+        return parse(tagged[value[name]], value, path)
     for member in members:
         if _fits(member, value):
-            return parse(member, value, where)
+            return parse(member, value, path)
     union = Union[members]  # noqa: UP007 - built from a tuple
-    example = next(
-        (f", such as {_example(one)}" for one in members if dataclasses.is_dataclass(one)), ""
-    )
+    dataclass_members = [member for member in members if dataclasses.is_dataclass(member)]
+    example = f", such as {_example(dataclass_members[0])}" if dataclass_members else ""
     raise ValueError(
-        f"{where} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}"
+        f"{path} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}"
     )
 
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
-    """Name and values of the Literal field that identifies a member of a union; ("", ()) without such a field."""
+    """Name and values of the Literal field that identifies a member of a union; ("", ()) without
+    such a field.
+    """
     for name, hint in _hints(cls).items():
         if get_origin(hint) is Literal and len(get_args(hint)) == 1:
             return name, get_args(hint)
@@ -186,7 +203,9 @@ def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """True if `value` has the outer shape of `kind`, so that an error inside it is reported with its full path."""
+    """True if `value` has the outer shape of `kind`, so that an error inside it is reported with
+    its full path.
+    """
     origin = get_origin(kind)
     if dataclasses.is_dataclass(kind) or origin in (collections.abc.Mapping, dict):
         return isinstance(value, dict)
@@ -200,6 +219,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
+    """What a value of the type `kind` must be, in words."""
     plain = {
         int: "an integer",
         float: "a finite number",
@@ -209,7 +229,8 @@ def _words(kind: Any) -> str:
     }
     if kind in plain:
         return plain[kind]
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_words(arg) for arg in args))
     if origin is Literal:

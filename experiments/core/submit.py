@@ -47,89 +47,117 @@ def in_order(
     """
     if any(a.arrival > b.arrival for a, b in pairwise(items)):
         raise ValueError("the workload's items must be in order of arrival")
-    drawn = sampling.drawn()
-    return ((item, dataclasses.replace(drawn, max_tokens=item.max_tokens)) for item in items)
+    params = sampling.drawn()
+    return ((item, dataclasses.replace(params, max_tokens=item.max_tokens)) for item in items)
+
+
+class Unfinished:
+    """Branches that have not ended, by their requests."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, str] = {}  # branch -> its request
+        self._counts: Counter[str] = Counter()  # request -> how many branches have not ended
+
+    def add(self, request_id: str, branches: Sequence[str]) -> None:
+        self._requests.update(dict.fromkeys(branches, request_id))
+        self._counts[request_id] = len(branches)
+
+    def end_branch(self, branch: str) -> str | None:
+        """Note that a branch has ended -> its request, if that was the last branch; else None."""
+        request_id = self._requests.pop(branch)
+        self._counts[request_id] -= 1
+        if self._counts[request_id]:
+            return None
+        del self._counts[request_id]
+        return request_id
 
 
 class Sender:
     """The requests of a workload in the order and at the times at which they are sent.
 
-    In an open loop a request is sent at its arrival. In a closed loop a client is free when its last request has ended,
-    and the client that is free for the longest time sends the next one.
+    In an open loop a request is sent at its arrival. In a closed loop a client is free when its
+    last request has ended, and the client that is free for the longest time sends the next one.
     """
 
     def __init__(
         self, items: Sequence[WorkItem], sampling: SamplingParams, clients: int | None = None
     ) -> None:
         """`clients`: of a closed loop; None is an open loop. Raises ValueError like `in_order`."""
-        self._left = deque(in_order(items, sampling))
-        self._free = (
-            None if clients is None else [0.0] * clients
-        )  # a heap: since when each free client is free
-        self._requests: dict[str, str] = {}  # unfinished branch -> its request
-        self._unfinished: Counter[str] = Counter()  # request -> its unfinished branches
+        self._unsent = deque(in_order(items, sampling))
+        # a heap: since when each free client is free
+        self._free = None if clients is None else [0.0] * clients
+        self._unfinished = Unfinished()
 
     @property
-    def left(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether a request has not been sent."""
-        return bool(self._left)
+        return bool(self._unsent)
 
     @property
     def next(self) -> float | None:
-        """When the next request arrives, in seconds; None if there is none, or it waits for the end of another one."""
-        if not self._left or (self._free is not None and not self._free):
+        """Seconds: when the next request arrives.
+
+        None if there is none, or it waits for the end of another one.
+        """
+        if not self._unsent or (self._free is not None and not self._free):
             return None
-        arrival = self._left[0][0].arrival
+        arrival = self._unsent[0][0].arrival
         return arrival if self._free is None else max(arrival, self._free[0])
 
     def send(self) -> tuple[WorkItem, SamplingParams]:
-        """The next request, which has arrived."""
-        item, params = self._left.popleft()
+        """Take the next request, which has arrived."""
+        item, params = self._unsent.popleft()
         if self._free is not None:
             heappop(self._free)
-        self.began(item, params)
+        self.begin_request(item, params)
         return item, params
 
-    def began(self, item: WorkItem, params: SamplingParams) -> None:
-        """The request is computed from its beginning, for the first time or anew."""
-        names = branch_ids(item.request_id, params.n)
-        self._requests.update(dict.fromkeys(names, item.request_id))
-        self._unfinished[item.request_id] = len(names)
+    def begin_request(self, item: WorkItem, params: SamplingParams) -> None:
+        """Note that a request is computed from its beginning, for the first time or anew."""
+        self._unfinished.add(item.request_id, branch_ids(item.request_id, params.n))
 
-    def ended(self, result: StepResult, at: float) -> list[str]:
-        """The requests whose last branch ended in a step that ended at `at`, which frees their clients."""
-        done = []
+    def end_branches(self, result: StepResult, time: float) -> list[str]:
+        """Note the branches that ended in a step, which ended at `time`.
+
+        Returns:
+            The requests whose last branch ended. Their clients are free.
+        """
+        ended = []
         for event in result.events:
             if not isinstance(event, Finished):
                 continue
-            request_id = self._requests.pop(event.request_id)
-            self._unfinished[request_id] -= 1
-            if not self._unfinished[request_id]:
-                del self._unfinished[request_id]
-                done.append(request_id)
+            request_id = self._unfinished.end_branch(event.request_id)
+            if request_id is not None:
+                ended.append(request_id)
                 if self._free is not None:
-                    heappush(self._free, at)
-        return done
+                    heappush(self._free, time)
+        return ended
 
 
 def with_arrivals(requests: Sequence[RequestRecord], clients: int | None) -> list[RequestRecord]:
-    """The records with the arrivals of a closed loop: one request for each client at 0, then one at each end.
+    """The records with the arrivals of a closed loop: a request of each client at 0, then one at
+    each end of a request.
 
     `requests` have their ends, and arrivals of 0. In an open loop nothing changes.
     """
     if clients is None:
         return list(requests)
     free = [0.0] * clients + sorted(request.e2e for request in requests if request.e2e is not None)
-    return [request._replace(arrival=at) for request, at in zip(requests, free, strict=False)]
+    return [request._replace(arrival=time) for request, time in zip(requests, free, strict=False)]
 
 
 def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
-    """Raises ValueError, with the engine's reason, if it refuses the request."""
+    """Add a request to an engine.
+
+    Raises:
+        ValueError: the engine refuses the request; the message has its reason.
+    """
     try:
         _, *forks = branch_ids(item.request_id, params.n)
         engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
     except ValueError as error:
         raise ValueError(
-            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, at most "
-            f"{item.max_tokens} output tokens): {error}. Bound the workload's lengths, or raise the engine's limit"
+            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, "
+            f"at most {item.max_tokens} output tokens): {error}. Bound the workload's lengths, or "
+            "raise the engine's limit"
         ) from error

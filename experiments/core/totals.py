@@ -1,7 +1,9 @@
-"""The sums of a long simulated run (`records: sums`), in place of a record of each step and the times of each token.
+"""The sums of a long simulated run (`records: sums`), in place of a record of each step and the
+times of each token.
 
-A day of requests on 16 replicas has a hundred million steps. Counts, means and largest values are exact. Percentiles
-over tokens and steps are of numbers that were rounded down, by at most one part in 1,024.
+A day of requests on 16 replicas has a hundred million steps. Counts, means and largest values are
+exact. Percentiles over tokens and steps are of numbers that were rounded down, by at most one part
+in 1,024.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.core.metrics import OfSteps, OfTokens
+from experiments.core.metrics import StepSums, TokenSums
 from experiments.core.records import (
     BranchRecord,
     RequestRecord,
@@ -27,12 +29,15 @@ from pagedjax.host.types import Finished, Sampled, StepResult
 from pagedjax.load_client.summary import PERCENTILES
 
 METHOD = "linear, of numbers rounded down by at most one part in 1,024"
-_KEPT = 10  # bits of a float's fraction that a bin keeps
-_LEAST, _MOST = -40, 40  # binary exponents: from 1e-12, below which a number counts as 0, to 1e12
-_FIRST = (1023 + _LEAST) << _KEPT  # the leading bits of the least number that has a bin
-_BINS = ((_MOST - _LEAST) << _KEPT) + 1
+_FRACTION_BITS = 10  # bits of a float's fraction that a bin keeps
+_MIN_EXPONENT = -40  # binary: 1e-12, below which a number counts as 0
+_MAX_EXPONENT = 40  # binary: 1e12
+_FIRST_LEADING = (
+    1023 + _MIN_EXPONENT
+) << _FRACTION_BITS  # the leading bits of the least number that has a bin
+_BINS = ((_MAX_EXPONENT - _MIN_EXPONENT) << _FRACTION_BITS) + 1
 _PARTS = 1 << 16  # of the time of a run
-_FEWEST = 100  # parts between two times of which a rate is made
+_MIN_PARTS = 100  # parts between two times of which a rate is made
 _BUFFER = 1 << 19  # numbers that are counted at once
 
 
@@ -49,14 +54,14 @@ class _Counter:
         """Count each of float64 [n] `times` times."""
         self._arrays.append(values.copy())  # a view would keep the whole array in memory
         self._times.append(times)
-        self._waits(len(values))
+        self._grow(len(values))
 
-    def one(self, value: float) -> None:
+    def add_one(self, value: float) -> None:
         """Count a number."""
         self._single.append(value)
-        self._waits(1)
+        self._grow(1)
 
-    def _waits(self, numbers: int) -> None:
+    def _grow(self, numbers: int) -> None:
         self._size += numbers
         if self._size >= _BUFFER:
             self._flush()
@@ -65,11 +70,12 @@ class _Counter:
         if not self._size:
             return
         arrays = [np.array(self._single), *self._arrays]
-        values, times = (
-            np.concatenate(arrays),
-            np.repeat([1, *self._times], [len(array) for array in arrays]),
-        )
-        self._arrays, self._times, self._single, self._size = [], [], [], 0
+        values = np.concatenate(arrays)
+        times = np.repeat([1, *self._times], [len(array) for array in arrays])
+        self._arrays = []
+        self._times = []
+        self._single = []
+        self._size = 0
         self._count(values, times)
 
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
@@ -81,49 +87,55 @@ class Tally(_Counter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bins = np.zeros(
-            _BINS, np.int64
-        )  # bin 0: numbers below the least one, which count as 0
-        self._total, self._sum, self._most = 0, 0.0, 0.0
+        # bin 0: numbers below the least one, which count as 0
+        self._bins = np.zeros(_BINS, np.int64)
+        self._total = 0
+        self._sum = 0.0
+        self._largest = 0.0
 
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
-        leading = (values.view(np.int64) >> (52 - _KEPT)) - _FIRST + 1
+        leading = (values.view(np.int64) >> (52 - _FRACTION_BITS)) - _FIRST_LEADING + 1
         self._bins += np.bincount(np.clip(leading, 0, _BINS - 1), times, _BINS).astype(np.int64)
         self._total += int(times.sum())
         self._sum += float(values @ times)
-        self._most = max(self._most, float(values.max()))
+        self._largest = max(self._largest, float(values.max()))
 
-    def at(self, ranks: Sequence[int]) -> list[float]:
+    def numbers_at(self, ranks: Sequence[int]) -> list[float]:
         """The numbers of these ranks (0 is the least), rounded down."""
         self._flush()
         bins = np.searchsorted(np.cumsum(self._bins), np.asarray(ranks), side="right")
-        values = ((np.maximum(bins - 1, 0) + _FIRST) << (52 - _KEPT)).view(np.float64)
+        values = ((np.maximum(bins - 1, 0) + _FIRST_LEADING) << (52 - _FRACTION_BITS)).view(
+            np.float64
+        )
         return np.where(bins == 0, 0.0, values).tolist()
 
     def spread(self) -> dict[str, float | int | None]:
-        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles' rounding."""
+        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles'
+        rounding.
+        """
         self._flush()
         names = [f"p{p}" for p in PERCENTILES]
         if not self._total:
             return {"count": 0, **dict.fromkeys(("mean", *names, "max"))}
-        places = [(self._total - 1) * p / 100 for p in PERCENTILES]
-        low, high = (
-            self.at([int(at) for at in places]),
-            self.at([min(int(at) + 1, self._total - 1) for at in places]),
-        )
-        parts = [at % 1 for at in places]
-        percentiles = [a + (b - a) * part for a, b, part in zip(low, high, parts, strict=True)]
+        ranks = [(self._total - 1) * p / 100 for p in PERCENTILES]  # between two whole ones
+        low = self.numbers_at([int(rank) for rank in ranks])
+        high = self.numbers_at([min(int(rank) + 1, self._total - 1) for rank in ranks])
+        percentiles = [
+            a + (b - a) * (rank % 1) for a, b, rank in zip(low, high, ranks, strict=True)
+        ]
         mean = self._sum / self._total
         return {
             "count": self._total,
             "mean": mean,
             **dict(zip(names, percentiles, strict=True)),
-            "max": self._most,
+            "max": self._largest,
         }
 
 
 class Timeline(_Counter):
-    """How many tokens were made until when, in constant memory: counts in equal parts of the time since 0."""
+    """How many tokens were made until when, in constant memory: counts in equal parts of the time
+    since 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,29 +145,33 @@ class Timeline(_Counter):
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
         while values.max() >= _PARTS * self._width:
             pairs = self._parts.reshape(-1, 2).sum(1)
-            self._parts, self._width = (
-                np.concatenate((pairs, np.zeros_like(pairs))),
-                2 * self._width,
-            )
-        self._parts += np.bincount((values / self._width).astype(np.int64), times, _PARTS).astype(
-            np.int64
-        )
+            self._parts = np.concatenate((pairs, np.zeros_like(pairs)))
+            self._width = 2 * self._width
+        parts = (values / self._width).astype(np.int64)
+        self._parts += np.bincount(parts, times, _PARTS).astype(np.int64)
 
     def steady_rate(self) -> float | None:
-        """As `metrics.steady_rate`, within 2 %. None if its two times are too near to say so much."""
+        """As `metrics.steady_rate`, within 2 %.
+
+        None if its two times are too near to say so much.
+        """
         self._flush()
-        made = np.cumsum(self._parts)
-        if not made[-1]:
+        tokens = np.cumsum(self._parts)
+        total = tokens[-1]
+        if not total:
             return None
-        first, last = (int(made.searchsorted(-(-made[-1] * tenths // 10))) for tenths in (1, 9))
-        if last - first < _FEWEST:
+        first, last = (int(tokens.searchsorted(-(-total * tenths // 10))) for tenths in (1, 9))
+        if last - first < _MIN_PARTS:
             return None
-        return float(made[last] - made[first]) / ((last - first) * self._width)
+        return float(tokens[last] - tokens[first]) / ((last - first) * self._width)
 
 
 @dataclass
 class ReplicaSums:
-    """Sums over the steps of one replica; see `StepRecord`. It has the attributes of a `StepLoad`."""
+    """Sums over the steps of one replica; see `StepRecord`.
+
+    It has the attributes of a `StepLoad`.
+    """
 
     replica: int
     count: int = 0
@@ -167,7 +183,7 @@ class ReplicaSums:
     most_used: int = 0
     num_blocks: int = 0
     listed: int = 0
-    held: int = 0
+    held_tokens: int = 0
     hit: int = 0
     admitted: int = 0
     preempted: int = 0
@@ -186,7 +202,7 @@ class ReplicaSums:
         self.most_used = max(self.most_used, step.blocks_used)
         self.num_blocks = step.num_blocks
         self.listed += step.blocks_listed
-        self.held += step.held_tokens
+        self.held_tokens += step.held_tokens
         self.hit += step.hit_tokens
         self.admitted += step.admitted_tokens
         self.preempted += step.preempted
@@ -202,52 +218,50 @@ class Totals:
     def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
         self.replicas = [ReplicaSums(replica) for replica in range(len(engines))]
         self._recorders = [
-            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i)
-            for i, one in enumerate(engines)
+            StepRecorder(0.0, engine.config.block_size, engine.scheduler_state.config, replica)
+            for replica, engine in enumerate(engines)
         ]
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
         self._scheduled: dict[str, float] = {}
-        self._ends: dict[
-            str, list[float]
-        ] = {}  # of each branch, the times of its first and last token
+        # of each branch, the times of its first and last token
+        self._ends: dict[str, list[float]] = {}
         self._counts: dict[str, int] = defaultdict(int)  # tokens of each branch
         self._preemptions: dict[str, int] = defaultdict(int)
         self._reasons: dict[str, str] = {}
-        self._seconds, self._device, self._host, self._sequences = (
-            Tally(),
-            Tally(),
-            Tally(),
-            Tally(),
-        )
-        self._gaps, self._made = Tally(), Timeline()  # of tokens
+        self._seconds = Tally()
+        self._device = Tally()
+        self._host = Tally()
+        self._sequences = Tally()
+        self._gaps = Tally()
+        self._token_times = Timeline()
 
     def step(self, replica: int, result: StepResult) -> None:
         record = self._recorders[replica].record(result)
         self.replicas[replica].add(record)
-        self._seconds.one(record.seconds)
-        self._device.one(record.device_seconds)
-        self._host.one(max(record.host_seconds, 0.0))
-        self._sequences.one(float(record.sequences))
+        self._seconds.add_one(record.seconds)
+        self._device.add_one(record.device_seconds)
+        self._host.add_one(max(record.host_seconds, 0.0))
+        self._sequences.add_one(float(record.sequences))
         for seq in result.plan.seqs:
             self._scheduled.setdefault(seq.request_id, result.started)
         for request_id in result.plan.preempted:
             self._preemptions[request_id] += 1
         for event in result.events:
             if isinstance(event, Sampled):
-                self._sampled(event.request_ids, result.finished, result.finished, 1)
-                self._made.add(np.array([result.finished]), len(event.request_ids))
+                self._add_tokens(event.request_ids, result.finished, result.finished, 1)
+                self._token_times.add(np.array([result.finished]), len(event.request_ids))
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
     def span(self, replica: int, span: DecodeSpan) -> None:
-        columns, sums, rows = (
-            self._recorders[replica].columns_of(span),
-            self.replicas[replica],
-            len(span.seqs),
-        )
-        steps, seconds = len(span.allocated), span.times.finished - span.times.started
+        columns = self._recorders[replica].count_span(span)
+        sums = self.replicas[replica]
+        rows = len(span.seqs)
+        steps = len(span.allocated)
+        finished = span.times.finished
+        seconds = finished - span.times.started
         sums.count += steps
-        sums.end = float(span.times.finished[-1])
+        sums.end = float(finished[-1])
         sums.seconds += float(seconds.sum())
         sums.tokens += steps * rows
         sums.padded += steps * span.padded
@@ -255,35 +269,40 @@ class Totals:
         sums.most_used = max(sums.most_used, int(columns.used[-1]))
         sums.num_blocks = span.num_blocks
         sums.listed += int(columns.listed.sum())
-        sums.held += int(columns.held.sum())
+        sums.held_tokens += int(columns.held_tokens.sum())
         sums.decodes += steps * rows
         self._seconds.add(seconds)
         self._device.add(span.times.device)
-        self._host.add(
-            np.maximum(seconds - span.times.device, 0.0)
-        )  # without host_s, a difference of rounding
+        # without host_s, a difference of rounding
+        self._host.add(np.maximum(seconds - span.times.device, 0.0))
         self._sequences.add(np.array([float(rows)]), steps)
-        finished = span.times.finished
-        self._sampled(
-            [seq.request_id for seq in span.seqs], float(finished[0]), float(finished[-1]), steps
-        )
+        names = [seq.request_id for seq in span.seqs]
+        self._add_tokens(names, float(finished[0]), float(finished[-1]), steps)
         self._gaps.add(np.diff(finished), rows)
-        self._made.add(finished, rows)
+        self._token_times.add(finished, rows)
 
-    def _sampled(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
-        """Each of these branches got tokens between two times; a name that is there twice, twice as many."""
+    def _add_tokens(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
+        """Count tokens that each of these branches got between two times.
+
+        A name that is there twice got twice as many.
+        """
         for name in names:
             self._counts[name] += tokens
-            if (ends := self._ends.get(name)) is None:
+            ends = self._ends.get(name)
+            if ends is None:
                 self._ends[name] = [first, last]
             else:
-                self._gaps.one(first - ends[1])
+                self._gaps.add_one(first - ends[1])
                 ends[1] = last
 
     def _branch(self, name: str) -> BranchRecord:
-        ends, reason = tuple(self._ends.get(name, ())), self._reasons.get(name)
         return BranchRecord(
-            name, ends, (), self._preemptions.get(name, 0), reason, self._counts.get(name, 0)
+            branch_id=name,
+            token_times=tuple(self._ends.get(name, ())),
+            token_ids=(),
+            preemptions=self._preemptions.get(name, 0),
+            finish_reason=self._reasons.get(name),
+            counted=self._counts.get(name, 0),
         )
 
     def records(self, replicas: Mapping[str, int]) -> list[RequestRecord]:
@@ -298,28 +317,30 @@ class Totals:
             for item, names in self._requests
         ]
 
-    def of_steps(self) -> OfSteps:
-        """Raises ValueError if there are none."""
-        found = [one for one in self.replicas if one.count]
-        if not found:
+    def step_sums(self) -> StepSums:
+        """The sums over all replicas. Raises ValueError if there are no steps."""
+        replicas = [sums for sums in self.replicas if sums.count]
+        if not replicas:
             raise ValueError("the run has no steps; there is nothing to summarize")
-        largest = {
-            name: max(getattr(one, name) for one in found)
-            for name in ("end", "most_used", "num_blocks")
-        }
-        summed = [
-            field.name for field in fields(ReplicaSums) if field.name not in ("replica", *largest)
-        ]
-        return OfSteps(
-            **largest,
-            **{name: sum(getattr(one, name) for one in found) for name in summed},
+        largest = ("end", "most_used", "num_blocks")
+        values: dict[str, Any] = {}
+        for field in fields(ReplicaSums):
+            if field.name != "replica":
+                total = max if field.name in largest else sum
+                values[field.name] = total(getattr(sums, field.name) for sums in replicas)
+        return StepSums(
+            **values,
             step_s=self._seconds.spread(),
             device_s=self._device.spread(),
             host_s=self._host.spread(),
             per_step=self._sequences.spread(),
         )
 
-    def of_tokens(self) -> OfTokens:
-        return OfTokens(
-            sum(self._counts.values()), self._gaps.spread(), self._made.steady_rate(), None, METHOD
+    def token_sums(self) -> TokenSums:
+        return TokenSums(
+            count=sum(self._counts.values()),
+            itl_s=self._gaps.spread(),
+            steady_rate=self._token_times.steady_rate(),
+            sha256=None,
+            method=METHOD,
         )

@@ -1,12 +1,15 @@
-"""Workloads: the requests of a run and their arrival times. Pure functions of (spec, file content, seed, vocabulary).
+"""Workloads: the requests of a run and their arrival times.
 
-Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths and arrivals of a
-recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids suit speed
-measurements, because a dense model's work does not depend on token values. They do NOT suit speculative decoding (they
-distort its acceptance) or prefix caching (only `shared_prefix` is shared).
+Pure functions of (spec, file content, seed, vocabulary).
 
-Every random choice has its own stream: other arrivals change no prompt, and the first k requests of `count: n` are the
-same for every n >= k.
+Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths
+and arrivals of a recorded service) and `tokens` (a JSON list of token ids). The last three need no
+tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
+token values. They do NOT suit speculative decoding (they distort its acceptance) or prefix caching
+(only `shared_prefix` is shared).
+
+Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
+`count: n` are the same for every n >= k.
 """
 
 from __future__ import annotations
@@ -35,13 +38,16 @@ FIRST_ORDINARY_TOKEN = (
     17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 )
 AZURE = (
-    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) of the Azure Public "
-    "Dataset, CC-BY 4.0, with columns TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
+    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) "
+    "of the Azure Public Dataset, CC-BY 4.0, with columns "
+    "TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
 )
 
 
 class WorkItem(NamedTuple):
-    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output tokens a branch."""
+    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
+    tokens a branch.
+    """
 
     request_id: str
     arrival: float
@@ -50,12 +56,15 @@ class WorkItem(NamedTuple):
 
 
 def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
-    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1", "r00003.2")."""
+    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1",
+    "r00003.2").
+    """
     return (request_id, *(f"{request_id}.{i}" for i in range(1, branches)))
 
 
 class Workload(NamedTuple):
-    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their limits.
+    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their
+    limits.
 
     clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
     """
@@ -73,7 +82,9 @@ class Workload(NamedTuple):
         return self._replace(items=tuple(items))
 
     def describe(self) -> dict[str, Any]:
-        """The counts that a run records: requests, tokens, clipped lengths, seconds until the last arrival."""
+        """The counts that a run records: requests, tokens, clipped lengths, seconds until the last
+        arrival.
+        """
         return {
             "requests": len(self.items),
             "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
@@ -86,7 +97,10 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts of `file`, one a line (or a paragraph). With `cycle`, a `count` beyond the file repeats it."""
+    """Texts of `file`, one a line (or a paragraph).
+
+    With `cycle`, a `count` beyond the file repeats it.
+    """
 
     kind: Literal["prompts"]
     file: str
@@ -105,8 +119,10 @@ class Prompts:
 class Synthetic:
     """Random token ids whose lengths follow distributions.
 
-    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt` follow.
-    prefixes: how many different prefixes of that length there are; each request has one of them, drawn evenly.
+    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt`
+        follow.
+    prefixes: how many different prefixes of that length there are; each request has one of them,
+        drawn evenly.
     """
 
     kind: Literal["synthetic"]
@@ -126,17 +142,21 @@ class Synthetic:
         _at_least_one("prefixes", self.prefixes)
         if self.prefixes > 1 and not self.shared_prefix:
             raise ValueError(
-                f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their length"
+                f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their "
+                "length"
             )
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; random ids.
+    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens,
+    GeneratedTokens; random ids.
 
-    time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
-    rounds: how often the requests come, one round after the other with the mean gap between them: 24 makes a day of a
-        recorded hour. The prompts of each round are others. With a `time_scale` of 0 all rounds arrive at once.
+    time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
+        once.
+    rounds: how often the requests come, one round after the other with the mean gap between them:
+        24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
+        of 0 all rounds arrive at once.
     """
 
     kind: Literal["trace"]
@@ -163,7 +183,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of "max_tokens"."""
+    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
+    "max_tokens".
+    """
 
     kind: Literal["tokens"]
     file: str
@@ -179,7 +201,10 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def check(spec: Spec, content: str) -> None:
-    """Check the workload's file, as far as no vocabulary is needed. Raises ValueError like `build`."""
+    """Check the workload's file, as far as no vocabulary is needed.
+
+    Raises ValueError like `build`.
+    """
     if isinstance(spec, Trace):
         read_trace(spec, content)
     elif isinstance(spec, Prompts):
@@ -202,47 +227,62 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    return _drawn(spec, content, seed, vocab_size, encode)._replace(clients=clients)
+    workload = _without_clients(spec, content, seed, vocab_size, encode)
+    return workload._replace(clients=clients)
 
 
-def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
+def _without_clients(
+    spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode
+) -> Workload:
     """The workload without its clients; see `build`."""
-    streams = (np.random.default_rng([seed, stream]) for stream in range(6))
-    lengths, tokens, arrivals, outputs, shared, which = streams
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(6))
     if isinstance(spec, Synthetic):
-        prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
-        output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
-        times = draw_arrivals(spec.arrivals, spec.count, arrivals)
-        prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, shared)
-        begins = [prefixes[i] for i in which.integers(0, spec.prefixes, spec.count)]
-        own = random_prompts(prompt_lens, vocab_size, tokens)
-        prompts = [begin + rest for begin, rest in zip(begins, own, strict=True)]
-        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+        return _synthetic(spec, vocab_size, streams)
+    _, token_rng, arrival_rng, *_ = streams
     if isinstance(spec, Trace):
         times, contexts, generated = read_trace(spec, content)
-        prompt_lens, cut_prompts = clip(contexts, 1, spec.max_prompt_tokens)
-        output_lens, cut_outputs = clip(generated, 1, spec.max_output_tokens)
-        prompts = drawn_later(prompt_lens, vocab_size, tokens)
-        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+        prompt_lens, clipped_prompts = clip(contexts, 1, spec.max_prompt_tokens)
+        output_lens, clipped_outputs = clip(generated, 1, spec.max_output_tokens)
+        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
+        return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
         output_lens = [spec.max_tokens] * len(prompts)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
-    return Workload(
-        _items(draw_arrivals(spec.arrivals, len(prompts), arrivals), prompts, output_lens)
-    )
+    times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
+    return Workload(_items(times, prompts, output_lens))
+
+
+def _synthetic(
+    spec: Synthetic, vocab_size: int, streams: Sequence[np.random.Generator]
+) -> Workload:
+    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng = streams
+    prompt_lens, clipped_prompts = draw_lengths(spec.prompt, spec.count, length_rng)
+    output_lens, clipped_outputs = draw_lengths(spec.output, spec.count, output_rng)
+    times = draw_arrivals(spec.arrivals, spec.count, arrival_rng)
+    prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, prefix_rng)
+    choices = choice_rng.integers(0, spec.prefixes, spec.count)
+    tails = random_prompts(prompt_lens, vocab_size, token_rng)
+    prompts = [prefixes[i] + tail for i, tail in zip(choices, tails, strict=True)]
+    return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
 
 
 def random_prompts(
     lens: Sequence[int], vocab_size: int, rng: np.random.Generator
 ) -> list[tuple[int, ...]]:
-    """Raises ValueError for a vocabulary without ordinary tokens."""
-    return [tuple(prompt) for prompt in drawn_later(lens, vocab_size, rng)]
+    """Prompts of these lengths, with random ids.
+
+    Raises:
+        ValueError: the vocabulary has no ordinary tokens.
+    """
+    return [tuple(prompt) for prompt in lazy_prompts(lens, vocab_size, rng)]
 
 
 class RandomIds(Sequence[int]):
-    """Random token ids that are drawn when they are read: those of a day of requests would fill the memory."""
+    """Random token ids that are drawn when they are read: those of a day of requests would fill the
+    memory.
+    """
 
     __slots__ = ("_drawn_from", "_increment", "_length", "_vocab_size")
 
@@ -250,21 +290,23 @@ class RandomIds(Sequence[int]):
         """The next ids that `rng`, on PCG64, draws. It is not advanced."""
         state = rng.bit_generator.state
         self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]
-        self._increment, self._length, self._vocab_size = (
-            sys.intern(str(state["state"]["inc"])),
-            length,
-            vocab_size,
-        )
+        self._increment = sys.intern(str(state["state"]["inc"]))
+        self._length = length
+        self._vocab_size = vocab_size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         bits: Any = np.random.PCG64()
         state, has_uint32, uinteger = self._drawn_from
-        whole = {"bit_generator": "PCG64", "state": {"state": state, "inc": int(self._increment)}}
-        bits.state = {**whole, "has_uint32": has_uint32, "uinteger": uinteger}
-        drawn = np.random.Generator(bits).integers(
+        bits.state = {
+            "bit_generator": "PCG64",
+            "state": {"state": state, "inc": int(self._increment)},
+            "has_uint32": has_uint32,
+            "uinteger": uinteger,
+        }
+        ids = np.random.Generator(bits).integers(
             FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length
         )
-        return drawn if dtype is None else drawn.astype(dtype)
+        return ids if dtype is None else ids.astype(dtype)
 
     def __len__(self) -> int:
         return self._length
@@ -279,25 +321,25 @@ class RandomIds(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(np.asarray(self).tolist())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Sequence) and len(self) == len(value) and list(self) == list(value)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
 
-def drawn_later(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
-    """The prompts of `random_prompts`, without their ids in memory."""
+def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
+    """The prompts of `random_prompts`, whose ids are drawn when they are read."""
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(
-            f"the vocabulary has {vocab_size} tokens; random prompts need more than {FIRST_ORDINARY_TOKEN}, because "
-            "lower ids are special"
+            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
+            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
         )
-    found = []
+    prompts = []
     for length in lens:
-        found.append(RandomIds(rng, length, vocab_size))
+        prompts.append(RandomIds(rng, length, vocab_size))
         rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length)
-    return found
+    return prompts
 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
@@ -308,33 +350,33 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
     count = len(texts) if spec.count is None else spec.count
     if count > len(texts) and not spec.cycle:
         raise ValueError(
-            f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set workload.cycle: true"
+            f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set "
+            "workload.cycle: true"
         )
     return [texts[i % len(texts)] for i in range(count)]
 
 
 def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
-    """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace, by arrival."""
-    kept = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
-    if not kept:
+    """A trace: arrivals in seconds after its first request that counts, prompt lengths and output
+    lengths, in order of arrival.
+    """
+    rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+    if not rows:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
-    times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
-    period = (
-        times[-1] * len(times) / max(1, len(times) - 1)
-    )  # the time until the first request of the next round
+    times = [(row[0] - rows[0][0]).total_seconds() * spec.time_scale for row in rows]
+    # the time until the first request of the next round
+    period = times[-1] * len(times) / max(1, len(times) - 1)
     if spec.rounds > 1 and spec.time_scale and not period:
-        what = f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at one time"
         raise ValueError(
-            f"{what}, so no gap between two rounds is known; set rounds: 1, or raise workload.limit"
+            f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at "
+            "one time, so no gap between two rounds is known; set rounds: 1, or raise "
+            "workload.limit"
         )
-    times = (
-        [time + i * period for i in range(spec.rounds) for time in times]
-        if spec.rounds > 1
-        else times
-    )
-    return times, [row[1] for row in kept] * spec.rounds, [row[2] for row in kept] * spec.rounds
+    if spec.rounds > 1:
+        times = [time + i * period for i in range(spec.rounds) for time in times]
+    return times, [row[1] for row in rows] * spec.rounds, [row[2] for row in rows] * spec.rounds
 
 
 def read_tokens(
@@ -347,15 +389,18 @@ def read_tokens(
         raise ValueError(f"{spec.file} is not JSON: {error}") from None
     if not isinstance(entries, list) or not entries:
         raise ValueError(
-            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one entry or more'
+            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one '
+            "entry or more"
         )
-    prompts, outputs = [], []
+    prompts = []
+    outputs = []
     for index, entry in enumerate(entries[: spec.limit]):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None
         if not isinstance(prompt, list) or not prompt or type(output) is not int or output < 1:
             raise ValueError(
-                f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and "max_tokens" >= 1'
+                f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and '
+                '"max_tokens" >= 1'
             )
         wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
         if wrong:

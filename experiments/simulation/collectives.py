@@ -1,14 +1,17 @@
-"""The seconds that the devices of a mesh need to exchange what a step exchanges (docs/design/simulation.md).
+"""The seconds that the devices of a mesh need to exchange what a step exchanges
+(docs/design/simulation.md).
 
     Network      the links between chips, from data sheets
-    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled tokens
+    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled
+                 tokens
     seconds      of one exchange: its bytes over the links that it uses, and its hops
 
-The devices form one ring. On a torus of TPUs, a ring needs two links of each chip, and both send in both directions at
-once; any slice of 2 x k chips has such a ring, without links around the torus. Two chips have one link. An algorithm
-that uses the other axes of a torus too would be faster. On a switch of GPUs, one port reaches every other chip; sums
-inside the switch (NVLink SHARP), which halve the bytes of an all-reduce, are not counted. Nothing is hidden behind
-arithmetic, because a step's program needs each sum at once. The last layer's sums are counted for all tokens, as if
+The devices form one ring. On a torus of TPUs, a ring needs two links of each chip, and both send in
+both directions at once; any slice of 2 x k chips has such a ring, without links around the torus.
+Two chips have one link. An algorithm that uses the other axes of a torus too would be faster. On a
+switch of GPUs, one port reaches every other chip; sums inside the switch (NVLink SHARP), which
+halve the bytes of an all-reduce, are not counted. Nothing is hidden behind arithmetic, because a
+step's program needs each sum at once. The last layer's sums are counted for all tokens, as if
 prompt log-probabilities were wanted; without them, a step sums those of sampled tokens only.
 """
 
@@ -20,9 +23,8 @@ from pagedjax.device.batch import MAX_TOP
 
 SUM_BYTES = 4  # partial sums are added in float32 and rounded afterwards
 LOGIT_BYTES = 4
-SAMPLE_BYTES = 4 * (
-    3 + 2 * MAX_TOP
-)  # token, log-probability, rank; the likeliest tokens and theirs
+# token, log-probability, rank; the likeliest tokens and theirs
+SAMPLE_BYTES = 4 * (3 + 2 * MAX_TOP)
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
 
@@ -31,9 +33,11 @@ class Network(NamedTuple):
     """The links between the chips of a mesh.
 
     bandwidth: bytes/s of one link in one direction.
-    neighbours: links reach neighbours only, and a ring uses two of a chip; False: a switch, one port reaches all.
+    neighbours: links reach neighbours only, and a ring uses two of a chip; False: a switch, one
+        port reaches all.
     devices: chips that it connects, at most.
-    hop: seconds that each hop takes in addition to its bytes. 0 where no source gives it: then times are lower bounds.
+    hop: seconds that each hop takes in addition to its bytes. 0 where no source gives it: then
+        times are lower bounds.
     """
 
     bandwidth: float
@@ -49,8 +53,9 @@ class Network(NamedTuple):
 class Exchange(NamedTuple):
     """A collective of all devices.
 
-    bytes: all-reduce: of the array that each device has and that is summed. all-to-all: of a device's array, of which
-        each device gets an equal part. all-gather: of the gathered array, of which each device has an equal part.
+    bytes: all-reduce: of the array that each device has and that is summed. all-to-all: of a
+        device's array, of which each device gets an equal part. all-gather: of the gathered array,
+        of which each device has an equal part.
     times: how often a step does it.
     """
 
@@ -60,7 +65,9 @@ class Exchange(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The sizes of a model that decide what its devices exchange. vocabulary: rows of the head on one device."""
+    """The sizes of a model that decide what its devices exchange. vocabulary: rows of the head on
+    one device.
+    """
 
     layers: int
     hidden: int
@@ -69,14 +76,17 @@ class Exchanged(NamedTuple):
 
 
 def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exchange, ...]:
-    """What n devices exchange in a step of T = `tokens` tokens with R = `sampled` rows of logits; () for one device.
+    """What n devices exchange in a step of T = `tokens` tokens with R = `sampled` rows of logits;
+    () for one device.
 
-    Two sums of [T, H] a layer, after attention and after the MLP; one of the embedding's [T, H]; logits [R, V/n], of
-    which each device gets the rows of R/n samples; and what was sampled [R, 3 + 2 * MAX_TOP].
+    Two sums of [T, H] a layer, after attention and after the MLP; one of the embedding's [T, H];
+    logits [R, V/n], of which each device gets the rows of R/n samples; and what was sampled [R, 3 +
+    2 * MAX_TOP].
     """
     if n == 1:
         return ()
-    numbers, rows = sizes.hidden * tokens, -(-sampled // n) * n
+    numbers = sizes.hidden * tokens
+    rows = -(-sampled // n) * n
     return (
         Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers),
         Exchange("all-reduce", sizes.activation_bytes * numbers),
@@ -93,8 +103,8 @@ def sent(exchange: Exchange, n: int) -> float:
 def hops(exchange: Exchange, n: int, network: Network) -> int:
     """Links that the exchange waits for, one after the other.
 
-    In a ring that sends in both directions, content from the farthest device takes n / 2 hops. On a switch, a ring has
-    one direction, and an all-to-all is direct.
+    In a ring that sends in both directions, content from the farthest device takes n / 2 hops. On a
+    switch, a ring has one direction, and an all-to-all is direct.
     """
     if exchange.kind == "all-to-all":
         return n // 2 if network.neighbours else 1
@@ -104,9 +114,8 @@ def hops(exchange: Exchange, n: int, network: Network) -> int:
 def seconds(exchange: Exchange, n: int, network: Network) -> float:
     """The time of the exchange, all its repetitions in a step together."""
     carried = sent(exchange, n)
-    if (
-        exchange.kind == "all-to-all" and network.neighbours
-    ):  # others carry what goes to devices farther away
+    # others carry what goes to devices farther away
+    if exchange.kind == "all-to-all" and network.neighbours:
         carried = exchange.bytes / n * sum(min(apart, n - apart) for apart in range(1, n))
     return exchange.times * (
         carried / network.sending(n) + hops(exchange, n, network) * network.hop

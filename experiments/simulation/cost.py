@@ -1,4 +1,5 @@
-"""The seconds of a step, without running it: a roofline of a chip and a model's shape, or a fit to measured steps.
+"""The seconds of a step, without running it: a roofline of a chip and a model's shape, or a fit to
+measured steps.
 
     Work      pure counts of a step's plan
     Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
@@ -6,20 +7,23 @@
 
 Published coefficients of other engines are in profiles.py, published times in measured.py.
 
-A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values of every context
-and multiplies with them. Each part takes the longer of its memory traffic and its arithmetic:
+A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values
+of every context and multiplies with them. Each part takes the longer of its memory traffic and its
+arithmetic:
 
-    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
+    launch + max(weights / bandwidth, 2 * numbers * tokens / rate)
+           + max(kv / bandwidth, attention / rate)
 
-In a mixture of experts, the step reads the experts that at least one token chose, as expected of tokens that choose
-evenly and independently (Shape.experts_read), and multiplies with the experts of each token. A layer with a window
-counts as a layer that sees the whole context: for contexts beyond a window, attention is too slow here.
+In a mixture of experts, the step reads the experts that at least one token chose, as expected of
+tokens that choose evenly and independently (Shape.experts_read), and multiplies with the experts of
+each token. A layer with a window counts as a layer that sees the whole context: for contexts beyond
+a window, attention is too slow here.
 
-A mesh of devices takes the time of one device's part of the model (`part`), and that of what the devices exchange
-(collectives.py).
+A mesh of devices takes the time of one device's part of the model (`part`), and that of what the
+devices exchange (collectives.py).
 
-Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a time is a lower
-bound. Imports no jax, except for the shape of a checkpoint or of a mesh's part.
+Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a
+time is a lower bound. Imports no jax, except for the shape of a checkpoint or of a mesh's part.
 """
 
 from __future__ import annotations
@@ -44,16 +48,15 @@ STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
-StepTime = Callable[
-    ["Work"], Any
-]  # seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+# seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+StepTime = Callable[["Work"], Any]
 
 
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A `StepTime` that
-    raises TypeError or ValueError for these is called step by step.
+    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A
+    `StepTime` that raises TypeError or ValueError for these is called step by step.
     """
 
     tokens: int  # computed, padding included
@@ -69,54 +72,73 @@ class Work(NamedTuple):
 def work_of(
     plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None
 ) -> Work:
-    """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again.
+    """The work of a plan.
+
+    `cached=False` is an engine without a KV cache, which computes every token again.
 
     Args:
-        config: of the scheduler, whose KV policy decides what queries see; None: they see everything.
+        config: of the scheduler, whose KV policy decides what queries see; None: they see
+            everything.
     """
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views:
-        return _work_seen(plan, padded, moved, config.views[0], config.block_size)
+        return _work_with_view(plan, padded, moved, config.views[0], config.block_size)
     if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
         if context == sum(plan.lengths):
             rows = len(plan.seqs)
             return Work(padded, rows, rows, context, context, moved, rows, context)
-    starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
+    starts = np.asarray(plan.starts)
+    counts = np.asarray(plan.counts)
     ends = starts + counts
     if not cached:
-        padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
-    sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
-    pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
-    alone = counts == 1
+        padded += int(starts.sum())
+        starts = np.zeros_like(starts)
+        counts = ends
+    single = counts == 1
     return Work(
-        padded,
-        len(ends),
-        sampled,
-        int(ends.sum()),
-        pairs,
-        moved,
-        int(alone.sum()),
-        int(ends[alone].sum()),
+        tokens=padded,
+        sequences=len(ends),
+        sampled=int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts),
+        context=int(ends.sum()),
+        pairs=int((counts * starts + counts * (counts + 1) // 2).sum()),
+        moved_blocks=moved,
+        single=int(single.sum()),
+        single_context=int(ends[single].sum()),
     )
 
 
-def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
+def _work_with_view(plan: Plan, padded: int, moved: int, view: View, block_size: int) -> Work:
     """The work of a plan where a query sees some blocks of its sequence."""
 
-    def hidden(at: int) -> int:
+    def hidden(position: int) -> int:
         """Tokens that the query at this position does not see."""
-        block = at // size
-        return (view.first(block) - len(view.outside(block))) * size
+        block = position // block_size
+        return (view.first(block) - len(view.outside(block))) * block_size
 
-    context = pairs = sampled = single = alone = 0
+    sampled = sum(plan.drafts)
+    context = 0
+    pairs = 0
+    single = 0
+    single_context = 0
     for length, start, count in zip(plan.lengths, plan.starts, plan.counts, strict=True):
-        end, seen = start + count, start + count - hidden(start)
-        context, sampled = context + seen, sampled + (end >= length)
-        single, alone = single + (count == 1), alone + (seen if count == 1 else 0)
-        pairs += sum([at + 1 - hidden(at) for at in range(start, end)])
+        end = start + count
+        visible = end - hidden(start)
+        sampled += end >= length
+        context += visible
+        pairs += sum([position + 1 - hidden(position) for position in range(start, end)])
+        if count == 1:
+            single += 1
+            single_context += visible
     return Work(
-        padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved, single, alone
+        tokens=padded,
+        sequences=len(plan.seqs),
+        sampled=sampled,
+        context=context,
+        pairs=pairs,
+        moved_blocks=moved,
+        single=single,
+        single_context=single_context,
     )
 
 
@@ -139,14 +161,17 @@ class Shape(NamedTuple):
     experts: int = 0  # experts of such a layer
     chosen: int = 0  # experts that each token chooses
     expert: int = 0  # intermediate size of an expert
-    dealt: int = 1  # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen ones
+    # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen
+    # ones
+    dealt: int = 1
 
     def layer_numbers(self, experts: float) -> float:
-        """Numbers in the matrices of all layers, with `experts` experts of all devices in each layer of a mixture."""
+        """Numbers in the matrices of all layers, with `experts` experts of all devices in each
+        layer of a mixture.
+        """
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        row = (
-            3 if self.gated else 2
-        ) * self.hidden  # numbers of an MLP for each intermediate channel
+        # numbers of an MLP for each intermediate channel
+        row = (3 if self.gated else 2) * self.hidden
         mixture = self.hidden * self.experts + experts / self.dealt * row * self.expert
         return (
             self.layers * attention
@@ -155,10 +180,12 @@ class Shape(NamedTuple):
         )
 
     def experts_read(self, tokens: int) -> float:
-        """Experts of a layer chosen by at least one token, expected for even and independent choices."""
-        return (
-            self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
-        )
+        """Experts of a layer chosen by at least one token, expected for even and independent
+        choices.
+        """
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
 
     @property
     def head_numbers(self) -> int:
@@ -194,7 +221,8 @@ def shape_of(
     *,
     family: Family | None = None,
 ) -> Shape:
-    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of the loader.
+    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of
+    the loader.
 
     Raises:
         ValueError: the model is not supported.
@@ -202,8 +230,8 @@ def shape_of(
     from pagedjax.weights.architectures import normalised
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
-    known = normalised(config, "the model's config.json", family)
-    c = config_of(family or built_in(known["model_type"]), known, "the model's config.json")
+    values = normalised(config, "the model's config.json", family)
+    c = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
     shape = Shape(
         layers=c.layers,
         hidden=c.hidden,
@@ -220,18 +248,20 @@ def shape_of(
     )
     if c.experts is None:
         return shape
-    mixed = {
-        "experts": c.experts.count,
-        "chosen": c.experts.chosen,
-        "expert": c.experts.intermediate,
-    }
-    return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
+    return shape._replace(
+        sparse=sum(kind.sparse for kind in c.kinds),
+        experts=c.experts.count,
+        chosen=c.experts.chosen,
+        expert=c.experts.intermediate,
+    )
 
 
 def part(shape: Shape, mesh: MeshConfig) -> Shape:
-    """The shape of one device's part of a model: heads, widths and vocabulary with padding (models/split.py).
+    """The shape of one device's part of a model: heads, widths and vocabulary with padding
+    (models/split.py).
 
-    With experts on several devices, it is the part of a device whose experts get an equal share of the tokens.
+    With experts on several devices, it is the part of a device whose experts get an equal share of
+    the tokens.
 
     Raises:
         ValueError: the model cannot be split over the mesh.
@@ -240,7 +270,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
     from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 
     s = shape
-    whole = DecoderConfig(
+    model = DecoderConfig(
         vocab_size=s.vocabulary,
         hidden=s.hidden,
         intermediate=s.intermediate,
@@ -255,14 +285,14 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         gated=s.gated,
         experts=Experts(s.experts, s.chosen, s.expert, normalised=True) if s.experts else None,
     )
-    split.check(whole, mesh)
-    one = split.device_config(whole, mesh)
+    split.check(model, mesh)
+    device = split.device_config(model, mesh)
     return s._replace(
-        heads=one.heads,
-        kv_heads=one.kv_heads,
-        intermediate=one.intermediate,
-        vocabulary=one.vocab_size,
-        expert=one.experts.intermediate if one.experts else 0,
+        heads=device.heads,
+        kv_heads=device.kv_heads,
+        intermediate=device.intermediate,
+        vocabulary=device.vocab_size,
+        expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
     )
 
@@ -272,9 +302,8 @@ SHAPES = {
     "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
     "opt-66b": Shape(64, 9216, 72, 72, 128, 36864, 50272, 2048, gated=False, tied=True),
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
-    "bloom-176b": Shape(
-        70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True
-    ),  # its ALiBi has no limit
+    # its ALiBi has no limit
+    "bloom-176b": Shape(70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True),
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
     "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
@@ -302,14 +331,15 @@ class Chip(NamedTuple):
     network: Network | None = None  # to other chips; None: not known
 
 
-# NVIDIA's data sheets give NVLink's bandwidth of both directions together: 600 GB/s of an A100, 900 GB/s of an H100 and
-# an H200, in nodes of 8. They give no latency.
+# NVIDIA's data sheets give NVLink's bandwidth of both directions together: 600 GB/s of an A100, 900
+# GB/s of an H100 and an H200, in nodes of 8. They give no latency.
 NVLINK_3 = Network(300e9, neighbours=False, devices=8)
 NVLINK_4 = Network(450e9, neighbours=False, devices=8)
-# Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions together: v5e 400 and v6e
-# 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6 links of 50 GB/s in each direction (Jouppi et al.
-# 2023, arXiv 2304.01433, table 4). "How to Scale Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these,
-# and about 1 us a hop. A TPU7x is two devices of JAX, and one here.
+# Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions
+# together: v5e 400 and v6e 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6
+# links of 50 GB/s in each direction (Jouppi et al. 2023, arXiv 2304.01433, table 4). "How to Scale
+# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. A TPU7x
+# is two devices of JAX, and one here.
 HOP = 1e-6
 ICI = {
     "tpu-v4": Network(50e9, neighbours=True, devices=4096, hop=HOP),
@@ -319,9 +349,10 @@ ICI = {
     "tpu7x": Network(100e9, neighbours=True, devices=9216, hop=HOP),
 }
 
-# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x; 128 rows is the tile
-# of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the A10G for AWS gives 70 TFLOP/s of dense
-# bfloat16 and 140 with sparsity; the 125 that are often quoted are those of the A10.
+# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x;
+# 128 rows is the tile of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the
+# A10G for AWS gives 70 TFLOP/s of dense bfloat16 and 140 with sparsity; the 125 that are often
+# quoted are those of the A10.
 CHIPS = {
     "a10g": Chip(0.6e12, 70e12, 24e9, tile=128),
     "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128, network=NVLINK_3),
@@ -337,10 +368,11 @@ CHIPS = {
 
 
 class Roofline(NamedTuple):
-    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor parallelism).
+    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor
+    parallelism).
 
-    With `devices` above 1, `shape` is one device's part of the model, and what devices exchange takes its time; see
-    `of_mesh`.
+    With `devices` above 1, `shape` is one device's part of the model, and what devices exchange
+    takes its time; see `of_mesh`.
     """
 
     shape: Shape
@@ -349,14 +381,14 @@ class Roofline(NamedTuple):
     bandwidth_share: float = 1.0  # share of the bandwidth that kernels reach
     rate_share: float = 1.0  # share of the arithmetic
     block_size: int = 16
-    batched_moves: bool = (
-        True  # one copy for all moved blocks, not one for each block, layer, keys and values
-    )
+    # one copy for all moved blocks, not one for each block, layer, keys and values
+    batched_moves: bool = True
     devices: int = 1  # that exchange, one part of the model each
     activation_bytes: float = 2
 
     def __call__(self, work: Work) -> float:
-        s, chip = self.shape, self.chip
+        s = self.shape
+        chip = self.chip
         bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
@@ -376,11 +408,12 @@ class Roofline(NamedTuple):
         """Seconds of the step's exchanges between devices."""
         if self.devices == 1:
             return 0.0
-        s, network = self.shape, self.chip.network
+        s = self.shape
+        network = self.chip.network
         assert network is not None, "`of_mesh` refuses a chip without one"
         sizes = Exchanged(s.layers, s.hidden, s.vocabulary, self.activation_bytes)
-        each = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
-        return sum(collectives.seconds(one, self.devices, network) for one in each)
+        exchanges = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
+        return sum(collectives.seconds(exchange, self.devices, network) for exchange in exchanges)
 
     def move(self, blocks: int) -> float:
         """Seconds to move blocks between device and host."""
@@ -396,10 +429,12 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> Roofline:
-    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the chip's.
+    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the
+    chip's.
 
     Raises:
-        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer devices.
+        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer
+            devices.
     """
     network = roofline.chip.network
     if mesh.size > 1:
@@ -413,20 +448,20 @@ def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> R
 def check_network(network: Network | None, n: int, chip: str) -> None:
     """Raises ValueError unless the network connects n devices. chip: its name, for the message."""
     if network is None:
-        known = ", ".join(name for name, one in CHIPS.items() if one.network)
+        connected = ", ".join(name for name, spec in CHIPS.items() if spec.network)
         raise ValueError(
-            f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use one of {known}, "
-            f"or chips={n}, which share the model without a cost"
+            f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use "
+            f"one of {connected}, or chips={n}, which share the model without a cost"
         )
     if n > network.devices:
         raise ValueError(
-            f"mesh has {n} devices, and the links of {chip} connect at most {network.devices} chips; use at most "
-            f"{network.devices} devices"
+            f"mesh has {n} devices, and the links of {chip} connect at most {network.devices} "
+            f"chips; use at most {network.devices} devices"
         )
 
 
 class Fitted(NamedTuple):
-    """Seconds of a step: a base for its padded size, plus terms for its context tokens and pairs."""
+    """Seconds of a step: a base for its padded size, plus terms for context tokens and pairs."""
 
     sizes: tuple[int, ...]  # padded tokens that were measured, ascending
     seconds: tuple[float, ...]  # of each, without attention
@@ -436,18 +471,18 @@ class Fitted(NamedTuple):
 
     def __call__(self, work: Work) -> float:
         base = float(np.interp(work.tokens, self.sizes, self.seconds))
-        if (
-            work.tokens > self.sizes[-1]
-        ):  # beyond the measured sizes, time is proportional to tokens
+        if work.tokens > self.sizes[-1]:  # there, time is proportional to tokens
             base *= work.tokens / self.sizes[-1]
         return base + self.per_context * work.context + self.per_pair * work.pairs
 
 
 def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
-    """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its own time.
+    """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its
+    own time.
 
     Raises:
-        ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an earlier version).
+        ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an
+            earlier version).
     """
     from scipy.optimize import nnls
 
@@ -455,16 +490,16 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
         raise ValueError(f"the run to fit has {len(steps)} steps; it takes at least 8")
     if "pairs" not in steps[0]:
         raise ValueError(
-            "the run's steps have no context_tokens and pairs (what attention reads); measure it again"
+            "the run's steps have no context_tokens and pairs (what attention reads); measure it "
+            "again"
         )
     seconds = np.array([step["seconds"] for step in steps])
     sizes = sorted({step["padded_tokens"] for step in steps})
     columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
     columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
     matrix = np.array(columns, np.float64).T
-    scale = np.maximum(
-        matrix.max(0), 1
-    )  # the coefficient of pairs (millions) would be lost in rounding
+    # the coefficient of pairs (millions) would be lost in rounding
+    scale = np.maximum(matrix.max(0), 1)
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
     *bases, per_context, per_pair = (float(x) for x in solution)
@@ -478,7 +513,7 @@ def read_steps(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     """A value of a config as text; a mesh by its axes."""
     if not isinstance(value, MeshConfig):
         return str(value)
@@ -490,23 +525,29 @@ class Simulate:
     """The model of the device.
 
     chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
-    mesh: the devices that share the model, in place of chips: each computes its part, and they exchange sums. A
-        `MeshConfig` or a mapping such as {"tensor": 8}.
-    hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the chip's.
+    mesh: the devices that share the model, in place of chips: each computes its part, and they
+        exchange sums. A `MeshConfig` or a mapping such as {"tensor": 8}.
+    hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the
+        chip's.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
-    profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count real tokens, so
-        `padded` must be False.
-    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
-    bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
+    profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
+        real tokens, so `padded` must be False.
+    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its
+        config.json.
+    bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the
+        bound.
     padded: the time of a step is that of its bucket; False: that of its real tokens.
     kv_cache: False is an engine that computes every token of a sequence in every step.
-    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; needs the
-        policy `static`.
-    batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and values.
+    whole_batches: rows are computed until the last of their batch has ended, and all are answered
+        then; needs the policy `static`.
+    batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and
+        values.
     host_s: seconds that the host adds to a step.
-    acceptance: with engine.speculative, the probability that a draft token is accepted, if those before it are.
-    draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on the host.
+    acceptance: with engine.speculative, the probability that a draft token is accepted, if those
+        before it are.
+    draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on
+        the host.
     """
 
     chip: str | None = None
@@ -533,15 +574,15 @@ class Simulate:
             object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
         if [self.chip, self.fit, self.step_s, self.profile].count(None) != 3:
             raise ValueError(
-                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) and step_s (seconds of "
-                "every step)"
+                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) "
+                "and step_s (seconds of every step)"
             )
         if self.profile is not None:
             one_of("profile", self.profile, profiles.NAMES)
             if self.padded:
                 raise ValueError(
-                    f"profile is {self.profile!r}, whose coefficients count real tokens, and padded is true; set it to "
-                    "false"
+                    f"profile is {self.profile!r}, whose coefficients count real tokens, and "
+                    "padded is true; set it to false"
                 )
         if self.chip is not None:
             one_of("chip", self.chip, tuple(CHIPS))
@@ -552,8 +593,11 @@ class Simulate:
         if self.step_s is not None and self.step_s <= 0:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
         if self.chip is None:
-            given = "a constant step (step_s) does" if self.step_s is not None else "a profile does"
-            given = "measured steps (fit) do" if self.fit is not None else given
+            source = (
+                "a constant step (step_s) does" if self.step_s is not None else "a profile does"
+            )
+            if self.fit is not None:
+                source = "measured steps (fit) do"
             for name in (
                 "chips",
                 "bandwidth_share",
@@ -564,8 +608,10 @@ class Simulate:
             ):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
-                    said = f"{name} is {_said(value)}, and {given} not depend on it"
-                    raise ValueError(f"{said}; leave it out, or give a chip in its place")
+                    raise ValueError(
+                        f"{name} is {_text(value)}, and {source} not depend on it; leave it out, "
+                        "or give a chip in its place"
+                    )
         self._check_mesh()
         if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(
@@ -585,14 +631,15 @@ class Simulate:
         if self.mesh is None:
             if self.hop_s is not None:
                 raise ValueError(
-                    f"hop_s is {self.hop_s}, and without a mesh nothing is exchanged; set mesh, or leave it out"
+                    f"hop_s is {self.hop_s}, and without a mesh nothing is exchanged; set mesh, "
+                    "or leave it out"
                 )
             return
         if self.hop_s is not None and self.hop_s < 0:
             raise ValueError(f"hop_s is {self.hop_s}; it must be at least 0 seconds")
         if self.chips != 1:
             raise ValueError(
-                f"chips is {self.chips} and mesh is {_said(self.mesh)}; leave chips out"
+                f"chips is {self.chips} and mesh is {_text(self.mesh)}; leave chips out"
             )
         if self.mesh.size > 1:
             assert self.chip is not None, "checked before"
@@ -605,5 +652,5 @@ class Simulate:
             how = "fitted" if self.fit is not None else "constant step"
             return f"{SIMULATED}, {self.profile or how}"
         if self.mesh is not None:
-            return f"{SIMULATED} {self.chip}, {_said(self.mesh)}"
+            return f"{SIMULATED} {self.chip}, {_text(self.mesh)}"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

@@ -2,18 +2,21 @@
 
     simulate: {profile: splitwise/bloom-176b/a100, padded: false, model: bloom-176b}
 
-The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/splitwise-sim, commit 8f99e7d, MIT):
-medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16 on the eight GPUs with 80 GB of a
-DGX-A100 and of a DGX-H100.
+The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/splitwise-sim, commit
+8f99e7d, MIT): medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16
+on the eight GPUs with 80 GB of a DGX-A100 and of a DGX-H100.
 
-- A step of prompts takes the time of their tokens together, however many they are, as there (performance_model.py).
+- A step of prompts takes the time of their tokens together, however many they are, as there
+  (performance_model.py).
 - A step with both takes 1.1 times the time of prompts with as many tokens as it has, as there.
-- A step of decodes takes the time of as many sequences, measured with prompts of 512 and 128 tokens of output each. The
-  context beyond that adds what it adds to one sequence (`per_context`, least squares from 512 to 8,192 tokens).
+- A step of decodes takes the time of as many sequences, measured with prompts of 512 and 128 tokens
+  of output each. The context beyond that adds what it adds to one sequence (`per_context`, least
+  squares from 512 to 8,192 tokens).
 
-`splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times of tokens are a
-function of the prompts' tokens of a measurement (prompt x batch), and a step of n decodes is looked up at n. So it
-takes nearly the same time whatever n is. In the measurements 64 decodes take up to twice the time of one.
+`splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times
+of tokens are a function of the prompts' tokens of a measurement (prompt x batch), and a step of n
+decodes is looked up at n. So it takes nearly the same time whatever n is. In the measurements 64
+decodes take up to twice the time of one.
 
 Beyond its ends a curve goes on as its last part does, as in that simulator.
 """
@@ -29,14 +32,17 @@ if TYPE_CHECKING:
 Curve = tuple[tuple[float, float], ...]  # points (x, milliseconds), in the order of x
 
 MIXED = 1.1  # times the time of prompts, with decodes in the step
-MEAN_CONTEXT = 576  # tokens of a sequence in the measurements of decodes: a prompt of 512 and half of its output
+# tokens of a sequence in the measurements of decodes: a prompt of 512 and half of its output
+MEAN_CONTEXT = 576
 
 
 def at(curve: Curve, x: float) -> float:
-    """The milliseconds at x: the line through the points on both sides, or through the two nearest beyond an end."""
-    right = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
-    (left_x, left), (right_x, above) = curve[right - 1 : right + 1]
-    return left + (above - left) * (x - left_x) / (right_x - left_x)
+    """The milliseconds at x: the line through the points on both sides, or through the two nearest
+    beyond an end.
+    """
+    i = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
+    (left_x, left_y), (right_x, right_y) = curve[i - 1 : i + 1]
+    return left_y + (right_y - left_y) * (x - left_x) / (right_x - left_x)
 
 
 class Measured(NamedTuple):
@@ -68,7 +74,9 @@ def _curve(xs: tuple[int, ...], *milliseconds: float) -> Curve:
 
 
 class Machine(NamedTuple):
-    """The measurements of a machine. token_ms: milliseconds of a token by TOKENS (prompt x batch), all batches."""
+    """The measurements of a machine. token_ms: milliseconds of a token by TOKENS (prompt x batch),
+    all batches.
+    """
 
     prompts: Curve
     decodes: Curve
@@ -94,7 +102,7 @@ BLOOM = {
 MEASURED = {
     **{f"splitwise/bloom-176b/{name}": Measured(*machine[:3]) for name, machine in BLOOM.items()},
     **{
-        f"splitwise-sim/bloom-176b/{name}": Measured(one.prompts, one.token_ms)
-        for name, one in BLOOM.items()
+        f"splitwise-sim/bloom-176b/{name}": Measured(machine.prompts, machine.token_ms)
+        for name, machine in BLOOM.items()
     },
 }

@@ -1,17 +1,20 @@
-"""Seconds of a step by coefficients that others published: fits to their own engines on their own chips.
+"""Seconds of a step by coefficients that others published: fits to their own engines on their own
+chips.
 
     simulate: {profile: distserve/opt-13b/tp2, padded: false}
 
-The numbers are those of DistServe's simulator (https://github.com/LLMServe/DistServe, commit 82831f1, Apache-2.0):
-`simdistserve/estimators/profile_data/profiler-a100-80g.distserve.json` and `...vllm.json`, rounded to six digits, for
-A100 with 80 GB; its overheads are those of `simdistserve/base/worker.py` and `estimators/time_estimator.py`. `tp2` is
-tensor parallelism over two GPUs. `vllm` is the vLLM of that time (2023).
+The numbers are those of DistServe's simulator (https://github.com/LLMServe/DistServe, commit
+82831f1, Apache-2.0): `simdistserve/estimators/profile_data/profiler-a100-80g.distserve.json` and
+`...vllm.json`, rounded to six digits, for A100 with 80 GB; its overheads are those of
+`simdistserve/base/worker.py` and `estimators/time_estimator.py`. `tp2` is tensor parallelism over
+two GPUs. `vllm` is the vLLM of that time (2023).
 
-Both engines compute prompts and decodes in different steps, so nothing is published about a step with both. Here it
-takes the sum of both times, with the larger of their constants once: weights are read once in a step. That is our
-assumption, and the best case for such a step.
+Both engines compute prompts and decodes in different steps, so nothing is published about a step
+with both. Here it takes the sum of both times, with the larger of their constants once: weights are
+read once in a step. That is our assumption, and the best case for such a step.
 
-Times that others measured at points, without coefficients, are in measured.py; a config names them in the same way.
+Times that others measured at points, without coefficients, are in measured.py; a config names them
+in the same way.
 """
 
 from __future__ import annotations
@@ -30,32 +33,36 @@ Coefficients = tuple[float, float, float]
 class Profile(NamedTuple):
     """Milliseconds of a step.
 
-    prompts: a constant, of each token, and of each squared token; whole prompts of n tokens have n^2 of them, and a
-        chunk from a to b has b^2 - a^2.
-    few, many: of decodes, a constant, of each token of context, and of each sequence; `many` from so many sequences on.
+    prompts: a constant, of each token, and of each squared token; whole prompts of n tokens have
+        n^2 of them, and a chunk from a to b has b^2 - a^2.
+    small, large: of decodes, a constant, of each token of context, and of each sequence; `large`
+        from LARGE sequences on.
     """
 
     prompts: Coefficients
-    few: Coefficients
-    many: Coefficients
+    small: Coefficients
+    large: Coefficients
 
     def __call__(self, work: Work) -> float:
         """Seconds. A prompt, or a chunk, of one token counts as a decode."""
-        constant, milliseconds = 0.0, STEP_MS + CONTEXT_MS * work.context
+        constant = 0.0
+        milliseconds = STEP_MS + CONTEXT_MS * work.context
         tokens = work.tokens - work.single
         if tokens:
-            constant, each, squared = self.prompts
+            constant, per_token, per_square = self.prompts
             squares = 2 * (work.pairs - work.single_context) - tokens
-            milliseconds += PROMPT_STEP_MS + each * tokens + squared * squares
+            milliseconds += PROMPT_STEP_MS + per_token * tokens + per_square * squares
         if work.single:
-            alone, context, sequence = self.few if work.single < MANY else self.many
-            constant = max(constant, alone)
-            milliseconds += context * work.single_context + sequence * work.single
+            decodes = self.small if work.single < LARGE else self.large
+            decode_constant, per_context, per_sequence = decodes
+            constant = max(constant, decode_constant)
+            milliseconds += per_context * work.single_context + per_sequence * work.single
         return (constant + milliseconds) / 1e3
 
 
-MANY = 95  # sequences
-STEP_MS, CONTEXT_MS = 2.0, 1e-4  # of Ray, in every step: a constant, and of each token of context
+LARGE = 95  # sequences
+STEP_MS = 2.0  # of Ray, in every step
+CONTEXT_MS = 1e-4  # of Ray, in every step, of each token of context
 PROMPT_STEP_MS = 1.0  # in addition, in a step with prompts
 
 PROFILES = {
@@ -94,5 +101,7 @@ NAMES = (*PROFILES, *MEASURED)
 
 
 def find(name: str) -> Callable[[Work], float]:
-    """The seconds of a step by one of NAMES: of coefficients (PROFILES), or of measured points (measured.py)."""
+    """The seconds of a step by one of NAMES: of coefficients (PROFILES), or of measured points
+    (measured.py).
+    """
     return MEASURED[name] if name in MEASURED else PROFILES[name]

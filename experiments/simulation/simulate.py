@@ -1,14 +1,18 @@
-"""An engine without a device: the same scheduler, policies and requests, with a clock that a cost model advances.
+"""An engine without a device: the same scheduler, policies and requests, with a clock that a cost
+model advances.
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
-    simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which exchange sums
+    simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which
+                                                                      # exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
     simulate: {step_s: 1.0}                        # every step takes the same time
-    simulate: {profile: distserve/opt-13b/tp2, padded: false}         # published coefficients, see profiles.py
+    simulate: {profile: distserve/opt-13b/tp2, padded: false}   # published coefficients, see
+                                                                # profiles.py
 
-This section is the only difference in a config: driver, events, records, summary and report are the same. Tokens have
-no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be true; the workload draws the lengths.
-Time is virtual: nothing sleeps, and the load of the machine does not change a run.
+This section is the only difference in a config: driver, events, records, summary and report are the
+same. Tokens have no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be
+true; the workload draws the lengths. Time is virtual: nothing sleeps, and the load of the machine
+does not change a run.
 """
 
 from __future__ import annotations
@@ -77,31 +81,33 @@ class Guess(NamedTuple):
     right: int  # of the first ones, how many the target accepts
 
 
-Guesses = Callable[
-    [Seq, int, int], Guess
-]  # (sequence, its known tokens, most drafts) -> its drafts
+# (sequence, its known tokens, most drafts) -> its drafts
+Guesses = Callable[[Seq, int, int], Guess]
 
 
 class Handover(NamedTuple):
-    """A sequence on its way from one engine to another. data: its tokens; None: no prefixes are shared."""
+    """A sequence on its way from one engine to another."""
 
     released: Released
-    data: SequenceData | None
+    data: SequenceData | None  # its tokens; None: no prefixes are shared
 
 
 class WholeBatch(NamedTuple):
-    """A batch that is computed until its last member has ended, and answered then, as in engines before Orca."""
+    """A batch that is computed until its last member has ended, and answered then, as in engines
+    before Orca.
+    """
 
-    contexts: tuple[
-        int, ...
-    ] = ()  # tokens that ended members see in the next step; grow with the batch
+    # tokens that ended members see in the next step; grow with the batch
+    contexts: tuple[int, ...] = ()
     pending: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
 
 def after_step(
     batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
 ) -> tuple[WholeBatch, tuple[Event, ...]]:
-    """The batch after one of its steps -> (batch, events to report now: all of the batch's when it is over)."""
+    """The batch after one of its steps, and the events to report now: all of the batch's when it is
+    over, else none.
+    """
     pending = batch.pending + events
     if over:
         return WholeBatch(), pending
@@ -112,20 +118,24 @@ def after_step(
 
 
 def with_rows(work: Work, contexts: Sequence[int]) -> Work:
-    """The work with one row of one token more for each of `contexts`, the tokens that the row sees."""
-    rows, seen = len(contexts), sum(contexts)
+    """The work with a further row of one token for each of `contexts`: the tokens that it sees."""
+    rows = len(contexts)
+    context = sum(contexts)
     return work._replace(
         sequences=work.sequences + rows,
         sampled=work.sampled + rows,
-        context=work.context + seen,
-        pairs=work.pairs + seen,
+        context=work.context + context,
+        pairs=work.pairs + context,
         single=work.single + rows,
-        single_context=work.single_context + seen,
+        single_context=work.single_context + context,
     )
 
 
 class SimulatedEngine:
-    """The methods of an engine that a driver uses, in virtual time. `now`: seconds since construction or reset."""
+    """The methods of an engine that a driver uses, in virtual time.
+
+    `now`: seconds since construction or reset.
+    """
 
     def __init__(
         self,
@@ -140,25 +150,30 @@ class SimulatedEngine:
         """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Args:
-            guesses: the drafts of each sequence, for example recorded ones; None draws them by simulate.acceptance.
+            guesses: the drafts of each sequence, for example recorded ones; None draws them by
+                simulate.acceptance.
 
         Raises:
-            ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
-                ignores.
+            ValueError: whole batches with a policy under which requests join a batch, or an option
+                that a simulation ignores.
         """
         refuse_unfelt(config, simulate, recorded=guesses is not None)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
-                f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
-                "set engine.policy: static"
+                f"simulate.whole_batches with engine.policy {config.policy!r}, under which "
+                "requests join a batch; set engine.policy: static"
             )
-        self.config, self.now = config, 0.0
-        self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
+        self.config = config
+        self.now = 0.0
+        self._seconds = seconds
+        self._vocab_size = vocab_size
+        self._simulate = simulate
         self._guesses = guesses or independent(simulate.acceptance or 0.0)
         self._spare = config.speculative.num_tokens if config.speculative else 0
         assert config.max_model_len is not None, "see `resolved`"
-        seen = kv_policies.views(config, table_width(config, config.max_model_len))
-        self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks, seen)
+        views = kv_policies.views(config, table_width(config, config.max_model_len))
+        self._policy = policies.find(config.policy)
+        self._limits = limits(config, host_blocks, views)
         self.reset()
 
     def reset(self) -> None:
@@ -189,26 +204,27 @@ class SimulatedEngine:
         *,
         forks: Sequence[str] = (),
     ) -> None:
-        """Like `Engine.add`. Raises ValueError for a request that could end before max_tokens or can never run."""
+        """Like `Engine.add`.
+
+        Raises ValueError for a request that could end before max_tokens or can never run.
+        """
         if not params.ignore_eos or params.stop_token_ids:
             raise ValueError(
-                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
+                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
+                "stop_token_ids out"
             )
         caching = self.config.enable_prefix_caching
-        limits = {
-            "vocab_size": self._vocab_size,
-            "caching": caching,
-            "priority": 0,
-            "user": "",
-            "spare": self._spare,
-        }
         prepared = prepare(
             self.scheduler_state,
             (request_id, *forks),
             prompt_token_ids,
             params,
             eos_token_ids=(),
-            **limits,
+            vocab_size=self._vocab_size,
+            caching=caching,
+            priority=0,
+            user="",
+            spare=self._spare,
         )
         self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
         if caching:  # only hashes of blocks need token values
@@ -219,57 +235,62 @@ class SimulatedEngine:
         request_limits.check(self.scheduler_state, request._replace(forks=()))
 
     def prefilled(self) -> tuple[str, ...]:
-        """Ids of running sequences whose prompt is computed and that have at least one token of their output."""
+        """Ids of running sequences whose prompt is computed and that have at least one token of
+        their output.
+        """
         seqs = scheduler.running(self.scheduler_state)
         return tuple([s.request_id for s in seqs if s.num_output and s.length - s.computed == 1])
 
     def release(self, request_id: str) -> Handover:
-        """Let a sequence go. Its blocks stay taken until `free`, because their pages are still to be read.
+        """Let a sequence go.
+
+        Its blocks stay taken until `free`, because their pages are still to be read.
 
         Raises:
             ValueError: see `scheduler.release`.
         """
         state = self.scheduler_state
-        _, found = scheduler.release(state, request_id)
-        state, _ = scheduler.release(
-            state._replace(pool=blocks.share(state.pool, found.blocks)), request_id
-        )
+        _, released = scheduler.release(state, request_id)
+        state = state._replace(pool=blocks.share(state.pool, released.blocks))
+        self.scheduler_state, _ = scheduler.release(state, request_id)
         data = self._sequences.get(request_id)
         if data is not None:
             self._sequences = self._sequences.delete(request_id)
-        self.scheduler_state = state
-        return Handover(found, data)
+        return Handover(released, data)
 
-    def free(self, found: Handover) -> None:
-        """The pages of a released sequence are elsewhere now."""
+    def free(self, handover: Handover) -> None:
+        """Free the blocks of a released sequence, whose pages are elsewhere now."""
         state = self.scheduler_state
-        self.scheduler_state = state._replace(
-            pool=blocks.release(state.pool, found.released.blocks[::-1])
-        )
+        pool = blocks.release(state.pool, handover.released.blocks[::-1])
+        self.scheduler_state = state._replace(pool=pool)
 
-    def adopt(self, found: Handover) -> bool:
+    def adopt(self, handover: Handover) -> bool:
         """Go on with a sequence of another engine; False, and nothing changes, if there is no room.
 
         Raises:
             Rejected: see `scheduler.adopt`.
         """
-        if not scheduler.has_room(self.scheduler_state, self._policy, found.released):
+        released = handover.released
+        if not scheduler.has_room(self.scheduler_state, self._policy, released):
             return False
-        self.scheduler_state, _ = scheduler.adopt(
-            self.scheduler_state, self._policy, found.released
-        )
-        if found.data is not None:
-            self._sequences = self._sequences.set(found.released.request.request_id, found.data)
+        self.scheduler_state, _ = scheduler.adopt(self.scheduler_state, self._policy, released)
+        if handover.data is not None:
+            self._sequences = self._sequences.set(released.request.request_id, handover.data)
         return True
 
     def step(self) -> StepResult | None:
-        """The next step; None without one: nothing is unfinished, or released sequences hold the blocks it needs."""
+        """Make the next step.
+
+        Returns:
+            Its result; None without a step: nothing is unfinished, or released sequences hold the
+            blocks that it needs.
+        """
         if not self.has_work:
             return None
         started = self.now
-        guessed = self._guess()
-        offered = {name: guess.drafts for name, guess in guessed.items()}
-        state, plan = scheduler.schedule(self.scheduler_state, self._policy, offered)
+        guesses = self._guess()
+        num_drafts = {name: guess.drafts for name, guess in guesses.items()}
+        state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts)
         if not plan.seqs and not plan.preempted:
             return None
         ended = self._batch.contexts
@@ -277,21 +298,13 @@ class SimulatedEngine:
         work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
         seconds = self._seconds(with_rows(work, ended) if ended else work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
-        samples: list[Sample] = [
-            sampled(seq.arrival, length, self._vocab_size)
-            for seq, length in zip(plan.seqs, plan.lengths, strict=True)
-        ]
-        for i, k in enumerate(plan.drafts):
-            seq, length = plan.seqs[i], plan.lengths[i]
-            right = min(guessed[seq.request_id].right, k) if k else 0
-            tokens = [sampled(seq.arrival, length + j, self._vocab_size) for j in range(right + 1)]
-            if self._sequences:  # accepted drafts are in the tokens
-                self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
-            samples[i] = tuple(tokens)
+        samples = self._samples(plan, guesses)
         hashes = NO_HASHES
         if self._sequences:
-            right = cut_at_the_end(plan, samples) if plan.drafts else ()
-            hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
+            accepted_drafts = cut_at_the_end(plan, samples) if plan.drafts else ()
+            hashes = hashes_of_filled(
+                plan, self._sequences, self.config.block_size, accepted_drafts
+            )
         self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
         if self._sequences:
             self._sequences = apply_events(self._sequences, events, state.running, self._spare)
@@ -304,28 +317,61 @@ class SimulatedEngine:
         self._drafting = self._drafting and drafting.learned(self._drafting, result)
         return result
 
+    def _samples(self, plan: Plan, guesses: Mapping[str, Guess]) -> list[Sample]:
+        """The samples of each row: a token, or with drafts the accepted ones and one more.
+
+        Accepted drafts are written into the tokens of their sequence.
+        """
+        samples: list[Sample] = [
+            sampled(seq.arrival, length, self._vocab_size)
+            for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+        ]
+        for i, num_drafts in enumerate(plan.drafts):
+            seq = plan.seqs[i]
+            length = plan.lengths[i]
+            right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
+            tokens = [sampled(seq.arrival, length + j, self._vocab_size) for j in range(right + 1)]
+            if self._sequences:
+                self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
+            samples[i] = tuple(tokens)
+        return samples
+
     def ahead(self) -> StepTimes | None:
-        """The times of the next steps, if several of them only decode; `advance` makes them. Else None."""
+        """The times of the next steps, if several of them only decode; `advance` makes them.
+
+        Else None.
+        """
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
         steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)
         if steps < 2:
             return None
         lengths = self.scheduler_state.running.lengths
-        rows, context = len(lengths), sum(lengths)
-        work = Work(self._padded(rows), rows, rows, context, context, 0, rows, context)
+        rows = len(lengths)
+        context = sum(lengths)
+        work = Work(
+            tokens=self._padded(rows),
+            sequences=rows,
+            sampled=rows,
+            context=context,
+            pairs=context,
+            single=rows,
+            single_context=context,
+        )
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
     def advance(self, times: StepTimes) -> DecodeSpan:
-        """Make the steps that `ahead` gave, or the first of them: what as many calls of `step` do."""
-        before, steps = self.scheduler_state, len(times.started)
+        """Make the steps that `ahead` gave, or the first of them, as so many calls of `step` do."""
+        before = self.scheduler_state
+        steps = len(times.started)
         seqs, lengths, computed = before.running
         hashes = NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
-                new = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)
+                tokens = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)
                 data = self._sequences[seq.request_id]
-                if (longer := extended(data, length, new, self._spare)) is not data:
+                longer = extended(data, length, tokens, self._spare)
+                if longer is not data:
                     self._sequences = self._sequences.set(seq.request_id, longer)
             rows = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
             hashes = hashes_of_filled(rows, self._sequences, self.config.block_size)
@@ -346,15 +392,16 @@ class SimulatedEngine:
         )
 
     def _guess(self) -> Mapping[str, Guess]:
-        """By sequence id, the drafts for the next step."""
-        running, buckets = self.scheduler_state.running, self.config.token_buckets
+        """The drafts for the next step, by sequence id."""
+        running = self.scheduler_state.running
+        buckets = self.config.token_buckets
         if not (self._drafting and buckets):
             return {}
-        draftable, k = drafting.wanted(self._drafting, running, buckets)
-        if not k:
+        draftable, num_tokens = drafting.wanted(self._drafting, running, buckets)
+        if not num_tokens:
             return {}
         seqs = {seq.request_id: seq for seq in running.seqs}
-        return {name: self._guesses(seqs[name], length, k) for name, length in draftable}
+        return {name: self._guesses(seqs[name], length, num_tokens) for name, length in draftable}
 
     def _padded(self, tokens: int) -> int:
         if not self._simulate.padded:
@@ -369,7 +416,9 @@ def independent(probability: float) -> Guesses:
 
 
 def accepted(arrival: int, length: int, k: int, probability: float) -> int:
-    """How many of k drafts are accepted: each with a probability, by a random number of (arrival, position)."""
+    """How many of k drafts are accepted: each with a probability, by a random number of (arrival,
+    position).
+    """
     for j in range(k):
         z = (arrival << 32) + length + j + 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -380,7 +429,8 @@ def accepted(arrival: int, length: int, k: int, probability: float) -> int:
 
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
-    """The configuration with lengths, blocks and buckets chosen as for a device with `memory` bytes.
+    """The configuration with lengths, blocks and buckets chosen as for a device with `memory`
+    bytes.
 
     `shape` is what this device has of the model: on a mesh, its part.
 
@@ -390,9 +440,11 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     length = config.max_model_len or shape.longest
     if length > shape.longest:
         raise ValueError(
-            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it"
+            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower "
+            "it"
         )
-    blocks, size = config.num_blocks, config.block_size * shape.token_bytes
+    blocks = config.num_blocks
+    block_bytes = config.block_size * shape.token_bytes
     if memory is None and blocks is None:
         raise ValueError(
             "no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks"
@@ -401,12 +453,13 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
         free = memory - shape.total_bytes
         if blocks is None:
             useful = config.max_num_seqs * table_width(config, length)
-            blocks = min(useful, int(config.memory_fraction * free / size))
-        if blocks < 1 or blocks * size > free:
+            blocks = min(useful, int(config.memory_fraction * free / block_bytes))
+        if blocks < 1 or blocks * block_bytes > free:
             raise ValueError(
-                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
-                f"room for {max(int(free / size), 0)} blocks of {config.block_size} tokens, and {blocks} are wanted; "
-                "lower num_blocks, or use more or larger chips"
+                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of "
+                f"{memory / 1e9:.1f} GB, room for {max(int(free / block_bytes), 0)} blocks of "
+                f"{config.block_size} tokens, and {blocks} are wanted; lower num_blocks, or use "
+                "more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
     return dataclasses.replace(
@@ -420,15 +473,19 @@ class SimulatedLLM:
     def __init__(
         self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1
     ) -> None:
-        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text.
+        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has
+        text.
 
         Args:
             count: of equal engines, `engines`; `engine` is the first.
 
         `block_bytes` is a block's on all devices together.
         """
-        shape, memory, devices = _shape(simulate, config, model), None, 1
-        vocabulary, self.block_bytes = shape.vocabulary, config.block_size * shape.token_bytes
+        shape = _shape(simulate, config, model)
+        vocabulary = shape.vocabulary
+        self.block_bytes = config.block_size * shape.token_bytes
+        memory = None
+        devices = 1
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
@@ -437,18 +494,10 @@ class SimulatedLLM:
         elif simulate.profile is not None:
             self.step_time = profiles.find(simulate.profile)
         else:
-            assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
-            chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
-            shares = (simulate.bandwidth_share, simulate.rate_share)
-            roofline = Roofline(
-                shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves
-            )
-            if (mesh := simulate.mesh) is not None:
-                numbers = NUMBER_BYTES[config.dtype or "bfloat16"]
-                roofline = cost.of_mesh(
-                    roofline._replace(activation_bytes=numbers), mesh, simulate.hop_s
-                )
-                shape, devices = roofline.shape, mesh.size  # of one device, whose memory decides
+            roofline = _roofline(simulate, config, shape)
+            memory = roofline.chips * roofline.chip.memory
+            shape = roofline.shape  # on a mesh, of one device, whose memory decides
+            devices = roofline.devices
             self.step_time = roofline
         host_blocks = 0
         if config.preemption == "swap":
@@ -475,7 +524,9 @@ class _Tokenizer:
     """A tokenizer that is loaded when a workload has text; most simulated workloads have none."""
 
     def __init__(self, model: str, vocab_size: int) -> None:
-        self._model, self._tokenizer, self.vocab_size = model, None, vocab_size
+        self._model = model
+        self._tokenizer = None
+        self.vocab_size = vocab_size
 
     def encode(self, text: str) -> Sequence[int]:
         if self._tokenizer is None:
@@ -484,11 +535,30 @@ class _Tokenizer:
 
 
 def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
-    weights = NUMBER_BYTES[config.weight_dtype or config.dtype or "bfloat16"]
-    numbers = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
+    weight_bytes = NUMBER_BYTES[config.weight_dtype or config.dtype or "bfloat16"]
+    kv_bytes = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
     if simulate.model is not None:
-        return SHAPES[simulate.model]._replace(weight_bytes=weights, kv_bytes=numbers)
+        return SHAPES[simulate.model]._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
     family = own_family(config.model_family)
-    return cost.shape_of(
-        open_checkpoint(model, family=family).config, weights, numbers, family=family
+    checkpoint = open_checkpoint(model, family=family)
+    return cost.shape_of(checkpoint.config, weight_bytes, kv_bytes, family=family)
+
+
+def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Roofline:
+    """The roofline of the chips, or of a mesh of them."""
+    assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
+    roofline = Roofline(
+        shape=shape,
+        chip=CHIPS[simulate.chip],
+        chips=simulate.chips,
+        bandwidth_share=simulate.bandwidth_share,
+        rate_share=simulate.rate_share,
+        block_size=config.block_size,
+        batched_moves=simulate.batched_moves,
+    )
+    if simulate.mesh is None:
+        return roofline
+    activation_bytes = NUMBER_BYTES[config.dtype or "bfloat16"]
+    return cost.of_mesh(
+        roofline._replace(activation_bytes=activation_bytes), simulate.mesh, simulate.hop_s
     )

@@ -1,4 +1,6 @@
-"""The times of several steps at once, in which one simulated engine does nothing but decode (host/decode_spans.py)."""
+"""The times of several steps at once, in which one simulated engine does nothing but decode
+(host/decode_spans.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pagedjax.host.types import Seq
 
 
 class StepTimes(NamedTuple):
-    """Of consecutive steps; float64 [steps] seconds, as the engine's clock shows them step by step."""
+    """The times of consecutive steps; float64 [steps] seconds, as the engine's clock shows them."""
 
     started: np.ndarray
     finished: np.ndarray
@@ -26,7 +28,10 @@ class StepTimes(NamedTuple):
 
 
 class DecodeSpan(NamedTuple):
-    """Consecutive steps that compute one token of each of the same sequences. None of these enters or ends."""
+    """Consecutive steps that compute one token of each of the same sequences.
+
+    None of these enters or ends.
+    """
 
     step: int  # the number of the first
     times: StepTimes
@@ -42,10 +47,11 @@ class DecodeSpan(NamedTuple):
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of each sequence, its new tokens."""
-        steps, rows = np.arange(len(self.allocated)), zip(self.seqs, self.lengths, strict=True)
+        """The new tokens of each sequence."""
+        steps = np.arange(len(self.allocated))
         return [
-            sampled(seq.arrival, length + steps, self.vocabulary).tolist() for seq, length in rows
+            sampled(seq.arrival, length + steps, self.vocabulary).tolist()
+            for seq, length in zip(self.seqs, self.lengths, strict=True)
         ]
 
 
@@ -57,8 +63,9 @@ def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
     return (arrival * 7919 + length) % vocabulary
 
 
-def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
-    """The times of steps that begin at `now`; each has one more token of context for each sequence than the last one.
+def step_times(start: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
+    """The times of steps that begin at `start`; each has one more token of context for each
+    sequence than the last one.
 
     The sums are those of a clock that is advanced step by step, bit by bit.
 
@@ -66,16 +73,18 @@ def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: fl
         work: of the first step, which samples for each of its sequences.
         host_s: seconds of the host in each step.
     """
-    context: Any = work.context + work.sequences * np.arange(steps)
+    contexts: Any = work.context + work.sequences * np.arange(steps)
     try:
-        found = seconds(work._replace(context=context, pairs=context, single_context=context))
+        device = seconds(work._replace(context=contexts, pairs=contexts, single_context=contexts))
     except (TypeError, ValueError):  # it takes one step at a time
-        each = context.tolist()
-        found = np.array(
-            [seconds(work._replace(context=c, pairs=c, single_context=c)) for c in each]
+        device = np.array(
+            [
+                seconds(work._replace(context=context, pairs=context, single_context=context))
+                for context in contexts.tolist()
+            ]
         )
-    device = np.broadcast_to(found, steps)
+    device = np.broadcast_to(device, steps)
     parts = np.full((steps, 2), host_s)
     parts[:, 0] = device
-    clock = np.add.accumulate(np.concatenate(([now], parts.ravel())))[::2]
+    clock = np.add.accumulate(np.concatenate(([start], parts.ravel())))[::2]
     return StepTimes(clock[:-1], clock[1:], device)

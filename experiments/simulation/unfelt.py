@@ -8,42 +8,51 @@ from pagedjax.host import kv_policies
 
 
 def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -> None:
-    """Raises ValueError for an option that a simulation ignores, or lacks. recorded: drafts come from a recording."""
+    """Check the options of a simulated engine.
+
+    Args:
+        recorded: whether drafts come from a recording.
+
+    Raises:
+        ValueError: a simulation ignores an option, or lacks one.
+    """
     if config.lookahead:
         raise ValueError(
-            f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
-            "device; set it to 0, and simulate.host_s to the host time that is not hidden"
+            f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time "
+            "behind the device; set it to 0, and simulate.host_s to the host time that is not "
+            "hidden"
         )
-    given = [f"engine.{name}" for name in ("mesh", "devices") if getattr(config, name) is not None]
-    if given:
+    options = [
+        f"engine.{name}" for name in ("mesh", "devices") if getattr(config, name) is not None
+    ]
+    if options:
         raise ValueError(
-            f"{' and '.join(given)} is set, and a simulated step takes the time of simulate.mesh; set that one, and "
-            "leave this out"
+            f"{' and '.join(options)} is set, and a simulated step takes the time of "
+            "simulate.mesh; set that one, and leave this out"
         )
     if (config.speculative is None) != (simulate.acceptance is None and not recorded):
-        has, lacks = ("engine.speculative", "simulate.acceptance")
+        names = ["engine.speculative", "simulate.acceptance"]
         if config.speculative is None:
-            has, lacks = lacks, has
+            names.reverse()
         raise ValueError(
-            f"{has} is set and {lacks} is not; a simulated draft is right with a given probability"
+            f"{names[0]} is set and {names[1]} is not; a simulated draft is right with a given "
+            "probability"
         )
     if config.kv_policy is not None and not simulate.kv_cache:
         raise ValueError(
-            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
-            "give back; leave one of them out"
+            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache "
+            "has no blocks to give back; leave one of them out"
         )
     if isinstance(config.kv_policy, KVPolicyOptions) and kv_policies.find(config.kv_policy).selects:
         raise ValueError(
-            f"engine.kv_policy is {config.kv_policy.name!r}, which selects blocks, and a simulated step reads all that "
-            "a query sees; use a policy without a selection"
+            f"engine.kv_policy is {config.kv_policy.name!r}, which selects blocks, and a "
+            "simulated step reads all that a query sees; use a policy without a selection"
         )
     if config.preemption == "swap" and (simulate.fit is not None or simulate.profile is not None):
-        what = (
-            "measured steps (simulate.fit)"
-            if simulate.fit is not None
-            else "a profile (simulate.profile)"
-        )
+        source = "a profile (simulate.profile)"
+        if simulate.fit is not None:
+            source = "measured steps (simulate.fit)"
         raise ValueError(
-            f"engine.preemption is 'swap', and {what} do not give the cost of moving a block; set engine.preemption: "
-            "recompute, or simulate.chip in place of them"
+            f"engine.preemption is 'swap', and {source} do not give the cost of moving a block; "
+            "set engine.preemption: recompute, or simulate.chip in place of them"
         )

@@ -1,4 +1,5 @@
-"""The folder of a training run, and its Orbax checkpoints: a killed run resumes from the last one, bit for bit.
+"""The folder of a training run, and its Orbax checkpoints: a killed run resumes from the last one,
+bit for bit.
 
 OUT/run.json            the options of the run; a command with other options is refused
 OUT/checkpoints/STEP/   parameters, optimiser, losses
@@ -24,35 +25,39 @@ class State(NamedTuple):
     optimiser: Any  # optax's state, which also counts the steps
 
 
-def begin(out: Path, wanted: Mapping[str, Any]) -> None:
+def begin(out: Path, run_options: Mapping[str, Any]) -> None:
     """Create the run's folder, or check that an existing one belongs to the same run.
 
     Args:
-        wanted: the options that decide the run's result.
+        run_options: the options that decide the run's result.
 
     Raises:
-        ValueError: the folder belongs to another run (the message has all differences), or is no run's folder.
+        ValueError: the folder belongs to another run (the message has all differences), or is no
+            run's folder.
     """
     file = out / "run.json"
     if not file.is_file():
         check_free(out)
         with complete_folder(out) as folder:
-            (folder / file.name).write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+            (folder / file.name).write_text(
+                json.dumps(run_options, indent=1) + "\n", encoding="utf-8"
+            )
         return
     try:
-        found = dict(json.loads(file.read_text(encoding="utf-8")))
+        recorded = dict(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(
             f"{file} is damaged ({error}); remove {out}, or give another --out"
         ) from error
-    both = {key: (wanted.get(key), found.get(key)) for key in dict(wanted) | found}
     different = [
-        f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs
+        f"{key} is {run_options.get(key)}, there {recorded.get(key)}"
+        for key in dict(run_options) | recorded
+        if run_options.get(key) != recorded.get(key)
     ]
     if different:
         raise ValueError(
-            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "
-            "version), give another --out, or remove it"
+            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends "
+            "on the Python version), give another --out, or remove it"
         )
 
 
@@ -63,8 +68,11 @@ def opened(out: Path) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequence[Loss]) -> None:
-    parts = {"state": ocp.args.StandardSave(state), "losses": ocp.args.JsonSave(list(losses))}  # type: ignore[arg-type]
-    manager.save(step, args=ocp.args.Composite(**parts))
+    arguments = ocp.args.Composite(
+        state=ocp.args.StandardSave(state),  # type: ignore[arg-type]
+        losses=ocp.args.JsonSave(list(losses)),  # type: ignore[arg-type]
+    )
+    manager.save(step, args=arguments)
 
 
 def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, list[Loss]]:
@@ -73,6 +81,9 @@ def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, li
     if step is None:
         return 0, like, []
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    parts = {"state": ocp.args.StandardRestore(shapes), "losses": ocp.args.JsonRestore()}  # type: ignore[arg-type]
-    found = manager.restore(step, args=ocp.args.Composite(**parts))
-    return step, found["state"], found["losses"]
+    arguments = ocp.args.Composite(
+        state=ocp.args.StandardRestore(shapes),  # type: ignore[arg-type]
+        losses=ocp.args.JsonRestore(),  # type: ignore[arg-type]
+    )
+    checkpoint = manager.restore(step, args=arguments)
+    return step, checkpoint["state"], checkpoint["losses"]

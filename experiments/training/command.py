@@ -1,4 +1,6 @@
-"""What the training commands have in common: the checks of a seed and of a model, and the exit status of a run."""
+"""What the training commands have in common: the checks of a seed and of a model, and the exit
+status of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ def check_seed(parser: argparse.ArgumentParser, seed: int) -> None:
 def check_model(parser: argparse.ArgumentParser, folder: Path) -> None:
     """End the command with a sentence if the folder has no model."""
     if not (folder / "config.json").is_file():
-        made = "python -m experiments.training.train_tiny --out FOLDER makes one, FOLDER/model"
-        parser.error(f"--model is {folder}, where no config.json is; {made}")
+        parser.error(
+            f"--model is {folder}, where no config.json is; python -m "
+            "experiments.training.train_tiny --out FOLDER makes one, FOLDER/model"
+        )
 
 
 def exit_status(run: Callable[[], object]) -> int:

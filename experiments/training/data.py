@@ -22,12 +22,15 @@ class Data(NamedTuple):
 
 
 def texts() -> tuple[list[str], list[str]]:
-    """Training topics and held-out topics. No paragraph appears twice (the topics repeat whole sections)."""
-    seen: set[str] = set()
+    """Training topics and held-out topics.
+
+    No paragraph appears twice (the topics repeat whole sections).
+    """
+    earlier: set[str] = set()
     parts: tuple[list[str], list[str]] = ([], [])
     for i, (_, topic) in enumerate(sorted(topics.items())):
-        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in seen]
-        seen.update(paragraphs)
+        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in earlier]
+        earlier.update(paragraphs)
         parts[i % 10 == HELD_OUT].append("\n\n".join(paragraphs))
     return parts
 
@@ -40,7 +43,8 @@ def prepare(vocab: int) -> Data:
 
     train, held_out = texts()
     backend = Backend(BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = words  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -55,8 +59,8 @@ def prepare(vocab: int) -> Data:
 
 
 def windows(train: np.ndarray, setup: Setup, step: int) -> np.ndarray:
-    """[batch, context + 1] tokens from random places, which depend on seed and step only, so a run can resume at any
-    step."""
+    """[batch, context + 1] tokens from random places, which depend on seed and step only, so a run
+    can resume at any step."""
     places = np.random.default_rng((setup.seed, step)).integers(
         len(train) - setup.context, size=setup.batch
     )

@@ -1,8 +1,10 @@
-"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's training-time test).
+"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's
+training-time test).
 
-In pass 0 each position has the true feature of the token before. In pass s it has what the head itself made of that
-token in pass s - 1. Position i of pass s is the draft that an engine makes s tokens after the last known one. It sees
-the true keys of the tokens up to i - s, and behind them the keys of earlier passes, as an engine's cache has them.
+In pass 0 each position has the true feature of the token before. In pass s it has what the head
+itself made of that token in pass s - 1. Position i of pass s is the draft that an engine makes s
+tokens after the last known one. It sees the true keys of the tokens up to i - s, and behind them
+the keys of earlier passes, as an engine's cache has them.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ def shifted(x: jax.Array, by: int) -> jax.Array:
 
 
 def attend_over(earlier: list[Pages], scale: float):
-    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes between."""
+    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes
+    between.
+    """
 
     def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
         assert window, "a head has a window"
         assert soft_cap is None, "a head that is trained here has no cap"
-        passes, (b, k, s, d) = [*earlier, (k_pages, v_pages)], k_pages.shape
+        passes = [*earlier, (k_pages, v_pages)]
+        b, k, s, d = k_pages.shape
         last = len(passes) - 1
         queries = q.reshape(b, s, k, -1, d)
         keys, values = passes[0]
@@ -40,19 +45,20 @@ def attend_over(earlier: list[Pages], scale: float):
         true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
         far = place[:, None] - place  # of each key from each query
         scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
-        own = [
-            (shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])
-        ]  # pass s - m, at i - m
-        for m, (key, _) in enumerate(own):
-            each = jnp.einsum("bskgd,bksd->bkgs", queries, key)
-            scores.append(jnp.where(place >= m, each, -jnp.inf)[..., None])
+        # pass s - m, at i - m
+        later = [
+            (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(passes[:0:-1])
+        ]
+        for m, (key, _) in enumerate(later):
+            score = jnp.einsum("bskgd,bksd->bkgs", queries, key)
+            scores.append(jnp.where(place >= m, score, -jnp.inf)[..., None])
         # the first tokens have no true key in later passes; without a finite score a softmax is NaN
         scores = jnp.maximum(scale * jnp.concatenate(scores, axis=-1), -1e9)
         weights = jax.nn.softmax(scores, axis=-1)
-        found = jnp.einsum("bkgst,bktd->bskgd", weights[..., :s], values)
-        for m, (_, value) in enumerate(own):
-            found += jnp.einsum("bkgs,bksd->bskgd", weights[..., s + m], value)
-        return found.reshape(q.shape)
+        output = jnp.einsum("bkgst,bktd->bskgd", weights[..., :s], values)
+        for m, (_, value) in enumerate(later):
+            output += jnp.einsum("bkgs,bksd->bskgd", weights[..., s + m], value)
+        return output.reshape(q.shape)
 
     return attend
 
@@ -63,37 +69,40 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     Args:
         embedded: [B * S, H] of the model.
     """
-    c, (b, s) = head.config.layer, windows.tokens.shape
-    batch, found, earlier = packed(windows.tokens), [], []
+    config = head.config.layer
+    b, s = windows.tokens.shape
+    batch = packed(windows.tokens)
     outputs = windows.features.reshape(b * s, -1).astype(embedded.dtype)
     feature = head.fuse(outputs)
+    all_logits = []
+    earlier: list[Pages] = []
     for _ in range(passes):
         before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(
             b * s, -1
         )
-        sizes = {
-            "layers": 1,
-            "blocks": b - 1,
-            "block_size": s,
-            "kv_heads": c.kv_heads,
-            "head_dim": c.head_dim,
-        }
-        pages = cache.init(**sizes, dtype=str(embedded.dtype))
-        u, k, v = head.layer(
-            embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale)
+        pages = cache.init(
+            layers=1,
+            blocks=b - 1,
+            block_size=s,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(embedded.dtype),
         )
+        attend = attend_over(earlier, config.attn_scale)
+        feature, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend)
         earlier.append((k, v))
-        found.append(head.drafted_logits(u).reshape(b, s, -1))
-        feature = u
-    return found
+        all_logits.append(head.drafted_logits(feature).reshape(b, s, -1))
+    return all_logits
 
 
 def loss(
     head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best token is the same).
+    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best
+    token is the same).
 
-    Tokens that the head does not draft are no target: a position counts as much as the targets' shares that are left.
+    Tokens that the head does not draft are no target: a position counts as much as the targets'
+    shares that are left.
 
     Args:
         model: its embedding is used, and not trained.
@@ -102,16 +111,20 @@ def loss(
     embedded = model.embedded(packed(windows.tokens))
     places = place[windows.ids]
     shares = jnp.where(places >= 0, windows.shares, 0.0)
-    at = jnp.arange(windows.tokens.shape[1])
-    total, weight, same = jnp.zeros(()), 0.0, []
+    positions = jnp.arange(windows.tokens.shape[1])
+    total = jnp.zeros(())
+    weight = 0.0
+    right = []
     for i, logits in enumerate(drafts(head, embedded, windows, passes)):
         logp = jax.nn.log_softmax(logits, axis=-1)
-        each = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
-        real = at >= i  # in a later pass, the first tokens have no draft before them
+        entropy = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
+        real = positions >= i  # in a later pass, the first tokens have no draft before them
         total += (
-            LATER**i * jnp.where(real, each, 0.0).sum() / jnp.where(real, shares.sum(-1), 0.0).sum()
+            LATER**i
+            * jnp.where(real, entropy, 0.0).sum()
+            / jnp.where(real, shares.sum(-1), 0.0).sum()
         )
         weight += LATER**i
         best = (logits.argmax(-1) == places[..., 0]) & real
-        same.append(best.sum() / (real.sum() * len(windows.tokens)))
-    return total / weight, jnp.stack(same)
+        right.append(best.sum() / (real.sum() * len(windows.tokens)))
+    return total / weight, jnp.stack(right)

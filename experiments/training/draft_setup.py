@@ -15,7 +15,8 @@ class DraftSetup:
     windows, held_out: prompts of the training and of the held-out text.
     prompt, output: tokens of a prompt, and of the model's answer to it.
     batch: windows in a step.
-    passes: drafts of a sequence that training looks ahead, the later ones on the head's own features.
+    passes: drafts of a sequence that training looks ahead, the later ones on the head's own
+        features.
     rate: the highest learning rate.
     """
 

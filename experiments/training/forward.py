@@ -1,4 +1,6 @@
-"""The model of a training run: initial weights, and the serving layers on dense windows with their loss."""
+"""The model of a training run: initial weights, and the serving layers on dense windows with their
+loss.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ optax = require("optax")
 
 
 def initial(config: DecoderConfig, seed: int) -> Decoder:
-    """Norms are ones. Matrices are normal: deviation 0.02 for the embedding (also the head), else 1 / sqrt(columns)."""
-    rng, values = np.random.default_rng(seed), {}
+    """A model with initial weights. Norms are ones.
+
+    Matrices are normal: deviation 0.02 for the embedding (also the head), else 1 / sqrt(columns).
+    """
+    rng = np.random.default_rng(seed)
+    values = {}
     for entry in llama.param_table(config):
-        name, shape = ".".join(entry.path), entry.shape
+        name = ".".join(entry.path)
+        shape = entry.shape
         scale = 0.02 if name == "embed" else shape[-1] ** -0.5
-        if name.endswith(
-            ("out.weight", "down.weight")
-        ):  # each layer adds two of them to the residual
+        # each layer adds two of them to the residual
+        if name.endswith(("out.weight", "down.weight")):
             scale /= (2 * config.layers) ** 0.5
         drawn = np.float32(scale) * rng.standard_normal(shape, np.float32)
         values[name] = jnp.asarray(drawn) if len(shape) > 1 else jnp.ones(shape)
@@ -39,5 +45,5 @@ def logits(module: Decoder, tokens: jax.Array) -> jax.Array:
 
 def loss(module: Decoder, tokens: jax.Array) -> jax.Array:
     """Mean over windows [B, S + 1] of -log p(next token)."""
-    found = logits(module, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(found, tokens[:, 1:]).mean()
+    predictions = logits(module, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(predictions, tokens[:, 1:]).mean()

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 class LoraSetup:
     """The options that determine the result, bit for bit on one machine.
 
-    steps: updates of each adapter; the learning rate falls over them, so another number is another run.
+    steps: updates of each adapter; the learning rate falls over them, so another number is another
+        run.
     rank, alpha: of the factors; B A is multiplied by alpha / rank.
-    modules: kinds of matrices that have factors, as PEFT's target_modules, with commas between them; "all": every one.
+    modules: kinds of matrices that have factors, as PEFT's target_modules, with commas between
+        them; "all": every one.
     context: tokens of a window of text.
     batch: windows of text in a step. lists: to sort in a step.
     held_out: examples of each task that no step trains on.

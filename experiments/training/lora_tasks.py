@@ -1,5 +1,6 @@
-"""The tasks of a training run of adapters: text in capitals, and lists to sort. Each has answers that can be checked.
+"""The tasks of a training run of adapters: text in capitals, and lists to sort.
 
+Each has answers that can be checked.
 An example is a prompt and what should follow it. The loss is that of the tokens behind the prompt.
 """
 
@@ -42,7 +43,8 @@ class Examples(NamedTuple):
 class Task(NamedTuple):
     """What an adapter learns.
 
-    batch: step -> the examples of that step, which depend on seed and step alone, so a run can resume at any step.
+    batch: step -> the examples of that step, which depend on seed and step alone, so a run can
+        resume at any step.
     right: (what should follow, what a model said) -> whether that is right. Both are text.
     """
 
@@ -52,52 +54,55 @@ class Task(NamedTuple):
 
 
 def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
-    """By the name of its adapter.
+    """The tasks by the names of their adapters.
 
     Raises:
-        ValueError: the context has no room for a list, there is too little text or there are too few lists.
+        ValueError: the context has no room for a list, there is too little text or there are too
+            few lists.
     """
     return {"upper": capitals(tokenizer, setup), "sort": sorting(tokenizer, setup)}
 
 
-# --- capitals ---------------------------------------------------------------------------------------------------------
+# --- capitals -------------------------------------------------------------------------------------
 
 
 def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     """Python's documentation in capitals. A held-out window has a prompt, a third of it."""
     text, held_out_text = texts()
-    held_out = encoded(tokenizer, held_out_text)
-    if (most := len(held_out) // setup.context) < setup.held_out:
+    held_out = encode_capitals(tokenizer, held_out_text)
+    num_windows = len(held_out) // setup.context
+    if num_windows < setup.held_out:
         raise ValueError(
-            f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context"
+            f"--held-out is {setup.held_out}; the held-out text has {num_windows} windows: lower it or "
+            "--context"
         )
 
     @cache
     def train() -> np.ndarray:
         """Encoded when a step first needs it: what is refused before does not take the time."""
-        return encoded(tokenizer, text)
+        return encode_capitals(tokenizer, text)
 
     def of_windows(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
-        rows, size = len(places), setup.context
-        found = tokens[places[:, None] + np.arange(size)]
-        return Examples(found, np.full(rows, size, np.int32), np.full(rows, prompt, np.int32))
+        rows = len(places)
+        size = setup.context
+        windows = tokens[places[:, None] + np.arange(size)]
+        return Examples(windows, np.full(rows, size, np.int32), np.full(rows, prompt, np.int32))
 
     def batch(step: int) -> Examples:
         rng = np.random.default_rng((setup.seed, step, 2))
         return of_windows(train(), rng.integers(len(train()) - setup.context, size=setup.batch), 1)
 
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
-    return Task(
-        batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper()
-    )
+    held_out_examples = of_windows(held_out, places, setup.context // 3)
+    return Task(batch, held_out_examples, lambda _, answer: answer.isupper())
 
 
-def encoded(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
+def encode_capitals(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
     """[n] int32: the tokens of topics in capitals."""
     return np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32)
 
 
-# --- sorting ----------------------------------------------------------------------------------------------------------
+# --- sorting --------------------------------------------------------------------------------------
 
 
 def question(digits: Sequence[int]) -> tuple[str, str]:
@@ -108,20 +113,24 @@ def question(digits: Sequence[int]) -> tuple[str, str]:
 def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     """Lists of different digits to sort. The held-out lists are in no step."""
     # Every list has as many characters, of which each is one token at most.
-    if (width := len("".join(question(range(DIGITS))))) > setup.context:
+    width = len("".join(question(range(DIGITS))))
+    if width > setup.context:
         raise ValueError(
             f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it"
         )
     lists = np.random.default_rng(0).permutation(list(permutations(range(10), DIGITS)))
     if setup.held_out + setup.lists > len(lists):
-        what = f"--held-out is {setup.held_out} and --lists {setup.lists}"
-        raise ValueError(f"{what}; there are {len(lists)} lists: lower one of them")
-    held_out, train = lists[: setup.held_out], lists[setup.held_out :]
+        raise ValueError(
+            f"--held-out is {setup.held_out} and --lists {setup.lists}; there are {len(lists)} "
+            "lists: lower one of them"
+        )
+    held_out = lists[: setup.held_out]
+    train = lists[setup.held_out :]
 
-    def examples(several: np.ndarray) -> Examples:
+    def examples(chosen: np.ndarray) -> Examples:
         pairs = [
             [tokenizer.encode(part, False) for part in question(digits)]
-            for digits in several.tolist()
+            for digits in chosen.tolist()
         ]
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in pairs], np.int32)
         tokens = np.zeros((len(pairs), width), np.int32)
@@ -130,8 +139,7 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         return Examples(tokens, lengths, np.array([len(prompt) for prompt, _ in pairs], np.int32))
 
     def batch(step: int) -> Examples:
-        return examples(
-            np.random.default_rng((setup.seed, step, 3)).choice(train, setup.lists, replace=False)
-        )
+        rng = np.random.default_rng((setup.seed, step, 3))
+        return examples(rng.choice(train, setup.lists, replace=False))
 
-    return Task(batch, examples(held_out), lambda wanted, said: said == wanted)
+    return Task(batch, examples(held_out), lambda target, answer: answer == target)

@@ -23,13 +23,13 @@ def sums(seed: int, step: int, count: int, largest: int) -> list[Sum]:
     return [Sum(*pair) for pair in drawn.tolist()]
 
 
-def said(text: str) -> int | None:
+def number_in(text: str) -> int | None:
     """The number that an answer begins with; None: it begins with something else."""
-    found = re.match(r" ?([0-9]{1,6})(?![0-9])", text)
-    return int(found[1]) if found else None
+    match = re.match(r" ?([0-9]{1,6})(?![0-9])", text)
+    return int(match[1]) if match else None
 
 
-def reward(asked: Sum, text: str) -> float:
+def reward(problem: Sum, text: str) -> float:
     """1 for the sum; less, the farther a number is from it; 0 for what is no number."""
-    number = said(text)
-    return 0.0 if number is None else 1 / (1 + abs(number - asked.a - asked.b))
+    number = number_in(text)
+    return 0.0 if number is None else 1 / (1 + abs(number - problem.a - problem.b))

@@ -71,19 +71,21 @@ class Acceptance(NamedTuple):
         return 1 + self.accepted / self.rows
 
 
-# --- the head ---------------------------------------------------------------------------------------------------------
+# --- the head -------------------------------------------------------------------------------------
 
 
 def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """A head that begins near the model's own output: its feature is the last layer's, its head the model's.
+    """A head that begins near the model's own output: its feature is the last layer's, its head the
+    model's.
 
     Returns:
-        (structure, parameters to train, the rest)
+        (structure, parameters to train, other values)
     """
     config = eagle_config(model.config, len(ids))
-    rng, target = np.random.default_rng((seed, 3)), named(model.params)
+    rng = np.random.default_rng((seed, 3))
+    target = named(model.params)
     values = {
-        name: _drawn(name, x.shape, rng)
+        name: _random(name, x.shape, rng)
         for name, x in named(blank_eagle(config, "float32")[1]).items()
     }
     hidden = model.config.hidden
@@ -91,20 +93,21 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     values["join.weight"][:, hidden:] = np.eye(hidden)
     projection = np.asarray(target.get("head.weight", target["embed"]), np.float32)
     scales = target.get("head.weight_scales", target.get("embed_scales"))
-    values["head.weight"] = (
-        projection if scales is None else projection * np.asarray(scales)[:, None]
-    )[ids]
-    values["norm.weight"] = (
-        np.asarray(target["norm.weight"], np.float32) / 2
-    )  # less sure than the model
+    if scales is not None:
+        projection = projection * np.asarray(scales)[:, None]
+    values["head.weight"] = projection[ids]
+    # less sure than the model
+    values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
-    graphdef, params, rest = nnx.split(head, nnx.Param, ...)
-    return graphdef, params, rest
+    graphdef, params, constants = nnx.split(head, nnx.Param, ...)
+    return graphdef, params, constants
 
 
-def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature; norms are ones."""
+def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature;
+    norms are ones.
+    """
     if len(shape) == 1:
         return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
     small = (
@@ -113,22 +116,20 @@ def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     return np.float32(small * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[
-        [State, Windows], tuple[State, jax.Array]
-    ]  # -> (state, loss); the state is donated
-    measure: Callable[
-        [nnx.State, Windows], tuple[float, list[float]]
-    ]  # -> loss, share of right drafts by pass
+    # -> (state, loss); the state is donated
+    update: Callable[[State, Windows], tuple[State, jax.Array]]
+    # -> loss, share of right drafts by pass
+    measure: Callable[[nnx.State, Windows], tuple[float, list[float]]]
 
 
 def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     """The initial state and the compiled functions of a run."""
-    graphdef, params, rest = initial(model, ids, setup.seed)
+    graphdef, params, constants = initial(model, ids, setup.seed)
     place = np.full(model.config.vocab_size, -1, np.int32)
     place[ids] = np.arange(len(ids))
     warm_up = max(1, setup.steps // 10)
@@ -142,7 +143,7 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     def loss_of(
         params: nnx.State, model_params: Any, windows: Windows
     ) -> tuple[jax.Array, jax.Array]:
-        head: Eagle = nnx.merge(graphdef, params, rest)
+        head: Eagle = nnx.merge(graphdef, params, constants)
         return loss(
             head, nnx.merge(model.graphdef, model_params), jnp.asarray(place), windows, setup.passes
         )
@@ -155,20 +156,23 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
         return State(optax.apply_updates(state.params, changes), after), value
 
     state = jax.device_put(State(params, method.init(params)), jax.devices()[0])
-    compiled, measured = jax.jit(update, donate_argnums=0), jax.jit(loss_of)
+    jit_update = jax.jit(update, donate_argnums=0)
+    loss_of_batch = jax.jit(loss_of)
 
     def measure(params: nnx.State, windows: Windows) -> tuple[float, list[float]]:
-        found = [
-            measured(params, model.params, Windows(*(x[i : i + setup.batch] for x in windows)))
-            for i in range(0, len(windows.tokens) - setup.batch + 1, setup.batch)
-        ]
-        same = np.mean([np.asarray(same) for _, same in found], axis=0)
-        return float(np.mean([float(value) for value, _ in found])), same.tolist()
+        losses = []
+        right = []
+        for i in range(0, len(windows.tokens) - setup.batch + 1, setup.batch):
+            batch = Windows(*(x[i : i + setup.batch] for x in windows))
+            batch_loss, batch_right = loss_of_batch(params, model.params, batch)
+            losses.append(float(batch_loss))
+            right.append(np.asarray(batch_right))
+        return float(np.mean(losses)), np.mean(right, axis=0).tolist()
 
-    return Trainer(state, lambda state, windows: compiled(state, model.params, windows), measure)
+    return Trainer(state, lambda state, windows: jit_update(state, model.params, windows), measure)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def options(setup: DraftSetup) -> dict[str, Any]:
@@ -177,22 +181,21 @@ def options(setup: DraftSetup) -> dict[str, Any]:
     return {**dataclasses.asdict(setup), "text": digest[:16]}
 
 
-def prepared(
+def prepare(
     out: Path, model: LoadedModel, setup: DraftSetup, say: Callable[[str], None]
 ) -> tuple[Windows, Windows]:
     """The training windows and the held-out windows, from the run's folder if they are there."""
-    files, taps = (
-        (out / "windows.npz", out / "held_out.npz"),
-        eagle_config(model.model.config, 1).taps,
-    )
-    for file, several in zip(files, draft_data.prompts(model.tokenizer.encode, setup), strict=True):
+    files = (out / "windows.npz", out / "held_out.npz")
+    taps = eagle_config(model.model.config, 1).taps
+    for file, prompts in zip(files, draft_data.prompts(model.tokenizer.encode, setup), strict=True):
         if not file.is_file():
-            began = time.perf_counter()
-            windows = draft_data.outputs(model, several, setup)
+            started = time.perf_counter()
+            windows = draft_data.outputs(model, prompts, setup)
             middle = time.perf_counter()
             draft_data.store(file, draft_data.read(model.model, taps, windows))
             say(
-                f"{file}: outputs {middle - began:.0f} s, features {time.perf_counter() - middle:.0f} s"
+                f"{file}: outputs {middle - started:.0f} s, features "
+                f"{time.perf_counter() - middle:.0f} s"
             )
     return draft_data.stored(files[0]), draft_data.stored(files[1])
 
@@ -201,57 +204,57 @@ def prepared(
 def train(
     out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print
 ) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every` steps.
+    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every`
+    steps.
 
     Raises:
-        ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a head.
+        ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a
+            head.
     """
     model = load_model(setup.model, dtype="float32")
     if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
         raise ValueError(
-            f"{setup.model} has windows or a cap of scores; the training of a head does not support them"
+            f"{setup.model} has windows or a cap of scores; the training of a head does not "
+            "support them"
         )
     eagle_config(model.model.config, setup.vocabulary)  # refuses a vocabulary that is too large
-    if setup.prompt + setup.output > (room := model.model.config.max_len):
+    room = model.model.config.max_len
+    if setup.prompt + setup.output > room:
         raise ValueError(
-            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has room for {room}; "
-            "lower --prompt or --output"
+            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has "
+            f"room for {room}; lower --prompt or --output"
         )
     begin(out, options(setup))
-    windows, held_out = prepared(out, model, setup, say)
+    windows, held_out = prepare(out, model, setup, say)
     ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
     trainer = make_trainer(setup, model.model, ids)
     with opened(out) as manager:
-        done, state, losses = restore(manager, trainer.start)
-        say(
-            about(model.model, state.params, windows, held_out, ids)
-            + (f"; {done} steps are done" if done else "")
-        )
+        step, state, losses = restore(manager, trainer.start)
+        progress = f"; {step} steps are done" if step else ""
+        say(about(model.model, state.params, windows, held_out, ids) + progress)
         say(f"{'step':>6} {'train':>7} {'held out':>9}  right drafts by place {'s/step':>8}")
-        while done < setup.steps:
-            count, began, values = (
-                min(every - done % every, setup.steps - done),
-                time.perf_counter(),
-                [],
-            )
-            for step in range(done, done + count):
-                state, value = trainer.update(state, draft_data.batch(windows, setup, step))
+        while step < setup.steps:
+            count = min(every - step % every, setup.steps - step)
+            started = time.perf_counter()
+            values = []
+            for i in range(step, step + count):
+                state, value = trainer.update(state, draft_data.batch(windows, setup, i))
                 values.append(value)
             mean = float(np.mean(jax.device_get(values)))
-            seconds = (time.perf_counter() - began) / count
-            done += count
+            seconds = (time.perf_counter() - started) / count
+            step += count
             value, right = trainer.measure(state.params, held_out)
-            losses = [*losses, {"step": done, "train": mean, "held_out": value, "right": right}]
-            save(manager, done, state, losses)
+            losses = [*losses, {"step": step, "train": mean, "held_out": value, "right": right}]
+            save(manager, step, state, losses)
             shares = " ".join(f"{100 * share:5.1f} %" for share in right)
-            say(f"{done:6} {mean:7.3f} {value:9.3f}  {shares:21} {seconds:8.2f}")
+            say(f"{step:6} {mean:7.3f} {value:9.3f}  {shares:21} {seconds:8.2f}")
     folder = out / "head"
     if not folder.exists():
         write_eagle(folder, model.model.config, ids.tolist(), state.params)
-    found = accepted(model, folder, held_out.tokens[:, : setup.prompt], setup.output)
+    acceptance = measure_acceptance(model, folder, held_out.tokens[:, : setup.prompt], setup.output)
     say(
-        f"{folder}: an engine accepts {100 * found.share:.1f} % of {found.drafts} drafts for held-out prompts, "
-        f"{found.tokens_a_step:.2f} tokens of a sequence a step"
+        f"{folder}: an engine accepts {100 * acceptance.share:.1f} % of {acceptance.drafts} drafts for "
+        f"held-out prompts, {acceptance.tokens_a_step:.2f} tokens of a sequence a step"
     )
     return losses
 
@@ -259,45 +262,53 @@ def train(
 def about(
     model: Model, params: nnx.State, windows: Windows, held_out: Windows, ids: np.ndarray
 ) -> str:
-    size, known = (
-        sum(x.size for x in jax.tree.leaves(params)),
-        np.zeros(model.config.vocab_size, bool),
-    )
-    known[ids] = True
-    share = float((known[held_out.ids] * held_out.shares).sum() / held_out.shares.sum())
+    size = sum(x.size for x in jax.tree.leaves(params))
+    in_head = np.zeros(model.config.vocab_size, bool)
+    in_head[ids] = True
+    share = float((in_head[held_out.ids] * held_out.shares).sum() / held_out.shares.sum())
     return (
-        f"{size:,} parameters, {windows.tokens.size:,} tokens to train on, {held_out.tokens.size:,} held out; the "
-        f"{len(ids)} tokens of the head have {100 * share:.1f} % of what the model says there"
+        f"{size:,} parameters, {windows.tokens.size:,} tokens to train on, "
+        f"{held_out.tokens.size:,} held out; the {len(ids)} tokens of the head have "
+        f"{100 * share:.1f} % of what the model says there"
     )
 
 
-def accepted(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int) -> Acceptance:
+def measure_acceptance(
+    model: LoadedModel, folder: Path, prompts: np.ndarray, output: int
+) -> Acceptance:
     """What an engine accepts of a head's drafts when it continues prompts [n, length] greedily."""
     width = prompts.shape[1] + output
-    sizes = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": width,
-        "num_blocks": 8 * (width // 16 + 1),
-    }
-    options = {"method": "eagle", "model": str(folder), "num_tokens": DRAFTS, "adaptive": False}
-    engine = LLM(model, speculative=options, compilation="lazy", progress=False, **sizes).engine
+    engine = LLM(
+        model,
+        speculative={
+            "method": "eagle",
+            "model": str(folder),
+            "num_tokens": DRAFTS,
+            "adaptive": False,
+        },
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=width,
+        num_blocks=8 * (width // 16 + 1),
+        compilation="lazy",
+        progress=False,
+    ).engine
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     for i, prompt in enumerate(prompts):
-        engine.add(
-            str(i),
-            prompt.tolist(),
-            SamplingParams(temperature=0, max_tokens=output, ignore_eos=True),
-        )
-    total = Acceptance(0, 0, 0)
+        engine.add(str(i), prompt.tolist(), params)
+    drafts = 0
+    accepted = 0
+    rows = 0
     while (result := engine.step()) is not None:
         for event in result.events:
             if isinstance(event, Verified):
-                more = sum(event.drafts), sum(event.accepted), len(event.request_ids)
-                total = Acceptance(*(a + b for a, b in zip(total, more, strict=True)))
-    return total
+                drafts += sum(event.drafts)
+                accepted += sum(event.accepted)
+                rows += len(event.request_ids)
+    return Acceptance(drafts, accepted, rows)
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def option(name: str) -> str:
@@ -335,12 +346,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if setup.output < DRAFTS:
         parser.error(
-            f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can draft; raise it"
+            f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can "
+            "draft; raise it"
         )
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
             parser.error(
-                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch"
+                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower "
+                "--batch"
             )
     check_seed(parser, setup.seed)
     if not 0 < setup.rate < math.inf:

@@ -26,7 +26,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -56,12 +56,11 @@ from pagedjax.weights.pretrained import LoadedModel
 optax = require("optax")
 
 BASE = "base"
-Factors = dict[
-    str, tuple[Any, Any]
-]  # A [r, in] and B [out, r] by the module's name in transformers
+# A [r, in] and B [out, r] by the module's name in transformers
+Factors = dict[str, tuple[Any, Any]]
 Form = Literal["safetensors", "orbax"]
 
-# --- factors ----------------------------------------------------------------------------------------------------------
+# --- factors --------------------------------------------------------------------------------------
 
 
 def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
@@ -74,7 +73,7 @@ def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
     return initial_factors(config, setup.rank, modules=kinds, seed=(setup.seed, stream))
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
@@ -91,7 +90,10 @@ class Trainer(NamedTuple):
 
 
 def optimiser(setup: LoraSetup) -> Any:
-    """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
+    """AdamW with clipped gradients.
+
+    The rate rises over a tenth of the steps, then falls along a cosine.
+    """
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(
         0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
@@ -102,58 +104,66 @@ def optimiser(setup: LoraSetup) -> Any:
 
 
 def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Trainer:
-    """The initial state and the compiled functions of a run. The module's own parameters are not trained.
+    """The initial state and the compiled functions of a run.
+
+    The module's own parameters are not trained.
 
     Raises:
         ValueError: the model has no such modules.
     """
-    config, method = module.config, optimiser(setup)
+    config = module.config
+    method = optimiser(setup)
     graphdef, base = nnx.split(module)
 
     def chances(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
-        parts = (
-            None
-            if factors is None
-            else adapter_parts(factors, config, options(setup), "that is trained")
-        )
+        parts = None
+        if factors is not None:
+            parts = adapter_parts(factors, config, options(setup), "that is trained")
         return score(nnx.merge(graphdef, base), examples.tokens, examples.lengths, adapter=parts)
 
     def loss(factors: Factors, base: nnx.State, examples: Examples) -> jax.Array:
         return -jnp.mean(chances(factors, base, examples), where=examples.counts)
 
-    def update(one: State, base: nnx.State, examples: Examples) -> tuple[State, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(one.params, base, examples)
-        changes, after = method.update(gradients, one.optimiser, one.params)
-        return State(optax.apply_updates(one.params, changes), after), value
+    def update(state: State, base: nnx.State, examples: Examples) -> tuple[State, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state.params, base, examples)
+        changes, after = method.update(gradients, state.optimiser, state.params)
+        return State(optax.apply_updates(state.params, changes), after), value
 
     factors = {name: initial(config, setup, stream) for stream, name in enumerate(names)}
-    state = State(factors, {name: method.init(own) for name, own in factors.items()})
-    state = jax.device_put(state, jax.devices()[0], may_alias=False)
-    compiled, scored = jax.jit(update, donate_argnums=0), jax.jit(chances)
+    optimisers = {name: method.init(adapter) for name, adapter in factors.items()}
+    start = jax.device_put(State(factors, optimisers), jax.devices()[0], may_alias=False)
+    jit_update = jax.jit(update, donate_argnums=0)
+    score_examples = jax.jit(chances)
 
     def update_all(
         state: State, examples: Mapping[str, Examples]
     ) -> tuple[State, dict[str, jax.Array]]:
-        own = {name: State(state.params[name], state.optimiser[name]) for name in names}
-        found = {name: compiled(own[name], base, examples[name]) for name in names}
-        after = {name: one for name, (one, _) in found.items()}
-        params, optimisers = ({name: one[i] for name, one in after.items()} for i in (0, 1))
-        return State(params, optimisers), {name: value for name, (_, value) in found.items()}
+        params = {}
+        optimisers = {}
+        losses = {}
+        for name in names:
+            adapter = State(state.params[name], state.optimiser[name])
+            after, losses[name] = jit_update(adapter, base, examples[name])
+            params[name] = after.params
+            optimisers[name] = after.optimiser
+        return State(params, optimisers), losses
 
-    return Trainer(state, update_all, lambda factors, examples: scored(factors, base, examples))
+    return Trainer(
+        start, update_all, lambda factors, examples: score_examples(factors, base, examples)
+    )
 
 
 def mean_loss(chances: Any, examples: Examples) -> float:
-    """Of the tokens that count, in nats. chances: [N, L] log-probabilities."""
+    """The mean loss of the tokens that count, in nats. chances: [N, L] log-probabilities."""
     return -float(np.mean(np.asarray(chances, np.float64), where=examples.counts))
 
 
 def options(setup: LoraSetup) -> dict[str, Any]:
-    """Of PEFT's `LoraConfig`, beside what the factors say."""
+    """The options of PEFT's `LoraConfig` that the factors do not say."""
     return {"lora_alpha": setup.alpha}
 
 
-# --- the result -------------------------------------------------------------------------------------------------------
+# --- the result -----------------------------------------------------------------------------------
 
 
 class Served(NamedTuple):
@@ -172,104 +182,120 @@ def write(
 ) -> dict[str, Path]:
     """Write the folder of each adapter. It is complete or absent: an older one is removed first."""
     prefix = ARCHITECTURES[read_json(model / "config.json")["model_type"]].prefix
-    more = {**options(setup), "base_model_name_or_path": str(model)}
+    lora_config = {**options(setup), "base_model_name_or_path": str(model)}
     for name, factors in params.items():
         arrays = {
             prefix + module: (np.asarray(a), np.asarray(b)) for module, (a, b) in factors.items()
         }
         with complete_folder((out / name).absolute()) as part:
-            write_adapter(part, arrays, more, to)
+            write_adapter(part, arrays, lora_config, to)
             shutil.rmtree(out / name, ignore_errors=True)
     return {name: out / name for name in params}
 
 
 def serve(
-    model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str, Task]
+    model: LoadedModel, folders: Mapping[str, Path], learnt: Mapping[str, Task]
 ) -> dict[str, dict[str, Served]]:
     """The base and all adapters on the held-out examples of all tasks, in one batch of one engine.
 
     Returns:
         What was served, by adapter (or `BASE`) and task.
     """
-    width = (
-        max(task.held_out.tokens.shape[1] for task in several.values()) + 1
-    )  # one token follows an example
+    # one token follows an example
+    width = max(task.held_out.tokens.shape[1] for task in learnt.values()) + 1
     rows = 32
-    sizes: dict[str, Any] = {
-        "max_num_seqs": rows,
-        "max_num_batched_tokens": 2 * rows,
-        "token_buckets": (2 * rows,),
-    }
-    sizes |= {"max_model_len": width, "num_blocks": rows * (width // 16 + 1)}
-    ranks = max(read_json(folder / "adapter_config.json")["r"] for folder in folders.values())
-    lora = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": ranks}
-    llm = LLM(model, progress=False, **sizes, **lora)
-    whole = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    llm = LLM(
+        model,
+        max_num_seqs=rows,
+        max_num_batched_tokens=2 * rows,
+        token_buckets=(2 * rows,),
+        max_model_len=width,
+        num_blocks=rows * (width // 16 + 1),
+        enable_lora=True,
+        max_loras=len(folders),
+        max_lora_rank=max(
+            read_json(folder / "adapter_config.json")["r"] for folder in folders.values()
+        ),
+        progress=False,
+    )
     jobs: list[tuple[Any, SamplingParams, LoRARequest | None]] = []
     for name in (BASE, *folders):
         adapter = LoRARequest(name, lora_path=str(folders[name])) if name in folders else None
-        for task in several.values():
-            for i, length in enumerate(task.held_out.lengths.tolist()):
-                said = SamplingParams(
-                    temperature=0, max_tokens=len(task.held_out.answer(i)), ignore_eos=True
-                )
-                jobs.append((task.held_out.tokens[i, :length].tolist(), whole, adapter))
-                jobs.append((task.held_out.prompt(i), said, adapter))
+        for task in learnt.values():
+            jobs += [(*job, adapter) for job in _jobs(task.held_out)]
     prompts, params, adapters = (list(column) for column in zip(*jobs, strict=True))
     outs = iter(llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
-
-    def of_task(task: Task) -> Served:
-        found, right = np.zeros(task.held_out.tokens.shape, np.float32), []
-        for i in range(len(found)):
-            given, answered = next(outs), next(outs)
-            entries: Any = given.prompt_logprobs
-            pairs = zip(given.prompt_token_ids[1:], entries[1:], strict=True)
-            found[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
-            right.append(
-                task.right(llm.tokenizer.decode(task.held_out.answer(i)), answered.outputs[0].text)
-            )
-        return Served(found, float(np.mean(right)))
-
     return {
-        name: {key: of_task(task) for key, task in several.items()} for name in (BASE, *folders)
+        name: {key: _served(task, outs, llm.tokenizer.decode) for key, task in learnt.items()}
+        for name in (BASE, *folders)
     }
+
+
+def _jobs(held_out: Examples) -> list[tuple[list[int], SamplingParams]]:
+    """Two requests for each example: one that scores it, and one that answers its prompt."""
+    score_params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    jobs = []
+    for i, length in enumerate(held_out.lengths.tolist()):
+        max_tokens = len(held_out.answer(i))
+        answer_params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        jobs.append((held_out.tokens[i, :length].tolist(), score_params))
+        jobs.append((held_out.prompt(i), answer_params))
+    return jobs
+
+
+def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> Served:
+    """The outputs of `_jobs` of a task."""
+    chances = np.zeros(task.held_out.tokens.shape, np.float32)
+    right = []
+    for i in range(len(chances)):
+        scored = next(outs)
+        answered = next(outs)
+        entries: Any = scored.prompt_logprobs
+        pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
+        chances[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
+        right.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
+    return Served(chances, float(np.mean(right)))
 
 
 def report(
     trainer: Trainer,
     params: Mapping[str, Factors],
-    several: Mapping[str, Task],
+    learnt: Mapping[str, Task],
     served: dict[str, dict[str, Served]],
 ) -> dict[str, Any]:
-    """Losses and shares of right answers as the engine gave them, and the largest difference of a log-probability from
-    the trainer's."""
-    table, largest = {}, 0.0
+    """Losses and shares of right answers as the engine gave them, and the largest difference of a
+    log-probability from the trainer's.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    largest = 0.0
     for name, by_task in served.items():
         table[name] = {}
-        for key, found in by_task.items():
-            held_out = several[key].held_out
-            ours = np.asarray(trainer.chances(params.get(name), held_out))
-            largest = max(largest, float(np.abs(ours - found.chances).max()))
-            table[name][key] = {"loss": mean_loss(found.chances, held_out), "right": found.right}
+        for key, result in by_task.items():
+            held_out = learnt[key].held_out
+            chances = np.asarray(trainer.chances(params.get(name), held_out))
+            largest = max(largest, float(np.abs(chances - result.chances).max()))
+            loss = mean_loss(result.chances, held_out)
+            table[name][key] = {"loss": loss, "right": result.right}
     return {"held_out": table, "largest_difference": largest}
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(result: Mapping[str, Any]) -> list[str]:
     """The report as text."""
-    table = found["held_out"]
+    table = result["held_out"]
     heading = "".join(f"  {key + ': loss':>12} {'right':>7}" for key in table[BASE])
     rows = [
         f"{name:8}"
-        + "".join(f"  {one['loss']:12.3f} {100 * one['right']:5.1f} %" for one in by_task.values())
+        + "".join(
+            f"  {cell['loss']:12.3f} {100 * cell['right']:5.1f} %" for cell in by_task.values()
+        )
         for name, by_task in table.items()
     ]
-    last = (
-        f"the trainer's log-probabilities are the engine's within {found['largest_difference']:.1e}"
-    )
+    difference = result["largest_difference"]
+    last = f"the trainer's log-probabilities are the engine's within {difference:.1e}"
     return [f"{'':8}{heading}", *rows, last]
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
@@ -282,72 +308,81 @@ def train(
     to: Form = "safetensors",
     say: Callable[[str], None] = print,
 ) -> tuple[list[Loss], dict[str, Any]]:
-    """Train, or resume the run in `out`, write the adapters, and serve them -> (losses, the report).
+    """Train, or resume the run in `out`, write the adapters, and serve them -> (losses, the
+    report).
 
     Raises:
-        ValueError: `out` belongs to another run, or is no run's folder; the options do not fit the model.
+        ValueError: `out` belongs to another run, or is no run's folder; the options do not fit the
+            model.
         FileNotFoundError: there is no model.
     """
     loaded = load_model(model, dtype="float32", linear_impl="xla")  # matrices as a trainer has them
     config = loaded.model.config
     if setup.context >= config.max_len:
         raise ValueError(
-            f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: lower it"
+            f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: "
+            "lower it"
         )
-    several = tasks(loaded.tokenizer, setup)
+    learnt = tasks(loaded.tokenizer, setup)
     trainer = make_trainer(
-        setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(several)
+        setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(learnt)
     )
     text = hashlib.sha256(json.dumps(texts()).encode()).hexdigest()[:16]
     begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model), "text": text})
+    params, losses = _run_steps(trainer, out, setup, every, learnt, say)
+    (out / "log.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
+    folders = write(out, model, setup, params, to)
+    served = serve(load_model(model, dtype="float32"), folders, learnt)
+    result = report(trainer, params, learnt, served)
+    (out / "report.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for line in lines(result):
+        say(line)
+    return losses, result
+
+
+def _run_steps(
+    trainer: Trainer,
+    out: Path,
+    setup: LoraSetup,
+    every: int,
+    learnt: Mapping[str, Task],
+    say: Callable[[str], None],
+) -> tuple[dict[str, Factors], list[Loss]]:
+    """Train from the last checkpoint to the end -> (the factors of each adapter, losses)."""
     with opened(out) as manager:
-        done, state, losses = restore(manager, trainer.start)
-        say(about(state.params) + (f"; {done} of {setup.steps} steps are done" if done else ""))
-        say(
-            f"{'step':>6}"
-            + "".join(f"  {name + ': train':>12} {'held out':>8}" for name in several)
-        )
-        while done < setup.steps:
+        step, state, losses = restore(manager, trainer.start)
+        say(about(state.params) + (f"; {step} of {setup.steps} steps are done" if step else ""))
+        columns = "".join(f"  {name + ': train':>12} {'held out':>8}" for name in learnt)
+        say(f"{'step':>6}{columns}")
+        while step < setup.steps:
             values = []
-            for _ in range(min(every - done % every, setup.steps - done)):
-                state, value = trainer.update(
-                    state, {name: task.batch(done) for name, task in several.items()}
-                )
+            for _ in range(min(every - step % every, setup.steps - step)):
+                batches = {name: task.batch(step) for name, task in learnt.items()}
+                state, value = trainer.update(state, batches)
                 values.append(value)
-                done += 1
+                step += 1
             means = {
                 name: float(np.mean([value[name] for value in jax.device_get(values)]))
-                for name in several
+                for name in learnt
             }
             held_out = {
                 name: mean_loss(trainer.chances(state.params[name], task.held_out), task.held_out)
-                for name, task in several.items()
+                for name, task in learnt.items()
             }
-            losses = [*losses, {"step": done, "train": means, "held_out": held_out}]
-            save(manager, done, state, losses)
-            say(
-                f"{done:6}"
-                + "".join(f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in several)
-            )
-    (out / "log.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
-    trained = {name: state.params[name] for name in several}
-    folders = write(out, model, setup, trained, to)
-    served = serve(load_model(model, dtype="float32"), folders, several)
-    found = report(trainer, trained, several, served)
-    (out / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for line in lines(found):
-        say(line)
-    return losses, found
+            losses = [*losses, {"step": step, "train": means, "held_out": held_out}]
+            save(manager, step, state, losses)
+            columns = "".join(f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in learnt)
+            say(f"{step:6}{columns}")
+    return {name: state.params[name] for name in learnt}, losses
 
 
 def about(params: Mapping[str, Factors]) -> str:
-    sizes = [sum(x.size for x in jax.tree.leaves(own)) for own in params.values()]
-    return (
-        f"{sizes[0]:,} parameters of each adapter, for {len(next(iter(params.values())))} matrices"
-    )
+    factors = next(iter(params.values()))
+    size = sum(x.size for x in jax.tree.leaves(factors))
+    return f"{size:,} parameters of each adapter, for {len(factors)} matrices"
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def option(name: str) -> str:

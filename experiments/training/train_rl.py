@@ -63,20 +63,17 @@ class Rollouts(NamedTuple):
     rewards: Any  # [N] float32
 
 
-# --- rollouts ---------------------------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 def serving(setup: RLSetup) -> dict[str, Any]:
     """Options of the engine: one program, and a place for each answer."""
     n = setup.sums * setup.group
-    sizes = {
+    return {
         "max_num_seqs": n,
         "max_num_batched_tokens": n,
         "token_buckets": (n,),
         "num_blocks": 2 * n,
-    }
-    return {
-        **sizes,
         "max_model_len": ROOM + setup.answer,
         "batch_invariant": setup.exact,
         "progress": False,
@@ -84,51 +81,46 @@ def serving(setup: RLSetup) -> dict[str, Any]:
 
 
 def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
-    """A group of answers to each sum of a step, as they are drawn from the model's own distribution."""
-    asked = sums(setup.seed, step, setup.sums, setup.largest)
+    """A group of answers to each sum of a step, as they are drawn from the model's own
+    distribution.
+    """
+    problems = sums(setup.seed, step, setup.sums, setup.largest)
+    rng = np.random.default_rng((setup.seed, step, 1))
     params = [
         SamplingParams(
             n=setup.group, temperature=1.0, max_tokens=setup.answer, logprobs=0, seed=seed
         )
-        for seed in np.random.default_rng((setup.seed, step, 1))
-        .integers(2**31, size=setup.sums)
-        .tolist()
+        for seed in rng.integers(2**31, size=setup.sums).tolist()
     ]
-    outs = llm.generate([one.prompt for one in asked], params, use_tqdm=False)
-    return gathered(asked, outs, ROOM + setup.answer)
+    outs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
+    return rollouts_of(problems, outs, ROOM + setup.answer)
 
 
-def gathered(asked: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
+def rollouts_of(problems: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
     """Outputs of an engine, `n` to each prompt, as arrays of `width` tokens."""
     rows = [
-        (one, out.prompt_token_ids, branch)
-        for one, out in zip(asked, outs, strict=True)
+        (problem, out.prompt_token_ids, branch)
+        for problem, out in zip(problems, outs, strict=True)
         for branch in out.outputs
     ]
-    tokens, chances = (
-        np.zeros((len(rows), width), np.int32),
-        np.zeros((len(rows), width), np.float32),
-    )
+    tokens = np.zeros((len(rows), width), np.int32)
+    lengths = np.zeros(len(rows), np.int32)
     answer = np.zeros(tokens.shape, bool)
-    for i, (_, prompt, branch) in enumerate(rows):
-        first, last = len(prompt), len(prompt) + len(branch.token_ids)
-        tokens[i, :last] = *prompt, *branch.token_ids
-        answer[i, first:last] = True
-        each = zip(branch.token_ids, branch.logprobs, strict=True)
-        chances[i, first:last] = [entry[token].logprob for token, entry in each]
-    lengths = np.array(
-        [len(prompt) + len(branch.token_ids) for _, prompt, branch in rows], np.int32
-    )
-    return Rollouts(
-        tokens,
-        lengths,
-        answer,
-        chances,
-        np.array([reward(one, b.text) for one, _, b in rows], np.float32),
-    )
+    chances = np.zeros(tokens.shape, np.float32)
+    rewards = np.zeros(len(rows), np.float32)
+    for i, (problem, prompt, branch) in enumerate(rows):
+        start = len(prompt)
+        end = start + len(branch.token_ids)
+        tokens[i, :end] = *prompt, *branch.token_ids
+        lengths[i] = end
+        answer[i, start:end] = True
+        entries = zip(branch.token_ids, branch.logprobs, strict=True)
+        chances[i, start:end] = [entry[token].logprob for token, entry in entries]
+        rewards[i] = reward(problem, branch.text)
+    return Rollouts(tokens, lengths, answer, chances, rewards)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
@@ -137,7 +129,9 @@ class Trainer(NamedTuple):
 
 
 def advantages(rewards: jax.Array, group: int) -> jax.Array:
-    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's deviation."""
+    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's
+    deviation.
+    """
     by_group = rewards.reshape(-1, group)
     return jax.nn.standardize(by_group, axis=1, epsilon=1e-4).reshape(-1)
 
@@ -150,13 +144,17 @@ def loss(chances: jax.Array, rollouts: Rollouts, setup: RLSetup) -> jax.Array:
     """
     ratio = jnp.exp(chances - rollouts.chances)
     gain = advantages(rollouts.rewards, setup.group)[:, None]
-    kept = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - setup.clip, 1 + setup.clip) * gain)
-    return -jnp.mean(kept, where=rollouts.answer)
+    clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - setup.clip, 1 + setup.clip) * gain)
+    return -jnp.mean(clipped, where=rollouts.answer)
 
 
 def divergence(chances: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
-    """How far the trainer's policy is from the engine's: KL(engine | trainer), estimated from the engine's own tokens
-    without bias and without negative terms (k3 of Schulman 2020), and the largest difference."""
+    """How far the trainer's policy is from the engine's: KL(engine | trainer) and the largest
+    difference.
+
+    KL is estimated from the engine's own tokens, without bias and without negative terms (k3 of
+    Schulman 2020).
+    """
     apart = jnp.where(rollouts.answer, chances - rollouts.chances, 0)
     kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
     return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
@@ -164,11 +162,11 @@ def divergence(chances: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
 
 def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
     """The initial state and the compiled update of a run."""
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+    graphdef, params, constants = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
     method = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(setup.rate))
 
     def loss_of(params: nnx.State, rollouts: Rollouts) -> tuple[jax.Array, dict[str, jax.Array]]:
-        merged: Any = nnx.merge(graphdef, params, rest)
+        merged: Any = nnx.merge(graphdef, params, constants)
         chances = score(merged, rollouts.tokens, rollouts.lengths, batch_invariant=setup.exact)
         return loss(chances, rollouts, setup), divergence(chances, rollouts)
 
@@ -181,7 +179,7 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
     return Trainer(state, jax.jit(update, donate_argnums=0))
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
@@ -199,20 +197,20 @@ def train(
     trainer = make_trainer(setup, nnx.merge(loaded.model.graphdef, loaded.model.params))
     llm = LLM(load_model(model, dtype="float32"), **serving(setup))
     with opened(out) as manager:
-        done, state, log = restore(manager, trainer.start)
+        step, state, log = restore(manager, trainer.start)
         say(f"{'step':>6} {'reward':>7} {'right':>7} {'KL':>9} {'largest difference':>19}")
-        while done < setup.steps:
+        while step < setup.steps:
             llm.update_params(state.params)
-            rollouts = roll_out(llm, setup, done)
+            rollouts = roll_out(llm, setup, step)
             state, facts = trainer.update(state, rollouts)
-            done += 1
+            step += 1
             rewards = {
                 "reward": float(rollouts.rewards.mean()),
                 "right": float((rollouts.rewards == 1).mean()),
             }
-            log = [*log, {"step": done, **rewards, **{name: float(x) for name, x in facts.items()}}]
-            if done % every == 0 or done == setup.steps:
-                save(manager, done, state, log)
+            log = [*log, {"step": step, **rewards, **{name: float(x) for name, x in facts.items()}}]
+            if step % every == 0 or step == setup.steps:
+                save(manager, step, state, log)
                 say(line(log[-every:]))
     (out / "log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     (out / "reward.svg").write_text(figure({out.name: log}), encoding="utf-8")
@@ -231,7 +229,7 @@ def line(log: Sequence[Any]) -> str:
 
 
 def figure(logs: dict[str, Sequence[Any]], span: int = 10) -> str:
-    """An SVG of runs by name: means over `span` steps of reward, of right answers, and of the KL."""
+    """An SVG of runs by name: means over `span` steps of reward, right answers and KL."""
 
     def means(log: Sequence[Any], name: str) -> list[tuple[float, float]]:
         parts = [log[i : i + span] for i in range(0, len(log), span)]
@@ -256,7 +254,7 @@ def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.Sta
             orbax.save(part / PARAMS, params)
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -274,31 +272,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for field in dataclasses.fields(RLSetup):
         options: dict[str, Any] = {"default": field.default, "help": "default: %(default)s"}
-        options |= (
-            {"action": argparse.BooleanOptionalAction}
-            if field.name == "exact"
-            else {"type": type(field.default)}
-        )
+        if field.name == "exact":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = type(field.default)
         parser.add_argument(f"--{field.name}", **options)
     args = parser.parse_args(argv)
     setup = RLSetup(
         **{field.name: getattr(args, field.name) for field in dataclasses.fields(RLSetup)}
     )
-    for name, least in {
-        "every": 1,
-        "steps": 1,
-        "sums": 1,
-        "group": 2,
-        "largest": 1,
-        "answer": 1,
-    }.items():
-        if (value := getattr(args, name)) < least:
+    minimums = {"every": 1, "steps": 1, "sums": 1, "group": 2, "largest": 1, "answer": 1}
+    for name, minimum in minimums.items():
+        value = getattr(args, name)
+        if value < minimum:
             parser.error(
-                f"--{name} is {value}; it must be at least {least}; leave it out for the default"
+                f"--{name} is {value}; it must be at least {minimum}; leave it out for the default"
             )
     if setup.largest > 999:
         parser.error(
-            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} tokens at most"
+            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} "
+            "tokens at most"
         )
     for name in ("rate", "clip"):
         if not 0 < (value := getattr(args, name)) < 1:

@@ -53,19 +53,22 @@ optax = require("optax")
 
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
-# --- training ---------------------------------------------------------------------------------------------------------
+
+# --- training -------------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
     start: State
-    update: Callable[
-        [State, np.ndarray], tuple[State, jax.Array]
-    ]  # windows -> (state, loss); the state is donated
+    # windows -> (state, loss); the state is donated
+    update: Callable[[State, np.ndarray], tuple[State, jax.Array]]
     held_out: Callable[[nnx.State], float]
 
 
 def optimiser(setup: Setup) -> Any:
-    """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
+    """AdamW with clipped gradients.
+
+    The rate rises over a tenth of the steps, then falls along a cosine.
+    """
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(
         0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
@@ -78,11 +81,11 @@ def optimiser(setup: Setup) -> Any:
 
 def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     """The initial state and the compiled functions of a run."""
-    graphdef, params, rest = nnx.split(initial(config, setup.seed), nnx.Param, ...)
+    graphdef, params, constants = nnx.split(initial(config, setup.seed), nnx.Param, ...)
     method = optimiser(setup)
 
     def loss_of(params: nnx.State, tokens: jax.Array) -> jax.Array:
-        return loss(nnx.merge(graphdef, params, rest), tokens)
+        return loss(nnx.merge(graphdef, params, constants), tokens)
 
     def update(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
@@ -99,7 +102,7 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     )
 
 
-# --- the result -------------------------------------------------------------------------------------------------------
+# --- the result -----------------------------------------------------------------------------------
 
 
 def options(setup: Setup, data: Data) -> dict[str, Any]:
@@ -121,12 +124,13 @@ def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.St
             orbax.save(part / PARAMS, params)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()  # for the process that continues after a kill
 def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its model's folder -> the losses of every `every` steps.
+    """Train, or resume the run in `out`, and write its model's folder -> the losses of every
+    `every` steps.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder.
@@ -136,33 +140,29 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     hf = hf_config(setup)
     trainer = make_trainer(setup, llama.from_hf(hf), data)
     with opened(out) as manager:
-        done, state, losses = restore(manager, trainer.start)
+        step, state, losses = restore(manager, trainer.start)
         llm = LLM(params=state.params, config=hf, tokenizer=data.tokenizer, **serving())
+        progress = f"; {step} of {setup.steps} steps are done" if step else ""
+        say(about(setup, data, state.params) + progress)
         say(
-            about(setup, data, state.params)
-            + (f"; {done} of {setup.steps} steps are done" if done else "")
+            f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  "
+            f"{PROMPT!r} goes on"
         )
-        say(
-            f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  {PROMPT!r} goes on"
-        )
-        while done < setup.steps:
-            count, began = min(every - done % every, setup.steps - done), time.perf_counter()
+        while step < setup.steps:
+            count = min(every - step % every, setup.steps - step)
+            started = time.perf_counter()
             values = []
-            for step in range(done, done + count):
-                state, value = trainer.update(state, windows(data.train, setup, step))
+            for i in range(step, step + count):
+                state, value = trainer.update(state, windows(data.train, setup, i))
                 values.append(value)
             mean = float(np.mean(jax.device_get(values)))
-            rate = count * setup.batch * setup.context / (time.perf_counter() - began)
-            done += count
-            losses = [
-                *losses,
-                {"step": done, "train": mean, "held_out": trainer.held_out(state.params)},
-            ]
-            save(manager, done, state, losses)
-            text, compiled = updated(llm, state.params)
-            say(
-                f"{done:6} {mean:7.3f} {losses[-1]['held_out']:9.3f} {rate:9,.0f} {compiled:9}  {text!r}"
-            )
+            rate = count * setup.batch * setup.context / (time.perf_counter() - started)
+            step += count
+            held_out = trainer.held_out(state.params)
+            losses = [*losses, {"step": step, "train": mean, "held_out": held_out}]
+            save(manager, step, state, losses)
+            text, compiled = sample_with(llm, state.params)
+            say(f"{step:6} {mean:7.3f} {held_out:9.3f} {rate:9,.0f} {compiled:9}  {text!r}")
     folder = out / "model"
     if not folder.exists():
         write_model(folder, setup, data.tokenizer, state.params)
@@ -172,25 +172,27 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
 
 def serving() -> dict[str, Any]:
     """Options of an engine that starts fast: one program and few blocks."""
-    sizes = {
+    return {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "token_buckets": (16,),
         "num_blocks": 64,
+        "dtype": "float32",
+        "compilation": "eager",
+        "progress": False,
     }
-    return {**sizes, "dtype": "float32", "compilation": "eager", "progress": False}
 
 
 def about(setup: Setup, data: Data, params: nnx.State) -> str:
     size = sum(x.size for x in jax.tree.leaves(params))
     return (
-        f"{size:,} parameters, {len(data.train):,} tokens to train on, {len(data.held_out):,} held out, whose loss by "
-        f"frequencies alone is {unigram(data, setup.vocab):.3f}"
+        f"{size:,} parameters, {len(data.train):,} tokens to train on, {len(data.held_out):,} "
+        f"held out, whose loss by frequencies alone is {unigram(data, setup.vocab):.3f}"
     )
 
 
-def updated(llm: LLM, params: nnx.State) -> tuple[str, int]:
-    """A sample of the running engine with these parameters, and the number of new compilations (0)."""
+def sample_with(llm: LLM, params: nnx.State) -> tuple[str, int]:
+    """A sample of the running engine with these parameters, and the new compilations (0)."""
     before = compilations.counts()
     llm.update_params(params)
     return sample(llm), (compilations.counts() - before).compilations
@@ -200,7 +202,7 @@ def sample(llm: LLM) -> str:
     return llm.generate(PROMPT, SAMPLE, use_tqdm=False)[0].outputs[0].text
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "every"):
         if getattr(args, name) < 1:
             parser.error(
-                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default"
+                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the "
+                "default"
             )
     check_seed(parser, args.seed)
     say = partial(print, flush=True)

@@ -135,15 +135,15 @@ def test_capacity_of_md1_queue_matches_theory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[float] = []
-    one_run = sweep.one_run
+    measure_run = sweep.measure_run
 
     def counted(wanted: Any, *rest: Any) -> Any:
         measured.append(wanted.point.swept["workload.arrivals.rate"])
         if len(measured) == 4:
             raise KeyboardInterrupt  # the search is stopped in its fourth probe
-        return one_run(wanted, *rest)
+        return measure_run(wanted, *rest)
 
-    monkeypatch.setattr(sweep, "one_run", counted)
+    monkeypatch.setattr(sweep, "measure_run", counted)
     command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
     assert capacity.main(command) == 130
     assert capacity.main(command) == 0
@@ -274,5 +274,5 @@ def test_alone_means_no_overlapping_requests() -> None:
     first = RequestRecord(
         "r0", 0.0, 5, 2, 0.0, (BranchRecord("r0", (0.5, 2.0), (1, 2), 0, "length"),)
     )
-    assert not capacity.alone([first, first._replace(arrival=1.9)])
-    assert capacity.alone([first, first._replace(arrival=2.0)])
+    assert not capacity.never_overlap([first, first._replace(arrival=1.9)])
+    assert capacity.never_overlap([first, first._replace(arrival=2.0)])

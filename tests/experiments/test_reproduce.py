@@ -164,7 +164,7 @@ TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 
 
 def test_trace_study_reads_given_folder(tmp_path):
-    (name,) = reproduce.chosen(["012"])
+    (name,) = reproduce.choose(["012"])
     for kind in ("conv", "code"):
         (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
     study = reproduce.module(name)
@@ -205,7 +205,7 @@ def test_kept_findings_are_full_runs_and_in_reproduction_table():
 
 def test_memory_shares_match_paper():
     """With few requests like ShareGPT's; the result depends on the scheduler only."""
-    (name,) = reproduce.chosen(["003"])
+    (name,) = reproduce.choose(["003"])
     study = reproduce.module(name)
     sizes = (*study.lengths.overrides("ShareGPT"), "workload.count=100")
     points = study.results_of(reproduce.STUDIES / name / "config.yaml", *sizes, repeats=1)
@@ -220,7 +220,7 @@ def test_memory_shares_match_paper():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIMULATED)
 def test_simulated_study_runs_quick(number):
-    (name,) = reproduce.chosen([number])
+    (name,) = reproduce.choose([number])
     found = reproduce.run(name, quick=True)
     assert found["answer"]
     assert found["svg"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.core.config import Slo
-from experiments.core.metrics import of_steps, of_tokens, summary
+from experiments.core.metrics import step_sums, summary, token_sums
 from experiments.core.records import RequestRecord, StepRecord
 
 
@@ -18,4 +18,4 @@ def summarize(
     **options: Any,
 ) -> dict[str, Any]:
     """Args: size: of a block, in tokens. options: of `summary`."""
-    return summary(requests, of_steps(steps), of_tokens(requests), size, slo, **options)
+    return summary(requests, step_sums(steps), token_sums(requests), size, slo, **options)

@@ -57,7 +57,7 @@ def gave(state: Assignment, least: int) -> Assignment:
     """Each idle worker asks. A transition leaves the state that it is given as it was."""
     for place in assignment.idle(state):
         before = (state.waiting, dict(state.workers))
-        after, run = assignment.give(state, place, least)
+        after, run = assignment.give_run(state, place, least)
         assert (state.waiting, dict(state.workers)) == before
         assert len(after.waiting) == len(state.waiting) - (run is not None)
         state = after
@@ -85,23 +85,23 @@ def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
         busy = [place for place, at in state.workers.items() if at.run is not None]
         place = random.choice(sorted(state.starting) + busy)
         if random.random() < losses:
-            state, run = assignment.lost(state, place)
+            state, run = assignment.lose_worker(state, place)
             failed += [] if run is None else [run]
             assert (place in state.starting) == (run is not None), (
                 "one that dies before it began is not replaced"
             )
         elif place in state.starting:
-            state = assignment.began(state, place, random.choice(["slow", "fast"]))
+            state = assignment.add_worker(state, place, random.choice(["slow", "fast"]))
         else:
             made.append((state.workers[place].run, state.workers[place].kind))
-            state = assignment.finished(state, place)
+            state = assignment.end_run(state, place)
         state = gave(state, least)
     ends = [run for run, _ in made] + failed + list(state.waiting)
     assert sorted(map(name_of, ends)) == sorted(map(name_of, plan))
     kinds = {(key_of(run), kind) for run, kind in made}
     assert len(kinds) == len({key for key, _ in kinds})
     left = {at.kind for at in state.workers.values()}
-    assert all(not left or state.made[key_of(run)] not in left for run in state.waiting), (
+    assert all(not left or state.machines[key_of(run)] not in left for run in state.waiting), (
         "a worker could make it"
     )
     assert losses or not state.waiting
@@ -110,17 +110,17 @@ def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
 def test_the_rest_of_a_point_waits_for_the_new_worker_of_its_kind():
     plan = planned([4], 4)
     state = assignment.new(plan, 2)
-    state = gave(assignment.began(state, 0, "slow"), 2)
-    state = gave(assignment.began(state, 1, "fast"), 2)
+    state = gave(assignment.add_worker(state, 0, "slow"), 2)
+    state = gave(assignment.add_worker(state, 1, "fast"), 2)
     assert state.workers[1].run is None, "the engine runs on the slow kind"
-    state = gave(assignment.finished(state, 0), 2)
-    state, run = assignment.lost(state, 0)
+    state = gave(assignment.end_run(state, 0), 2)
+    state, run = assignment.lose_worker(state, 0)
     assert run is plan[1]
     state = gave(state, 2)
     assert state.workers[1].run is None, "a result is on the slow kind, whose worker starts again"
-    again = gave(assignment.began(state, 0, "slow"), 2)
+    again = gave(assignment.add_worker(state, 0, "slow"), 2)
     assert again.workers[0].run is plan[2]
-    other = gave(assignment.began(state, 0, "fast"), 2)
+    other = gave(assignment.add_worker(state, 0, "fast"), 2)
     assert not assignment.active(other)
     assert other.waiting == tuple(plan[2:])
 
@@ -128,25 +128,25 @@ def test_the_rest_of_a_point_waits_for_the_new_worker_of_its_kind():
 def test_an_engine_without_a_result_may_change_its_kind():
     plan = planned([4], 2)
     state = assignment.new(plan, 2)
-    state = gave(assignment.began(assignment.began(state, 1, "fast"), 0, "slow"), 2)
+    state = gave(assignment.add_worker(assignment.add_worker(state, 1, "fast"), 0, "slow"), 2)
     assert state.workers[1].run is plan[0]
-    state, _ = assignment.lost(state, 1)
+    state, _ = assignment.lose_worker(state, 1)
     state = gave(state, 2)
     assert state.workers[0].run is plan[1]
 
 
 def test_workers_that_never_start_do_not_keep_a_finished_sweep():
-    state = gave(assignment.began(assignment.new(planned([4], 1), 3), 2, "slow"), 2)
+    state = gave(assignment.add_worker(assignment.new(planned([4], 1), 3), 2, "slow"), 2)
     assert assignment.active(state)
-    state = assignment.finished(state, 2)
+    state = assignment.end_run(state, 2)
     assert state.starting == {0, 1}
     assert not assignment.active(state)
 
 
 def test_a_worker_without_a_run_finishes_nothing():
-    state = assignment.began(assignment.new((), 1), 0, "slow")
+    state = assignment.add_worker(assignment.new((), 1), 0, "slow")
     with pytest.raises(AssertionError, match="the worker at place 0 has no run"):
-        assignment.finished(state, 0)
+        assignment.end_run(state, 0)
 
 
 def test_a_worker_prefers_its_own_engines_and_then_new_ones():

@@ -184,11 +184,11 @@ def test_sender_waits_for_the_client_that_is_free_first():
         engine.add(item.request_id, item.prompt_token_ids, params)
         results[name] = engine.step()
     assert sender.next is None, "both clients are busy"
-    assert sender.ended(results["a"], 5.0) == ["a"]
-    assert sender.ended(results["b"], 2.0) == ["b"]
+    assert sender.end_branches(results["a"], 5.0) == ["a"]
+    assert sender.end_branches(results["b"], 2.0) == ["b"]
     assert sender.next == 2.0
     sender.send()
-    assert (sender.next, sender.left) == (None, False)
+    assert (sender.next, sender.has_unsent) == (None, False)
 
 
 def test_no_clients_are_refused():

@@ -217,15 +217,15 @@ def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, ca
 
 def test_only_an_address_of_a_host_and_a_port_is_tried():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        cluster.listens(f"127.0.0.1:{server.getsockname()[1]}")
+        cluster.check_address(f"127.0.0.1:{server.getsockname()[1]}")
     for other in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:name"):
-        cluster.listens(other)
+        cluster.check_address(other)
     for wrong in ("127.0.0.1:70000", "[::1]:1"):
         with pytest.raises(
             ValueError,
             match=r"RAY_ADDRESS is '.*', and no cluster answers there .*; unset RAY_ADDRESS",
         ):
-            cluster.listens(wrong)
+            cluster.check_address(wrong)
 
 
 def written(folder: Path, sections: dict[str, Any]) -> Path:
@@ -415,7 +415,7 @@ def test_resources_that_ray_refuses_end_in_an_error(tmp_path, measured, local_ra
 def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray, monkeypatch):
     ended: list[bool] = []
     monkeypatch.setattr(local_ray, "shutdown", lambda: ended.append(True))
-    asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, ours=True)
+    asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, disconnects=True)
     with pytest.raises(ValueError, match="bundle"):
         list(cluster.results([], {}, print, asked))
     assert ended == [True]
@@ -475,7 +475,7 @@ def test_a_run_is_announced_when_a_worker_gets_it(local_ray):
     def begins(run: Run) -> None:
         told.append(("begins", run.order, run.repeat))
 
-    one = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, ours=False)
+    one = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, disconnects=False)
     for _, summary in cluster.results(plan, environment(device=False), begins, one):
         told.append(("ends", summary["order"], summary["repeat"]))
     assert [what for what, *_ in told] == [

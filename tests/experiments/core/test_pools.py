@@ -48,16 +48,16 @@ class CheckedEngine(SimulatedEngine):
         self.check_blocks()
         return found
 
-    def free(self, found: Handover) -> None:
-        assert self.held.pop(found.released.request.request_id) is found
-        super().free(found)
+    def free(self, handover: Handover) -> None:
+        assert self.held.pop(handover.released.request.request_id) is handover
+        super().free(handover)
         self.check_blocks()
 
-    def adopt(self, found: Handover) -> bool:
-        before, done = self.scheduler_state, super().adopt(found)
+    def adopt(self, handover: Handover) -> bool:
+        before, done = self.scheduler_state, super().adopt(handover)
         assert done or self.scheduler_state is before
         if done:
-            assert self.scheduler_state.running.computed[-1] == found.released.computed, (
+            assert self.scheduler_state.running.computed[-1] == handover.released.computed, (
                 "nothing is computed again"
             )
         self.check_blocks()

@@ -253,7 +253,7 @@ def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: 
         "cache_tokens": cache_tokens,
     }
     (point,) = expand({**raw, "engine": {**RAW["engine"], "max_num_seqs": 512}}, folder=Path())
-    files, summary = execution.one_run(
+    files, summary = execution.measure_run(
         engines.Run(point, 0, 0), engines.simulated_engines(), environment(device=False)
     )
     for name, text in files.items():

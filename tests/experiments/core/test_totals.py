@@ -40,7 +40,7 @@ def test_a_tally_is_the_distribution_of_all_numbers(drawn):
     tally = Tally()
     for values, times in drawn:
         tally.add(np.array(values), times)
-        tally.one(values[0])
+        tally.add_one(values[0])
     every = [value for values, times in drawn for value in [*values * times, values[0]]]
     found, exact = tally.spread(), spread(every)
     assert found["count"] == exact["count"]
@@ -77,7 +77,7 @@ def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
     times = start + length * np.sort(rng.random(4_000))
     for part in np.split(times, 8):
         timeline.add(part, 3)
-    timeline.one(start)
+    timeline.add_one(start)
     found, exact = timeline.steady_rate(), steady_rate([*times.repeat(3), start])
     if length > start / 100:
         assert found is not None

@@ -33,7 +33,7 @@ from experiments.core.workloads import (
     WorkItem,
     Workload,
     build,
-    drawn_later,
+    lazy_prompts,
     random_prompts,
 )
 
@@ -346,7 +346,7 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
 
 def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():
     sizes, source = [5, 1, 8, 3], rng(3)
-    later = drawn_later(sizes, 1000, rng(3))
+    later = lazy_prompts(sizes, 1000, rng(3))
     at_once = [source.integers(17, 1000, size=size) for size in sizes]
     chex.assert_trees_all_equal([np.asarray(ids) for ids in later], at_once)
     assert [tuple(ids) for ids in later] == random_prompts(sizes, 1000, rng(3))

@@ -8,7 +8,7 @@ from experiments.core.config import expand
 from experiments.core.drive import measure
 from experiments.core.engines import simulated
 from experiments.simulation.cost import Simulate, Work, work_of
-from experiments.simulation.profiles import MANY, PROFILES
+from experiments.simulation.profiles import LARGE, PROFILES
 from pagedjax.host.types import Plan, Request, Seq
 
 TP2 = "distserve/opt-13b/tp2"
@@ -58,10 +58,10 @@ def test_whole_prompts():
     assert milliseconds(TP2, (300, 0, 300), (500, 0, 500)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("count", [1, MANY - 1, MANY, 200])
+@pytest.mark.parametrize("count", [1, LARGE - 1, LARGE, 200])
 def test_decodes(count):
     profile = PROFILES[TP2]
-    a, b, c = profile.few if count < MANY else profile.many
+    a, b, c = profile.small if count < LARGE else profile.large
     contexts = [100 + i for i in range(count)]
     expected = a + b * sum(contexts) + c * count + 2 + 1e-4 * sum(contexts)
     assert milliseconds(TP2, *[(n, n - 1, 1) for n in contexts]) == pytest.approx(expected)
@@ -80,7 +80,7 @@ def test_a_mixed_step_has_the_larger_constant_once():
     profile = PROFILES[TP2]
     both = milliseconds(TP2, *decodes, *prompt)
     apart = milliseconds(TP2, *prompt) + milliseconds(TP2, *decodes)
-    assert both == pytest.approx(apart - min(profile.prompts[0], profile.few[0]) - 2)
+    assert both == pytest.approx(apart - min(profile.prompts[0], profile.small[0]) - 2)
 
 
 def test_the_clock_of_an_engine_is_that_of_its_profile():

@@ -20,7 +20,7 @@ from experiments.training import train_rl, train_tiny
 from experiments.training.data import prepare
 from experiments.training.forward import initial
 from experiments.training.rl_setup import RLSetup
-from experiments.training.rl_task import Sum, reward, said, sums
+from experiments.training.rl_task import Sum, number_in, reward, sums
 from experiments.training.setup import Setup, hf_config
 from experiments.training.train_rl import Rollouts
 from pagedjax import LLM, load_model
@@ -202,7 +202,7 @@ def test_the_divergence_is_that_of_two_distributions():
     ],
 )
 def test_rewards_can_be_checked(text, number, worth):
-    assert said(text) == number
+    assert number_in(text) == number
     assert reward(Sum(3, 4), text) == worth
 
 

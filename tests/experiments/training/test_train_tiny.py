@@ -215,7 +215,7 @@ def test_all_parameters_train_and_are_served_without_compilation(config, data):
         # donates the old state
         state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))
         before = compilations.counts()
-        text, compiled = train_tiny.updated(llm, state.params)
+        text, compiled = train_tiny.sample_with(llm, state.params)
         assert (compiled, compilations.counts()) == (0, before)
         texts.add(text)
     assert len(texts) > 1
