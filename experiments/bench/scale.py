@@ -336,10 +336,8 @@ def lines(setup: Setup) -> dict[str, list[Shape]]:
     """The points of each factor: the base shape with the factor's values."""
     result: dict[str, list[Shape]] = {}
     for factor, values in setup.values.items():
-        position = Shape._fields.index(factor)
-        result[factor] = [
-            Shape(*setup.base[:position], value, *setup.base[position + 1 :]) for value in values
-        ]
+        shapes = ({**setup.base._asdict(), factor: value} for value in values)
+        result[factor] = [Shape(**shape) for shape in shapes]
     return result
 
 
