@@ -2,11 +2,11 @@
 
     python -m experiments.bench.adapters [--ranks 8 16] [--rounds 5] [--json out.json]
 
-A batch of 32 requests, each with one of eight adapters of all matrices of attention and MLP. "decodes" has prompts of
-16 tokens and outputs of 96: almost all steps are decodes of 32 requests. "prompts" has prompts of 256 tokens and
-outputs of 8. For each rank one engine runs both "8 adapters" and "no adapter", where no request uses any. A ratio is
-seconds of the engine without adapters over those of the other one, in the same round: the share of the speed that is
-left.
+A batch of 32 requests, each with one of eight adapters of all matrices of attention and MLP.
+"decodes" has prompts of 16 tokens and outputs of 96: almost all steps are decodes of 32 requests.
+"prompts" has prompts of 256 tokens and outputs of 8. For each rank one engine runs both "8
+adapters" and "no adapter", where no request uses any. A ratio is seconds of the engine without
+adapters over those of the other one, in the same round: the share of the speed that is left.
 """
 
 from __future__ import annotations
@@ -40,26 +40,36 @@ ENGINE: dict[str, Any] = {
 
 def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Adapter:
     """An adapter of every matrix that may have one."""
-    rng, factors = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    factors = {}
     for module, places in modules_of(config).items():
         sizes = [sizes_of(config, place.matrix, place.part) for place in places]
         outputs = sum(size for _, size in sizes)
-        a, b = rng.standard_normal((rank, sizes[0][0])), rng.standard_normal((outputs, rank))
+        a = rng.standard_normal((rank, sizes[0][0]))
+        b = rng.standard_normal((outputs, rank))
         factors[module] = a.astype(np.float32) / 24, b.astype(np.float32) / 24
     return adapter_of(factors, {"lora_alpha": rank}, config, name)
 
 
-def measured(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dict[str, Any]:
-    """engines: by rank, with the adapters "0" to "7" loaded."""
-    jobs = requests_of(WORKLOADS[name], without.engine.model.config.vocab_size, seed=1234)
-    each = [LoRARequest(str(i % ADAPTERS)) for i in range(len(jobs[0]))]
-    runs = {"without": partial(seconds, without, *jobs)}
+def measure(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dict[str, Any]:
+    """Run a workload in all engines, `count` rounds. Returns the seconds of each run and the
+    shares.
+
+    Args:
+        without: the engine without adapters.
+        engines: by rank, with the adapters "0" to "7" loaded.
+    """
+    vocab = without.engine.model.config.vocab_size
+    prompts, params = requests_of(WORKLOADS[name], vocab, seed=1234)
+    adapters = [LoRARequest(str(i % ADAPTERS)) for i in range(len(prompts))]
+    runs = {"without": partial(seconds, without, prompts, params)}
     for rank, llm in engines.items():
-        runs[f"rank {rank}, no adapter"] = partial(seconds, llm, *jobs)
-        runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(seconds, llm, *jobs, lora_request=each)
-    found = rounds(runs, count)
-    ratios = {which: share(found, "without", which) for which in list(runs)[1:]}
-    return {"workload": name, "seconds": found, "shares": ratios}
+        run = partial(seconds, llm, prompts, params)
+        runs[f"rank {rank}, no adapter"] = run
+        runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(run, lora_request=adapters)
+    seconds_by_run = rounds(runs, count)
+    shares = {run: share(seconds_by_run, "without", run) for run in list(runs)[1:]}
+    return {"workload": name, "seconds": seconds_by_run, "shares": shares}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=in_turn.at_least_1, nargs="+", default=[8, 16])
     args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
-    without, engines = LLM(model, progress=False, compilation="eager", **ENGINE), {}
+    without = LLM(model, progress=False, compilation="eager", **ENGINE)
+    engines = {}
     for rank in args.ranks:
         options = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank}
         engines[rank] = LLM(model, progress=False, compilation="eager", **ENGINE, **options)
@@ -75,15 +86,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             engines[rank].engine.load_adapter(
                 random_adapter(model.model.config, str(i), rank, seed=i)
             )
-    found = [measured(without, engines, name, args.rounds) for name in args.workloads]
+    results = [measure(without, engines, name, args.rounds) for name in args.workloads]
     print(
-        "| workload | engine | median seconds | share of the speed without adapters |\n|---|---|---:|---:|"
+        "| workload | engine | median seconds | share of the speed without adapters "
+        "|\n|---|---|---:|---:|"
     )
-    for one in found:
-        for which, times in one["seconds"].items():
-            left = cell(one["shares"][which]) if which in one["shares"] else ""
-            print(f"| {one['workload']} | {which} | {statistics.median(times):.2f} | {left} |")
-    in_turn.keep(args, found)
+    for result in results:
+        for run, times in result["seconds"].items():
+            speed_left = cell(result["shares"][run]) if run in result["shares"] else ""
+            print(
+                f"| {result['workload']} | {run} | {statistics.median(times):.2f} | {speed_left} |"
+            )
+    in_turn.keep(args, results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What does batch invariance cost? Two engines of one model, with and without it, in turn, several rounds.
+"""What does batch invariance cost? Two engines of one model, with and without it, in turn, several
+rounds.
 
     python -m experiments.bench.batch_invariance [--rounds 5] [--json out.json]
 
-"W1" is the workload of configs/w1.yaml: 64 requests, prompts of 16 to 256 tokens, outputs of 16 to 128. "long prompts"
-has 8 requests with prompts of 1,000 to 1,500 tokens and 16 output tokens: almost all of its time is in chunks, whose
-attention is what the mode changes. A ratio is seconds without it over seconds with it, in the same round: the share of
-the speed that is left.
+"W1" is the workload of configs/w1.yaml: 64 requests, prompts of 16 to 256 tokens, outputs of 16 to
+128. "long prompts" has 8 requests with prompts of 1,000 to 1,500 tokens and 16 output tokens:
+almost all of its time is in chunks, whose attention is what the mode changes. A ratio is seconds
+without it over seconds with it, in the same round: the share of the speed that is left.
 """
 
 from __future__ import annotations
@@ -31,27 +32,33 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def measured(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any]:
-    """engines: "without" and "with" batch invariance."""
+def measure(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any]:
+    """Run a workload in both engines, `count` rounds. Returns the seconds of each and the share.
+
+    engines: "without" and "with" batch invariance.
+    """
     vocab = engines["without"].engine.model.config.vocab_size
-    jobs = requests_of(WORKLOADS[name], vocab, seed=1234)
-    found = rounds({which: partial(seconds, llm, *jobs) for which, llm in engines.items()}, count)
-    times = {f"seconds_{which}": found[which] for which in engines}
-    return {"workload": name, **times, **share(found, "without", "with")}
+    prompts, params = requests_of(WORKLOADS[name], vocab, seed=1234)
+    runs = {mode: partial(seconds, llm, prompts, params) for mode, llm in engines.items()}
+    seconds_by_mode = rounds(runs, count)
+    times = {f"seconds_{mode}": seconds_by_mode[mode] for mode in engines}
+    return {"workload": name, **times, **share(seconds_by_mode, "without", "with")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = in_turn.parser(__doc__, WORKLOADS).parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     modes = {"without": False, "with": True}
-    common: dict[str, Any] = {"progress": False, "compilation": "eager", **ENGINE}
-    engines = {which: LLM(model, **common, batch_invariant=on) for which, on in modes.items()}
-    found = [measured(engines, name, args.rounds) for name in args.workloads]
+    options: dict[str, Any] = {"progress": False, "compilation": "eager", **ENGINE}
+    engines = {
+        mode: LLM(model, **options, batch_invariant=invariant) for mode, invariant in modes.items()
+    }
+    results = [measure(engines, name, args.rounds) for name in args.workloads]
     print("| workload | seconds without / with | ratio |\n|---|---:|---:|")
-    for one in found:
-        without, with_it = (statistics.median(one[f"seconds_{which}"]) for which in modes)
-        print(f"| {one['workload']} | {without:.2f} / {with_it:.2f} | {cell(one)} |")
-    in_turn.keep(args, found)
+    for result in results:
+        without, invariant = (statistics.median(result[f"seconds_{mode}"]) for mode in modes)
+        print(f"| {result['workload']} | {without:.2f} / {invariant:.2f} | {cell(result)} |")
+    in_turn.keep(args, results)
 
 
 if __name__ == "__main__":

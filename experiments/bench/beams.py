@@ -3,12 +3,14 @@
 python -m experiments.bench.beams
 python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
 
-    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
+    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the
+    running sequences
 
-It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for Alpaca are printed
-beside it. Sharing depends on where beams diverge, which random numbers cannot imitate, so a real model runs. Prompts
-are windows of configs/prompts/english.txt. Prompt and output lengths are exponential with Alpaca's means (the paper's
-Fig. 11), rounded and at least 1. The end of text is ignored, prefix caching is off, all requests arrive at once.
+It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for
+Alpaca are printed beside it. Sharing depends on where beams diverge, which random numbers cannot
+imitate, so a real model runs. Prompts are windows of configs/prompts/english.txt. Prompt and output
+lengths are exponential with Alpaca's means (the paper's Fig. 11), rounded and at least 1. The end
+of text is ignored, prefix caching is off, all requests arrive at once.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from pagedjax.weights.pretrained import LoadedModel
 
 TEXT = Path(__file__).parents[2] / "configs" / "prompts" / "english.txt"
 PLACES = 48  # sequences that run at the same time
-LONGEST = (
-    448  # most tokens of a request; with Alpaca's means, one exponential length in 500 is longer
-)
+# most tokens of a request; with Alpaca's means, one exponential length in 500 is longer
+LONGEST = 448
 
 
 def draw(
@@ -79,9 +80,8 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
     while llm.engine.has_work:
         result = llm.engine.step()
         assert result is not None
-        listed += sum(
-            len(seq.blocks) for seq in result.plan.seqs
-        )  # beams advance together, so each has a row
+        # beams advance together, so each has a row
+        listed += sum(len(seq.blocks) for seq in result.plan.seqs)
         used += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
@@ -115,7 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     try:
         model = load_model(args.model)
-        llm, rows = searcher(model, args.block_size), []
+        llm = searcher(model, args.block_size)
+        rows = []
     except (OSError, ValueError) as error:
         parser.error(str(error))
     requests = draw(
@@ -133,9 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if not args.json:
             paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"
-            ours = f"{rows[-1]['saved']:.2f} %"
+            share = f"{rows[-1]['saved']:.2f} %"
             print(
-                f"beam width {width}: {ours} saved, paper {paper}; {saved.steps} steps", flush=True
+                f"beam width {width}: {share} saved, paper {paper}; {saved.steps} steps", flush=True
             )
     if args.json:
         print(

@@ -1,10 +1,12 @@
 """How long does a CPU wait for the host between decode steps, according to XLA's own trace?
 
-    python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json out.json]
+    python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json
+    out.json]
 
-The default model decodes greedily; `idle` is the time from the end of one step on XLA's threads to the beginning of the
-next one. It is the whole cost of the host's work (schedule, pack, dispatch, transfer, commit) that is not hidden behind
-the step before. `host` is the host time of a `StepResult`.
+The default model decodes greedily; `idle` is the time from the end of one step on XLA's threads to
+the beginning of the next one. It is the whole cost of the host's work (schedule, pack, dispatch,
+transfer, commit) that is not hidden behind the step before. `host` is the host time of a
+`StepResult`.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from experiments.core.environment import environment
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, Engine, SamplingParams
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, load_model
 
 PROMPT = 24  # tokens; their content does not matter
 WARM = 5  # decode steps before the traced ones
-BEGINS, ENDS = (
-    "ThunkExecutor::Execute",
-    "ThunkExecutor::Execute (wait for completion)",
-)  # events of a program
-CALLERS = "tf_XLAPjRtCpuClient"  # threads that begin programs; others run parts of them under the same event names
+# events of a program
+BEGINS = "ThunkExecutor::Execute"
+ENDS = "ThunkExecutor::Execute (wait for completion)"
+# threads that begin programs; others run parts of them under the same event names
+CALLERS = "tf_XLAPjRtCpuClient"
 
 
 class Idle(NamedTuple):
@@ -48,7 +50,7 @@ class Idle(NamedTuple):
 
 
 def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> Idle:
-    """Trace `steps` decode steps of `sequences` sequences."""
+    """Trace `steps` decode steps of `sequences` sequences. Returns their times."""
     length = PROMPT + WARM + steps + 2 * (lookahead + 1)
     budget = min(512, sequences * PROMPT)
     llm = LLM(
@@ -60,23 +62,51 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         lookahead=lookahead,
         compilation="eager",
     )
-    engine, params = (
-        llm.engine,
-        SamplingParams(temperature=0, max_tokens=length - PROMPT, ignore_eos=True),
+    decode_all(llm.engine, sequences, output=length - PROMPT)
+    spans, host = trace_steps(llm.engine, steps)
+    longest = sorted((end - begin for begin, end in spans), reverse=True)[:steps]
+    # the median, because one step may have waited for another process
+    usual = statistics.median(longest) if longest else 0.0
+    # only the steps, not small helper programs
+    spans = [(begin, end) for begin, end in spans if end - begin > usual / 10]
+    if len(spans) < 2:
+        raise RuntimeError(
+            f"the trace has {len(spans)} steps; this version of XLA does not name them {BEGINS!r}"
+        )
+    idle = [(begin - last_end) / 1e6 for (_, last_end), (begin, _) in pairwise(spans)]
+    step = statistics.median(end - begin for begin, end in spans) / 1e6
+    return Idle(
+        sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host)
     )
+
+
+def decode_all(engine: Engine, sequences: int, output: int) -> None:
+    """Add requests, and make steps until all of them decode, and WARM more steps.
+
+    output: tokens of each request.
+    """
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     draw = np.random.default_rng(0)
     for i in range(sequences):
-        engine.add(
-            str(i), draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist(), params
-        )
+        prompt = draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist()
+        engine.add(str(i), prompt, params)
     while engine.scheduler_state.waiting or any(
-        n - c > 1 for n, c in zip(*engine.scheduler_state.running[1:], strict=True)
+        length - computed > 1
+        for length, computed in zip(*engine.scheduler_state.running[1:], strict=True)
     ):
         engine.step()
     for _ in range(WARM):
         engine.step()
+
+
+def trace_steps(engine: Engine, steps: int) -> tuple[list[tuple[float, float]], list[float]]:
+    """Make steps under XLA's tracer.
+
+    Returns (begin, end) of each program in nanoseconds, and the host's milliseconds of each step.
+    """
     options = jax.profiler.ProfileOptions()
-    options.host_tracer_level, options.python_tracer_level = 2, 0
+    options.host_tracer_level = 2
+    options.python_tracer_level = 0
     host = []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
@@ -85,38 +115,22 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
                 assert result is not None, "the requests are long enough for all steps"
                 host.append(1e3 * result.host_seconds)
         (file,) = Path(folder).rglob("*.xplane.pb")
-        ran = sorted(programs(ProfileData.from_file(os.fspath(file))))
-    longest = sorted((end - begin for begin, end in ran), reverse=True)[:steps]
-    usual = (
-        statistics.median(longest) if longest else 0.0
-    )  # one step may have waited for another process
-    ran = [
-        (begin, end) for begin, end in ran if end - begin > usual / 10
-    ]  # steps, not small helper programs
-    if len(ran) < 2:
-        raise RuntimeError(
-            f"the trace has {len(ran)} steps; this version of XLA does not name them {BEGINS!r}"
-        )
-    idle = [(after[0] - before[1]) / 1e6 for before, after in pairwise(ran)]
-    step = statistics.median(end - begin for begin, end in ran) / 1e6
-    return Idle(
-        sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host)
-    )
+        return sorted(programs(ProfileData.from_file(os.fspath(file)))), host
 
 
 def programs(trace: Any) -> Iterator[tuple[float, float]]:
-    """(begin, end) in nanoseconds of each program that a caller began and whose end it waited for."""
+    """Yields (begin, end) in nanoseconds of each program whose caller waited for its end."""
     for plane in trace.planes:
         for line in plane.lines:
             if not (line.name or "").startswith(CALLERS):
                 continue
-            begun = None
+            begin = None
             for event in sorted(line.events, key=lambda event: event.start_ns):
                 if event.name == BEGINS:
-                    begun = event.start_ns
-                elif event.name == ENDS and begun is not None:
-                    yield begun, event.end_ns
-                    begun = None
+                    begin = event.start_ns
+                elif event.name == ENDS and begin is not None:
+                    yield begin, event.end_ns
+                    begin = None
 
 
 def table(rows: Sequence[Idle]) -> str:
@@ -142,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if jax.default_backend() != "cpu":
         parser.error(
-            f"this benchmark reads the trace of a CPU, and the default device is a {jax.default_backend()}"
+            "this benchmark reads the trace of a CPU, and the default device is a "
+            f"{jax.default_backend()}"
         )
     if min(*args.sequences, args.steps - 2) < 1 or min(args.lookahead) < 0:
         parser.error(
@@ -150,16 +165,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     model = load_model(args.model, dtype="float32")
     rows = [
-        measure(model, n, ahead, args.steps) for n in args.sequences for ahead in args.lookahead
+        measure(model, n, lookahead, args.steps)
+        for n in args.sequences
+        for lookahead in args.lookahead
     ]
     print(table(rows))
     if args.json:
-        kept = {
+        report = {
             "environment": environment(),
             "steps": args.steps,
             "rows": [row._asdict() for row in rows],
         }
-        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Which JSON schemas can be asked for, and do their masks accept what is valid and nothing else?
 
-    python -m experiments.bench.json_schemas FOLDER [--limit 500] [--model smollm2-135m] [--json out.json]
+    python -m experiments.bench.json_schemas FOLDER [--limit 500] [--model smollm2-135m] [--json
+    out.json]
 
-FOLDER has MaskBench's files (guidance-ai/jsonschemabench, `maskbench/data`): each is
-{"schema": ..., "tests": [{"valid": ..., "data": ...}]}. A file that is a schema itself, as in JSONSchemaBench, is
-compiled and has no instances.
+FOLDER has MaskBench's files (guidance-ai/jsonschemabench, `maskbench/data`): each is {"schema":
+..., "tests": [{"valid": ..., "data": ...}]}. A file that is a schema itself, as in JSONSchemaBench,
+is compiled and has no instances.
 
-Each instance is written as compact JSON and followed token by token through the masks that the engine uses.
+Each instance is written as compact JSON and followed token by token through the masks that the
+engine uses.
 
     refused            schemas that cannot be compiled; a user gets an error that names the keyword
-    valid rejected     instances that must pass and do not; among them those whose properties are in another order
+    valid rejected     instances that must pass and do not; among them those whose properties are in
+                       another order
     invalid accepted   instances that must fail and pass: each would be a wrong answer
     mask               milliseconds of one mask, at the median, the 99th percentile and at most
 """
@@ -35,26 +38,28 @@ from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
 
 
 class Followed(NamedTuple):
+    """Whether the masks accepted an instance, and the seconds of each mask."""
+
     accepted: bool
     mask_seconds: list[float]
 
 
 def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Followed:
-    """Whether the masks lead through the tokens to an end."""
-    matcher, seconds = grammar.matcher(), []
+    """Follow the tokens through the masks, until a mask forbids one of them or the end."""
+    matcher = grammar.matcher()
+    seconds = []
     for i, token in enumerate([*tokens, stops[0]]):
         started = time.perf_counter()
         (mask,) = masks([MaskRow(matcher, tokens[:i], (), 0, stops)], 1)
         seconds.append(time.perf_counter() - started)
-        if matcher.error is not None or not mask[token // 32] >> np.uint32(token % 32) & np.uint32(
-            1
-        ):
+        allowed = mask[token // 32] >> np.uint32(token % 32) & np.uint32(1)
+        if matcher.error is not None or not allowed:
             return Followed(False, seconds)
     return Followed(True, seconds)
 
 
 def files(folder: Path, limit: int | None) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
-    """(schema, instances) of each file; with a limit, of files that are spread over the folder."""
+    """Yields (schema, instances) of each file; with a limit, of files spread over the folder."""
     paths = sorted(folder.rglob("*.json"))
     if not paths:
         raise ValueError(
@@ -64,25 +69,30 @@ def files(folder: Path, limit: int | None) -> Iterator[tuple[Any, list[dict[str,
     for path in paths[::step][:limit]:
         content = json.loads(path.read_text("utf-8"))
         tests = content.get("tests") if isinstance(content, dict) else None
-        yield (
-            (content["schema"], tests)
-            if isinstance(tests, list) and "schema" in content
-            else (content, [])
-        )
+        if isinstance(tests, list) and "schema" in content:
+            yield content["schema"], tests
+        else:
+            yield content, []
 
 
 def reason(error: ValueError) -> str:
-    """The kind of a refusal: the keyword, or the parser's sentence without its numbers and names."""
+    """The kind of a refusal: its keyword, or the parser's sentence without numbers and names."""
     text = str(error)
-    if found := re.search(r"has the keyword ('[^']*')", text):
-        return f"keyword {found[1]}"
+    keyword = re.search(r"has the keyword ('[^']*')", text)
+    if keyword:
+        return f"keyword {keyword[1]}"
     return re.sub(r'".*?"|\d+', "...", text.rpartition(": ")[2])[:60]
 
 
-def measured(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, Any]:
+def measure(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, Any]:
+    """Compile the schemas of a folder and follow their instances.
+
+    Returns the counts of schemas and instances, the refusals, and quantiles of the times.
+    """
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
-    compiling, masking = [], []
+    compile_seconds = []
+    mask_seconds = []
     for schema, tests in files(folder, limit):
         counts["schemas"] += 1
         started = time.perf_counter()
@@ -91,33 +101,34 @@ def measured(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, A
         except ValueError as error:
             refused[reason(error)] += 1
             continue
-        compiling.append(time.perf_counter() - started)
+        compile_seconds.append(time.perf_counter() - started)
         counts["compiled"] += 1
         wrong = False
         for test in tests:
             tokens = grammars.tokenizer.encode(
                 json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
             )
-            found = follow(grammar, tokens, grammars.eos_token_ids)
-            masking += found.mask_seconds
+            followed = follow(grammar, tokens, grammars.eos_token_ids)
+            mask_seconds += followed.mask_seconds
             counts["valid" if test["valid"] else "invalid"] += 1
-            counts["valid rejected"] += test["valid"] and not found.accepted
-            counts["invalid accepted"] += not test["valid"] and found.accepted
-            wrong = wrong or found.accepted != test["valid"]
+            counts["valid rejected"] += test["valid"] and not followed.accepted
+            counts["invalid accepted"] += not test["valid"] and followed.accepted
+            wrong = wrong or followed.accepted != test["valid"]
         counts["schemas right in all instances"] += bool(tests) and not wrong
     return {
         **counts,
         "refused": dict(refused.most_common(20)),
-        "compile_ms": _quantiles(compiling),
-        "mask_ms": _quantiles(masking),
+        "compile_ms": _quantiles(compile_seconds),
+        "mask_ms": _quantiles(mask_seconds),
     }
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The median, the 99th percentile and the maximum in milliseconds; {} for no seconds."""
     if not seconds:
         return {}
-    p50, p99, most = (1e3 * float(value) for value in np.quantile(seconds, (0.5, 0.99, 1.0)))
-    return {"p50": round(p50, 3), "p99": round(p99, 3), "max": round(most, 3)}
+    p50, p99, maximum = (1e3 * float(value) for value in np.quantile(seconds, (0.5, 0.99, 1.0)))
+    return {"p50": round(p50, 3), "p99": round(p99, 3), "max": round(maximum, 3)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -133,12 +144,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model = load_model(args.model, progress=False)
     grammars = Grammars(model.tokenizer, model.model.config.vocab_size, model.eos_token_ids)
-    found = measured(grammars, args.folder, args.limit)
-    for name, value in found.items():
+    figures = measure(grammars, args.folder, args.limit)
+    for name, value in figures.items():
         print(f"{name}: {json.dumps(value)}")
     if args.json:
         args.json.write_text(
-            json.dumps({"environment": environment(), "model": args.model, **found}, indent=1)
+            json.dumps({"environment": environment(), "model": args.model, **figures}, indent=1)
             + "\n"
         )
 

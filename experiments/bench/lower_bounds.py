@@ -1,10 +1,12 @@
-"""How close is a step to its lower bounds, the time of its memory traffic and of its matrix products?
+"""How close is a step to its lower bounds, the time of its memory traffic and of its matrix
+products?
 
-    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253] [--json out.json]
+    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253]
+    [--json out.json]
 
-Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the step's products with
-weights; the attention of all layers over pages, beside reading as many bytes of keys and values once. Of a step that
-computes a prompt, its products with weights.
+Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the
+step's products with weights; the attention of all layers over pages, beside reading as many bytes
+of keys and values once. Of a step that computes a prompt, its products with weights.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ Run = Callable[[], Any]  # runs to the end, without timing
 
 
 def _ready(function: Callable[..., Any], *args: Any) -> Run:
+    """Compile and warm up a function. Returns a call of it that runs to the end."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(*args))
     return lambda: jax.block_until_ready(compiled(*args))
@@ -51,7 +54,10 @@ def weights_of(model: Model) -> list[tuple[jax.Array, Matrix]]:
 
 
 def read_weights(model: Model) -> Run:
-    """Read every weight once, as 32-bit numbers: one matrix-vector product for each matrix, whatever its layout is."""
+    """Read every weight once, as 32-bit numbers.
+
+    There is one matrix-vector product for each matrix, whatever its layout is.
+    """
     return _read([np.asarray(w).reshape(-1).view(np.float32) for w, _ in weights_of(model)])
 
 
@@ -62,11 +68,13 @@ def _read(arrays: Sequence[np.ndarray]) -> Run:
 
 
 def weight_products(model: Model, tokens: int, samples: int | None = None) -> Run:
-    """The step's products of [tokens, in] with weights, by the model's own implementation, one after the other.
+    """The step's products of [tokens, in] with weights, by the model's own implementation, one
+    after the other.
 
     samples: tokens that the head is multiplied with, if not all.
     """
-    weights, impl = [w for w, _ in weights_of(model)], linear.find(model.config.linear)
+    weights = [w for w, _ in weights_of(model)]
+    impl = linear.find(model.config.linear)
     shapes = [matrix for _, matrix in weights_of(model)]
     heads = tokens if samples is None else samples
     counts = [heads if m.outputs == model.config.vocab_size else tokens for m in shapes]
@@ -78,7 +86,7 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
     def multiply(
         weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], none: jax.Array
     ) -> Any:
-        found = []
+        results = []
         for n, w, m in zip(counts, weights, shapes, strict=True):
             options: dict[str, Any] = {
                 "impl": impl,
@@ -87,18 +95,20 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
             y = jax.lax.optimization_barrier(
                 linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options)
             )
-            found.append(y[0, 0].astype(jnp.float32))
-            # 0, and the next product waits for it, unless its implementation ignores `sizes`: to allocate memory for
-            # all results would take longer than the products
+            results.append(y[0, 0].astype(jnp.float32))
+            # This is 0, and the next product waits for it, unless its implementation ignores
+            # `sizes`: to allocate memory for all results would take longer than the products.
             none = -jnp.isnan(y[0, :1]).astype(jnp.int32)
-        return found
+        return results
 
     return _ready(multiply, weights, rows, jnp.zeros(1, jnp.int32))
 
 
 def paged_attention(llm: LLM, batch: int, context: int) -> Run:
-    """The attention of all layers for a decode of `batch` contexts over the engine's kind of pages, shuffled."""
-    config, c = llm.engine.config, llm.engine.model.config
+    """The attention of all layers for a decode of `batch` contexts over the engine's kind of pages,
+    shuffled."""
+    config = llm.engine.config
+    c = llm.engine.model.config
     width = -(-context // config.block_size)
     block = block_shape(
         config.block_size, llm.engine.model, config.kv_cache_dtype, config.attention_impl
@@ -121,7 +131,8 @@ def paged_attention(llm: LLM, batch: int, context: int) -> Run:
 
 def read_cache(llm: LLM, batch: int, context: int) -> Run:
     """Read the bytes of `batch` contexts' keys and values once, as `read_weights` does."""
-    config, c = llm.engine.config, llm.engine.model.config
+    config = llm.engine.config
+    c = llm.engine.model.config
     numbers = (
         2
         * batch
@@ -137,6 +148,7 @@ def read_cache(llm: LLM, batch: int, context: int) -> Run:
 def make_llm(
     tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]
 ) -> LLM:
+    """An engine for steps of `tokens` tokens and for `seqs` sequences of `length` tokens."""
     sizes: dict[str, Any] = {
         "max_num_batched_tokens": tokens,
         "max_num_seqs": seqs,
@@ -153,11 +165,11 @@ def beside_lower_bounds(
     Args:
         model: the arguments of `LLM` that name it.
     """
-    prefills = (
-        -(-max(batches) * context // TOKENS) + 1
-    )  # the first sequences decode in these steps already
+    # the first sequences decode in these steps already
+    prefills = -(-max(batches) * context // TOKENS) + 1
     length = context + prefills + repeats + 2
-    llm, rows = make_llm(TOKENS, max(batches), length, batches, model), []
+    llm = make_llm(TOKENS, max(batches), length, batches, model)
+    rows = []
     for batch in batches:
         parts = {
             "read weights": read_weights(llm.engine.model),
@@ -166,10 +178,10 @@ def beside_lower_bounds(
             "read cache": read_cache(llm, batch, context),
         }
         llm.engine.reset()
-        _add(llm, batch, context, length - context)
+        _add_requests(llm, batch, context, length - context)
         while _prefilling(llm):
             llm.engine.step()
-        rows.append({"batch": batch, "context": context, **_in_turn(llm, parts, repeats)})
+        rows.append({"batch": batch, "context": context, **_time_in_turn(llm, parts, repeats)})
         assert len(llm.engine.scheduler_state.running.seqs) == batch, (
             "a sequence ended: steps had fewer rows"
         )
@@ -179,33 +191,40 @@ def beside_lower_bounds(
 def prompts_beside_products(
     tokens: Sequence[int], repeats: int, model: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The median step that computes a whole prompt of so many tokens, and its products with weights, in ms.
+    """The median step that computes a whole prompt of so many tokens, and its products with
+    weights, in ms.
 
-    The products are those of all layers. Of the last one, a step computes less: keys and values only, but for the last
-    token. So the bound is too long by one layer at most.
+    The products are those of all layers. Of the last one, a step computes less: keys and values
+    only, but for the last token. So the bound is too long by one layer at most.
     """
     rows = []
     for count in tokens:
         llm = make_llm(count, 1, count + 1, (), model | {"enable_prefix_caching": False})
         parts = {"weight products": weight_products(llm.engine.model, count, 1)}
         rows.append(
-            {"prompt": count, **_in_turn(llm, parts, repeats, partial(_add, llm, 1, count, 1))}
+            {
+                "prompt": count,
+                **_time_in_turn(llm, parts, repeats, partial(_add_requests, llm, 1, count, 1)),
+            }
         )
     return rows
 
 
-def _add(llm: LLM, batch: int, context: int, most: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+def _add_requests(llm: LLM, batch: int, context: int, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for i in range(batch):
         prompt = np.random.default_rng(i).integers(1, llm.engine.model.config.vocab_size, context)
         llm.engine.add(str(i), prompt.tolist(), params)
 
 
-def _in_turn(
+def _time_in_turn(
     llm: LLM, parts: dict[str, Run], repeats: int, before: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The median milliseconds of a step and of each part, in turn. A part runs twice and the second run counts: XLA
-    frees what it has widened when a run ends, and the next run, of whatever it is, takes longer."""
+    """Time a step and each part, in turn. Returns the median milliseconds of each.
+
+    A part runs twice and the second run counts: XLA frees what it has widened when a run ends, and
+    the next run, of whatever it is, takes longer. before: is called before each step.
+    """
     times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
     for _ in range(repeats):
         before()
@@ -233,26 +252,23 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print("   (step/products and it)   read cache (it/attention)")
     for r in rows:
-        step, read, products, attending = (
-            r["step"],
-            r["read weights"],
-            r["weight products"],
-            r["attention"],
-        )
+        step = r["step"]
+        read = r["read weights"]
+        products = r["weight products"]
+        attending = r["attention"]
         print(
-            f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})", end=""
+            f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})"
+            f" {products:13.1f} ({step / products:5.2f})"
+            f" {attending:11.1f} ({step / (products + attending):22.2f})"
+            f" {r['read cache']:12.1f} ({r['read cache'] / attending:11.2f})"
         )
-        print(
-            f" {products:13.1f} ({step / products:5.2f}) {attending:11.1f} ({step / (products + attending):22.2f})",
-            end="",
-        )
-        print(f" {r['read cache']:12.1f} ({r['read cache'] / attending:11.2f})")
 
 
 def show_prompts(rows: Sequence[dict[str, Any]]) -> None:
     print("prompt    step   host   weight products (step/them)")
     for r in rows:
-        step, weights = r["step"], r["weight products"]
+        step = r["step"]
+        weights = r["weight products"]
         print(
             f"{r['prompt']:6} {step:7.1f} {r['host']:6.2f} {weights:14.1f} ({step / weights:5.2f})"
         )
@@ -275,8 +291,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--weight-dtype")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    least = {"batches": min(args.batches), "prompts": min(args.prompts, default=1)}
-    for name, value in (least | {"context": args.context, "repeats": args.repeats}).items():
+    smallest = {
+        "batches": min(args.batches),
+        "prompts": min(args.prompts, default=1),
+        "context": args.context,
+        "repeats": args.repeats,
+    }
+    for name, value in smallest.items():
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
@@ -293,8 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show(rows)
     show_prompts(prompts)
     if args.json:
-        kept = {"environment": environment(), "decodes": rows, "prompts": prompts}
-        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        report = {"environment": environment(), "decodes": rows, "prompts": prompts}
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

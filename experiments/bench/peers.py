@@ -1,16 +1,19 @@
 """How fast is this engine compared with other engines, on the same requests in turn?
 
     python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
-    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot out.svg
+    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot
+    out.svg
 
-Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens, uniform; EOS ignored.
-Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids], "max_tokens": count}, ...].
-Each contender is a separate process, run by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
-while another one works. The checkpoint is written once as a Hugging Face directory in float32, so all contenders read
-the same weights. First, every contender answers a part of the workload; the run ends if a contender marked `exact`
-gives other greedy tokens than the first one. Then follow rounds: each contender once, in turn. The results are medians
-over rounds and medians of the ratios within rounds, because a slow minute affects a whole round. A round is repeated if
-the host gave more than 5 % of the processors to other machines in one of its passes.
+Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens,
+uniform; EOS ignored. Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids],
+"max_tokens": count}, ...]. Each contender is a separate process, run by the Python that the config
+names (peer_adapters/), and is stopped (SIGSTOP) while another one works. The checkpoint is written
+once as a Hugging Face directory in float32, so all contenders read the same weights. First, every
+contender answers a part of the workload; the run ends if a contender marked `exact` gives other
+greedy tokens than the first one. Then follow rounds: each contender once, in turn. The results are
+medians over rounds and medians of the ratios within rounds, because a slow minute affects a whole
+round. A round is repeated if the host gave more than 5 % of the processors to other machines in one
+of its passes.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ Option = int | float | str | bool | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Contender:
-    """adapter: a name of ADAPTERS, or the path of such a file. python: the interpreter; empty is this Python.
+    """adapter: a name of ADAPTERS, or the path of such a file. python: the interpreter; empty is
+    this Python.
 
     exact: its greedy tokens must equal those of the first contender; set false for lower precision.
     """
@@ -79,7 +83,8 @@ class Config:
 
 
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
-    """The workload from a file in the format of `kind: tokens`, or drawn with the same distribution."""
+    """The workload from a file in the format of `kind: tokens`, or drawn with the same
+    distribution."""
     if file:
         try:
             text = Path(file).read_text(encoding="utf-8")
@@ -127,7 +132,9 @@ class Peer:
     """A contender's process. It is stopped except while it answers."""
 
     def __init__(self, name: str, contender: Contender, model: Path, log: Path) -> None:
-        self.name, self.contender, self.log = name, contender, log
+        self.name = name
+        self.contender = contender
+        self.log = log
         adapter = ROOT / "bench" / "peer_adapters" / f"run_{contender.adapter}.py"
         script = adapter if contender.adapter in ADAPTERS else Path(contender.adapter)
         python = os.path.expanduser(contender.python) or sys.executable
@@ -151,7 +158,8 @@ class Peer:
                 problem = f"cannot run {python!r} ({error.strerror}); see `python` in the config"
                 raise SystemExit(f"error: {name}: {problem}") from None
         ready = self._ask({"model": str(model), "options": dict(contender.options)})
-        self.load_seconds, self.version = ready["ready"], ready["version"]
+        self.load_seconds = ready["ready"]
+        self.version = ready["version"]
 
     def generate(self, work: Work) -> tuple[list[list[int]], float]:
         """(tokens of each request, seconds)."""
@@ -194,9 +202,9 @@ class Peer:
             self.process.wait()
 
 
-def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+def equal_share(answers: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
     """Share of requests with equal tokens."""
-    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    return sum(list(a) == list(b) for a, b in zip(answers, expected, strict=True)) / len(answers)
 
 
 def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
@@ -205,31 +213,40 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
     Raises:
         SystemExit: a contender marked `exact` gives other tokens.
     """
-    requests, most = COMPARED
-    part = [(prompt, min(count, most)) for prompt, count in work[:requests]]
+    requests, tokens = COMPARED
+    part = [(prompt, min(count, tokens)) for prompt, count in work[:requests]]
     answers = {peer.name: peer.generate(part)[0] for peer in peers}
-    shares = {name: equal_share(answers[peers[0].name], tokens) for name, tokens in answers.items()}
+    first = answers[peers[0].name]
+    shares = {name: equal_share(first, answer) for name, answer in answers.items()}
     for peer in peers:
         print(
-            f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same tokens",
+            f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same "
+            "tokens",
             flush=True,
         )
         if peer.contender.exact and shares[peer.name] < 1:
             raise SystemExit(
-                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work differs; nothing was "
+                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work "
+                "differs; nothing was "
                 "timed. Set `exact: false` if this is expected"
             )
     return shares
 
 
 def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[float]]:
-    """By name, output tokens per second in each counted round."""
+    """Run the contenders in turn.
+
+    Returns output tokens per second of each counted round, by name.
+    """
     count = sum(n for _, n in work)
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
     counted = 0
-    for left in range((1 + EXTRA) * repeats, 0, -1):
+    for rounds_left in range((1 + EXTRA) * repeats, 0, -1):
         passes = {peer.name: one_pass(peer, work, count) for peer in peers}
-        if max(stolen for _, stolen in passes.values()) > STOLEN and left > repeats - counted:
+        if (
+            max(stolen for _, stolen in passes.values()) > STOLEN
+            and rounds_left > repeats - counted
+        ):
             print("  this round is not counted", flush=True)
             continue
         for name, (rate, _) in passes.items():
@@ -241,7 +258,7 @@ def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[fl
 
 
 def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
-    """(output tokens per second, share of stolen processor time)."""
+    """Make a pass. Returns output tokens per second, and the share of stolen processor time."""
     processors = processor_time()
     _, seconds = peer.generate(work)
     stolen = stolen_share(processors) or 0.0
@@ -251,7 +268,7 @@ def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
 
 
 def table(rates: Mapping[str, Sequence[float]], first: str) -> list[dict[str, Any]]:
-    """A row for each contender: median, least and most tokens/s, and the ratios first / this, round by round."""
+    """A row for each contender: its tokens/s, and the ratios first / this, round by round."""
     rows = []
     for name, values in rates.items():
         ratios = [a / b for a, b in zip(rates[first], values, strict=True)]

@@ -1,9 +1,12 @@
-"""What do several processes cost the host in a step? python -m experiments.bench.processes [--sequences 1 64 256]
+"""What do several processes cost the host in a step?
 
-Two processes of this machine, without a device: the scheduler decodes, process 0 adds each step's lines to its digest
-and sends its input, and process 1 does the same and compares. The columns are medians of microseconds a step, measured
-in turn: `schedule` is schedule + commit; `digest` is the lines of both and their hash; `send` is what process 0 needs
-to send the input; `arrive` is the time from then until process 1 has it, over a socket on this machine.
+    python -m experiments.bench.processes [--sequences 1 64 256]
+
+Two processes of this machine, without a device: the scheduler decodes, process 0 adds each step's
+lines to its digest and sends its input, and process 1 does the same and compares. The columns are
+medians of microseconds a step, measured in turn: `schedule` is schedule + commit; `digest` is the
+lines of both and their hash; `send` is what process 0 needs to send the input; `arrive` is the time
+from then until process 1 has it, over a socket on this machine.
 """
 
 from __future__ import annotations
@@ -39,66 +42,57 @@ class Costs(NamedTuple):
 
 
 def measure(sequences: int, steps: int, connection: Connection) -> Costs:
-    """Decode `sequences` sequences for `steps` steps."""
+    """Decode `sequences` sequences for `steps` steps. Returns the costs of a step."""
     blocks = sequences * (1 + (PROMPT + steps) // 16)
     state = scheduler.init(
         SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2)
     )
     for i in range(sequences):
         state = scheduler.submit(state, Request(f"r{i}", PROMPT, steps + 1))
-    digest, found = Digest(), []
+    digest = Digest()
+    times = []  # seconds of each step: schedule, digest, send
     for number in range(steps):
-        began = perf_counter()
+        start = perf_counter()
         state, plan = scheduler.schedule(state, FCFS)
         scheduled = perf_counter()
         digest.schedule(plan)
-        text, digest.lines = digest._hash.hexdigest(), []
+        text = digest._hash.hexdigest()
+        digest.lines = []
         counted = perf_counter()
-        connection.send(
-            encoded(
-                {
-                    "input": "step",
-                    "number": number,
-                    "drafts": 0,
-                    "digest": text,
-                    "at": perf_counter(),
-                }
-            )
-        )
+        message = {"input": "step", "number": number, "drafts": 0, "digest": text}
+        connection.send(encoded({**message, "at": perf_counter()}))
         sent = perf_counter()
         sampled = [7] * len(plan.seqs)
         state, events = scheduler.commit(state, plan, sampled)
         committed = perf_counter()
         digest.commit(sampled, {}, {}, events)
-        done = perf_counter()
-        found.append(
+        end = perf_counter()
+        times.append(
             (
-                scheduled - began + committed - sent,
-                counted - scheduled + done - committed,
+                scheduled - start + committed - sent,
+                counted - scheduled + end - committed,
                 sent - counted,
             )
         )
         sleep(0.002)  # the device's part, in which the other process reads
     connection.send(encoded({"input": "end"}))
     arrivals = (connection.receive() or {})["arrivals"]
-    columns = [
-        1e6 * median(column) for column in zip(*found[1:], strict=True)
-    ]  # the first step computes the prompts
-    return Costs(sequences, *(round(value, 1) for value in (*columns, 1e6 * median(arrivals[1:]))))
+    # without the first step, which computes the prompts
+    columns = (*zip(*times[1:], strict=True), arrivals[1:])
+    return Costs(sequences, *(round(1e6 * median(column), 1) for column in columns))
 
 
 def receive(address: tuple[str, int], runs: int) -> None:
-    """Process 1: how long each message was on its way."""
-    with socket.create_connection(address) as made:
-        connection = Connection(made)
+    """Receive the messages as process 1, and send back how long each was on its way."""
+    with socket.create_connection(address) as stream:
+        connection = Connection(stream)
         for _ in range(runs):
             arrivals = []
             for message in connection.messages():
                 if message["input"] == "end":
                     break
-                arrivals.append(
-                    perf_counter() - message["at"]
-                )  # one clock for all processes of a machine
+                # all processes of a machine have one clock
+                arrivals.append(perf_counter() - message["at"])
             connection.send(encoded({"arrivals": arrivals}))
 
 
@@ -118,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = listener.getsockname(), len(options.sequences)
         process = context.Process(target=receive, args=words, daemon=True)
         process.start()
-        made, _ = listener.accept()
-        connection = Connection(made)
+        stream, _ = listener.accept()
+        connection = Connection(stream)
         print("sequences  schedule  digest    send  arrive   (us a step)")
         for sequences in options.sequences:
             costs = measure(sequences, options.steps, connection)

@@ -1,11 +1,12 @@
 """How fast are the products of a model's layers, by each implementation in turn?
 
-    python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512] [--json out.json]
+    python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512]
+    [--json out.json]
 
-SmolLM2-135M's 30 layers without their attention: norm, queries, keys and values; the output; gates and up; down.
-Random weights. Each implementation runs what it would run in a step, with norms, gates and residuals. Then a mixture of
-experts (Qwen3-MoE's widths, one layer): 64 experts of which each token uses 8, beside 8 experts which all tokens use.
-Both have the same operations.
+SmolLM2-135M's 30 layers without their attention: norm, queries, keys and values; the output; gates
+and up; down. Random weights. Each implementation runs what it would run in a step, with norms,
+gates and residuals. Then a mixture of experts (Qwen3-MoE's widths, one layer): 64 experts of which
+each token uses 8, beside 8 experts which all tokens use. Both have the same operations.
 """
 
 from __future__ import annotations
@@ -26,18 +27,26 @@ import numpy as np
 from experiments.core.environment import environment
 from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
 
-HIDDEN, WIDTH, HEADS, LAYERS = 576, 1536, 960, 30
+HIDDEN = 576
+WIDTH = 1536
+HEADS = 960
+LAYERS = 30
 LAYER = (
     Matrix(HEADS, HIDDEN),
     Matrix(HIDDEN, HIDDEN),
     Matrix(2 * WIDTH, HIDDEN, gated=True),
     Matrix(HIDDEN, WIDTH),
 )
-EXPERTS, CHOSEN, MODEL, EXPERT = 64, 8, 2048, 768  # of a layer of Qwen3-MoE
+# of a layer of Qwen3-MoE
+EXPERTS = 64
+CHOSEN = 8  # experts of each token
+MODEL = 2048  # width of the model
+EXPERT = 768  # width of an expert
 SCALE = 1 / 2000  # of int8 weights
 
 
-def weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: str) -> jax.Array:
+def random_weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: str) -> jax.Array:
+    """A matrix of random numbers, as the implementation stores it."""
     numbers = (rng.random((matrix.outputs, matrix.inputs), np.float32) - 0.5) / 24
     stored = (
         (numbers * 2000).astype(np.int8) if dtype == "int8" else numbers.astype(np_dtype(dtype))
@@ -69,56 +78,65 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
     return jax.jit(run)
 
 
-def in_turn(
+def time_in_turn(
     contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
 ) -> dict[str, float]:
-    """The median seconds of each, in turn.
+    """Time the contenders in turn. Returns the median seconds of each.
 
-    Each runs twice in its turn, and the second run counts. XLA frees what it has widened when it ends, hundreds of MB,
-    and so the next run, whatever it is, takes up to four times as long.
+    Each runs twice in its turn, and the second run counts. XLA frees what it has widened when it
+    ends, hundreds of MB, and so the next run, whatever it is, takes up to four times as long.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, (run, arguments) in contenders.items():
             jax.block_until_ready(run(*arguments))
-            began = time.perf_counter()
+            start = time.perf_counter()
             jax.block_until_ready(run(*arguments))
-            times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(each) for name, each in times.items()}
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def of_layers(
+def measure_layers(
     dtype: str, tokens: Sequence[int], impls: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
-    rng, ones = (
-        np.random.default_rng(0),
-        jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32"),
-    )
+    """Time the products of all layers.
+
+    Returns a row for each number of tokens and implementation.
+    """
+    rng = np.random.default_rng(0)
+    ones = jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32")
     weights = {
-        impl: [weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in LAYER] for impl in impls
+        impl: [random_weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in LAYER]
+        for impl in impls
     }
-    found = []
+    rows = []
     for t in tokens:
         x = jnp.asarray(rng.random((t, HIDDEN), np.float32)).astype(ones.dtype)
-        seconds = in_turn(
+        seconds = time_in_turn(
             {impl: (layers(impl, dtype), (x, weights[impl], ones)) for impl in impls}, repeats
         )
         numbers = LAYERS * sum(m.outputs * m.inputs for m in LAYER)
         size = sum(w.nbytes for w in weights[impls[0]])
-        for impl, each in seconds.items():
-            rates = {"gflops": 2e-9 * t * numbers / each, "gbytes_s": 1e-9 * size / each}
-            found.append({"dtype": dtype, "tokens": t, "impl": impl, "ms": 1e3 * each, **rates})
-    return found
+        for impl, median in seconds.items():
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "tokens": t,
+                    "impl": impl,
+                    "ms": 1e3 * median,
+                    "gflops": 2e-9 * t * numbers / median,
+                    "gbytes_s": 1e-9 * size / median,
+                }
+            )
+    return rows
 
 
 def mixture(count: int, tokens: int, impl: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A layer of `count` experts, each token of which goes through CHOSEN of them, evenly."""
     rng = np.random.default_rng(0)
-    up, down = (
-        Matrix(count * 2 * EXPERT, MODEL, True, count),
-        Matrix(count * MODEL, EXPERT, False, count),
-    )
-    weights = [weight(rng, m, "float32", impl) for m in (up, down)]
+    up = Matrix(count * 2 * EXPERT, MODEL, True, count)
+    down = Matrix(count * MODEL, EXPERT, False, count)
+    weights = [random_weight(rng, m, "float32", impl) for m in (up, down)]
     pairs = tokens * CHOSEN
     sizes = jnp.asarray(
         np.full(count, pairs // count) + (np.arange(count) < pairs % count), jnp.int32
@@ -131,15 +149,17 @@ def mixture(count: int, tokens: int, impl: str) -> tuple[Callable[..., Any], tup
     return jax.jit(run), (jnp.asarray(rng.random((pairs, MODEL), np.float32)), *weights)
 
 
-def of_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    found = []
+def measure_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Time layers of 8 experts and of 64 experts. Returns a row for each number of tokens."""
+    rows = []
     for t in tokens:
-        seconds = in_turn({str(n): mixture(n, t, "cpu") for n in (CHOSEN, EXPERTS)}, repeats)
-        few, many = seconds[str(CHOSEN)], seconds[str(EXPERTS)]
-        found.append(
-            {"tokens": t, "ms_of_8": 1e3 * few, "ms_of_64": 1e3 * many, "ratio": many / few}
+        seconds = time_in_turn({str(n): mixture(n, t, "cpu") for n in (CHOSEN, EXPERTS)}, repeats)
+        of_8 = seconds[str(CHOSEN)]
+        of_64 = seconds[str(EXPERTS)]
+        rows.append(
+            {"tokens": t, "ms_of_8": 1e3 * of_8, "ms_of_64": 1e3 * of_64, "ratio": of_64 / of_8}
         )
-    return found
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -162,27 +182,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, least in (
+    for name, value in (
         ("tokens", min(args.tokens)),
         ("experts", min(args.experts, default=1)),
         ("repeats", args.repeats),
     ):
-        if least < 1:
-            parser.error(f"--{name} is {least}; it must be at least 1")
+        if value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1")
     rows = []
     print("dtype     tokens  impl            ms    GFLOP/s   GB/s of weights")
     for dtype in args.dtypes:
-        for row in of_layers(dtype, args.tokens, args.impls, args.repeats):
+        for row in measure_layers(dtype, args.tokens, args.impls, args.repeats):
             rows.append(row)
             rates = f"{row['ms']:8.1f} {row['gflops']:10.0f} {row['gbytes_s']:8.1f}"
             print(f"{dtype:9} {row['tokens']:6}  {row['impl']:9} {rates}")
-    experts = of_experts(args.experts, args.repeats)
+    experts = measure_experts(args.experts, args.repeats)
     for row in experts:
-        of_64, of_8 = f"8 of 64 experts {row['ms_of_64']:.1f} ms", f"8 of 8 {row['ms_of_8']:.1f} ms"
-        print(f"{row['tokens']} tokens, {of_64}, {of_8}: {row['ratio']:.2f}")
+        print(
+            f"{row['tokens']} tokens, 8 of 64 experts {row['ms_of_64']:.1f} ms, "
+            f"8 of 8 {row['ms_of_8']:.1f} ms: {row['ratio']:.2f}"
+        )
     if args.json:
-        found = {"where": environment(), "layers": rows, "experts": experts}
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        figures = {"where": environment(), "layers": rows, "experts": experts}
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""What do smaller weights and a smaller cache cost in perplexity, agreement and time, and how many bytes do they save?
+"""What do smaller weights and a smaller cache cost in perplexity, agreement and time, and how many
+bytes do they save?
 
-    python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16] [--json out.json]
+    python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16]
+    [--json out.json]
 
-The text is Python's documentation, which every Python ships (pydoc_data), cut into windows. The other rows are compared
-with the first one:
+The text is Python's documentation, which every Python ships (pydoc_data), cut into windows. The
+other rows are compared with the first one:
 
     perplexity   exp of the mean negative log-likelihood of every token of a window after its first
     |difference| mean distance of those log-likelihoods, in nats
     same best    share of positions where the most likely next token is the same
-    same greedy  share of the greedy tokens after each window that come before the first different one
+    same greedy  share of the greedy tokens after each window that come before the first different
+                 one
     step         median decode step, as a multiple of the first row's; all engines take turns
 
-If a row has another dtype than the first one, its figures include that rounding. Under quest, prompts read everything,
-so its perplexity is that of the first row, and greedy tokens differ; under "quest, prompts too" all queries select.
-`--kv-policy JSON` adds a row with a KV policy of your own, such as '{"name": "quest", "tokens": 128}'.
+If a row has another dtype than the first one, its figures include that rounding. Under quest,
+prompts read everything, so its perplexity is that of the first row, and greedy tokens differ; under
+"quest, prompts too" all queries select. `--kv-policy JSON` adds a row with a KV policy of your own,
+such as '{"name": "quest", "tokens": 128}'.
 """
 
 from __future__ import annotations
@@ -74,17 +78,18 @@ def windows_of(llm: LLM, count: int, length: int) -> list[list[int]]:
         ValueError: the text is too short.
     """
     text = "\n\n".join(topic for _, topic in sorted(topics.items()))
-    tokens = llm.tokenizer.encode(
-        text[: 8 * count * length]
-    )  # an English token has about four letters
+    # an English token has about four letters
+    tokens = llm.tokenizer.encode(text[: 8 * count * length])
     if len(tokens) < count * length:
         raise ValueError(
-            f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take fewer"
+            f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take "
+            "fewer"
         )
     return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
 
 
 def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
+    """Give the windows to a model as prompts, and let it continue them greedily."""
     params = SamplingParams(
         temperature=0,
         max_tokens=GREEDY_TOKENS,
@@ -92,7 +97,9 @@ def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
         prompt_logprobs=1,
         detokenize=False,
     )
-    logprobs, best, greedy = [], [], []
+    logprobs = []
+    best = []
+    greedy = []
     for output, window in zip(llm.generate(list(windows), params), windows, strict=True):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = [row for row in output.prompt_logprobs[1:] if row is not None]
@@ -104,13 +111,14 @@ def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
     return Reading(np.array(logprobs), np.array(best), greedy)
 
 
-def alike(mine: Sequence[int], other: Sequence[int]) -> int:
+def equal_prefix(tokens: Sequence[int], expected: Sequence[int]) -> int:
     """The number of tokens before the first different one."""
-    return next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), len(mine))
+    pairs = zip(tokens, expected, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
 
 def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: int) -> list[float]:
-    """The median decode step of each, all of them taking turns."""
+    """Time the decode steps of all engines, in turn. Returns the median of each."""
     params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
     for llm in engines:
         llm.engine.reset()
@@ -122,11 +130,11 @@ def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: 
             llm.engine.step()
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(steps):
-        for llm, mine in zip(engines, times, strict=True):
+        for llm, engine_times in zip(engines, times, strict=True):
             result = llm.engine.step()
             assert result is not None, "the requests are long enough"
-            mine.append(result.device_seconds)
-    return [statistics.median(mine) for mine in times]
+            engine_times.append(result.device_seconds)
+    return [statistics.median(engine_times) for engine_times in times]
 
 
 def compare(
@@ -138,41 +146,53 @@ def compare(
     names: Sequence[str],
     variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
 ) -> list[Row]:
+    """Measure the variants of these names. The first one is what the others are compared with.
+
+    Args:
+        count, length: of the windows.
+        steps: decode steps to time.
+    """
     size = length + max(GREEDY_TOKENS, steps + 8)
-    sizes: dict[str, Any] = {
+    options: dict[str, Any] = {
+        "compilation": "eager",
+        "dtype": dtype,
         "max_num_seqs": TOGETHER,
         "max_model_len": size,
         "max_num_batched_tokens": 512,
+        "token_buckets": (TOGETHER, 512),
+        "num_blocks": TOGETHER * -(-size // 16),
     }
-    blocks = TOGETHER * -(-size // 16)
-    sizes |= {"token_buckets": (TOGETHER, 512), "num_blocks": blocks}
-    common: dict[str, Any] = {"compilation": "eager", "dtype": dtype, **sizes}
-    engines = [LLM(model, **(common | dict(variants[name]))) for name in names]
+    engines = [LLM(model, **(options | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)
     readings = [read(llm, windows) for llm in engines]
     times = decode_seconds(engines, windows, steps)
-    first, rows = readings[0], []
-    for name, llm, reading, seconds in zip(names, engines, readings, times, strict=True):
-        agreed = sum(alike(a, b) for a, b in zip(reading.greedy, first.greedy, strict=True))
-        memory = llm.engine.memory
-        rows.append(
-            Row(
-                name,
-                perplexity=math.exp(-reading.logprobs.mean()),
-                difference=float(np.abs(reading.logprobs - first.logprobs).mean()),
-                same_best=float((reading.best == first.best).mean()),
-                same_greedy=agreed / (GREEDY_TOKENS * count),
-                weights=memory.weights,
-                cache=memory.block_bytes // memory.block_size - TOKEN_BYTES,  # of keys and values
-                step=seconds,
-            )
-        )
-    return rows
+    return [
+        row_of(name, llm, reading, readings[0], seconds)
+        for name, llm, reading, seconds in zip(names, engines, readings, times, strict=True)
+    ]
+
+
+def row_of(name: str, llm: LLM, reading: Reading, first: Reading, seconds: float) -> Row:
+    """The row of a variant. first: the reading that it is compared with."""
+    pairs = zip(reading.greedy, first.greedy, strict=True)
+    agreed = sum(equal_prefix(tokens, expected) for tokens, expected in pairs)
+    memory = llm.engine.memory
+    return Row(
+        name,
+        perplexity=math.exp(-reading.logprobs.mean()),
+        difference=float(np.abs(reading.logprobs - first.logprobs).mean()),
+        same_best=float((reading.best == first.best).mean()),
+        same_greedy=agreed / (GREEDY_TOKENS * len(reading.greedy)),
+        weights=memory.weights,
+        cache=memory.block_bytes // memory.block_size - TOKEN_BYTES,  # of keys and values
+        step=seconds,
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| | perplexity | difference, nats | same best | same greedy | weights, MiB | cache, B a token | step |"
+        "| | perplexity | difference, nats | same best | same greedy "
+        "| weights, MiB | cache, B a token | step |"
     ]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for r in rows:
@@ -180,21 +200,27 @@ def table(rows: Sequence[Row]) -> str:
         sizes = f"{r.weights / 2**20:.0f} | {r.cache:,}"
         step = r.step / rows[0].step
         lines.append(
-            f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | {step:.2f} |"
+            f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | "
+            f"{step:.2f} |"
         )
     return "\n".join(lines)
 
 
 def kv_policy(text: str) -> Any:
-    """The KV policy of --kv-policy. Raises argparse.ArgumentTypeError if it is no JSON, or no KV policy."""
+    """The KV policy of --kv-policy.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no JSON, or no KV policy.
+    """
     try:
-        EngineConfig(kv_policy=(found := json.loads(text)))
+        policy = json.loads(text)
+        EngineConfig(kv_policy=policy)
     except ValueError as error:
         example = '{"name": "quest", "tokens": 128}'
         raise argparse.ArgumentTypeError(
             f"{text!r} is no KV policy ({error}); write JSON such as {example}"
         ) from None
-    return found
+    return policy
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -211,22 +237,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--steps", type=int, default=15, help="decode steps to time")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
-    policies = {"type": kv_policy, "action": "append", "default": [], "metavar": "JSON"}
-    parser.add_argument("--kv-policy", **policies, help="one more row, by its KV policy")
+    parser.add_argument(
+        "--kv-policy",
+        type=kv_policy,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="one more row, by its KV policy",
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if min(args.windows, args.steps, args.length - 1) < 1:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
     try:
-        more = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
-        names = [*args.variants, *more]
+        policies = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
+        names = [*args.variants, *policies]
+        variants = VARIANTS | policies
         rows = compare(
-            args.model, args.dtype, args.windows, args.length, args.steps, names, VARIANTS | more
+            args.model, args.dtype, args.windows, args.length, args.steps, names, variants
         )
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # the model is missing, or a length is beyond the model or the text
+    except (OSError, ValueError) as error:
+        # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))
     if args.json:
@@ -236,8 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "steps": args.steps,
             "model": args.model,
         }
-        kept = {"environment": environment(), **sizes, "rows": [row._asdict() for row in rows]}
-        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        report = {"environment": environment(), **sizes, "rows": [row._asdict() for row in rows]}
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

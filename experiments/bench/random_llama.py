@@ -1,12 +1,14 @@
-"""How fast is each attention implementation in an engine, on a Llama of random weights, on this device?
+"""How fast is each attention implementation in an engine, on a Llama of random weights, on this
+device?
 
-    python -m experiments.bench.random_llama                                    # TinyLlama-1.1B's shape
-    python -m experiments.bench.random_llama --impls pallas_gpu xla --seqs 64 --context 2048 --json out.json
+    python -m experiments.bench.random_llama  # TinyLlama-1.1B's shape python -m
+    experiments.bench.random_llama --impls pallas_gpu xla --seqs 64 --context 2048 --json out.json
 
-No checkpoint is needed. Each implementation gets its own engine and the same requests: prompts of `--context` random
-tokens, then `--tokens` greedy ones. Printed are the seconds of the prompt steps, the median decode step and, with
-`--bandwidth` (bytes/s), the share of that bandwidth at which the step reads parameters, keys and values. Greedy tokens
-of random weights check nothing. The benchmark checks that the engine's steps run and compile nothing on the way.
+No checkpoint is needed. Each implementation gets its own engine and the same requests: prompts of
+`--context` random tokens, then `--tokens` greedy ones. Printed are the seconds of the prompt steps,
+the median decode step and, with `--bandwidth` (bytes/s), the share of that bandwidth at which the
+step reads parameters, keys and values. Greedy tokens of random weights check nothing. The benchmark
+checks that the engine's steps run and compile nothing on the way.
 """
 
 from __future__ import annotations
@@ -85,11 +87,18 @@ def _parameters(key: jax.Array, shapes: tuple[tuple[tuple[int, ...], Any], ...])
 
 
 def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:
-    vocab, rng = engine.model.config.vocab_size, np.random.default_rng(0)
+    """Serve `seqs` requests at once.
+
+    Returns the seconds of prompts and of the median decode step.
+    """
+    vocab = engine.model.config.vocab_size
+    rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     for i in range(seqs):
         engine.add(str(i), rng.integers(0, vocab, context).tolist(), params)
-    prompts, decodes, compiled = 0.0, [], 0
+    prompts = 0.0
+    decodes = []
+    compiled = 0
     while engine.has_work:
         result = engine.step()
         assert result is not None
@@ -128,14 +137,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, least in (
-        ("seqs", 1),
-        ("context", 1),
-        ("tokens", 2),
-        ("budget", 1),
-    ):  # the first token is not a decode
-        if (value := getattr(args, name)) < least:
-            parser.error(f"--{name} is {value}; it must be at least {least}")
+    minima = {"seqs": 1, "context": 1, "tokens": 2, "budget": 1}  # the first token is not a decode
+    for name, minimum in minima.items():
+        value = getattr(args, name)
+        if value < minimum:
+            parser.error(f"--{name} is {value}; it must be at least {minimum}")
     model = random_model(SHAPES[args.shape], args.dtype)
     c = model.config
     figures: dict[str, Any] = {"where": environment(), **vars(args), "runs": {}}
@@ -143,14 +149,15 @@ def main(argv: list[str] | None = None) -> int:
     for impl in args.impls:
         try:
             config = EngineConfig(
-                attention_impl=impl,  # pyright: ignore[reportArgumentType]  (checked by EngineConfig)
+                # EngineConfig checks the name
+                attention_impl=impl,  # pyright: ignore[reportArgumentType]
                 dtype=args.dtype,
                 max_num_seqs=args.seqs,
                 max_num_batched_tokens=args.budget,
                 max_model_len=args.context + args.tokens,
                 token_buckets=tuple(sorted({args.seqs, args.budget})),
             )
-            found = run(Engine(model, config), args.seqs, args.context, args.tokens)
+            times = run(Engine(model, config), args.seqs, args.context, args.tokens)
         except ValueError as error:
             failed += 1
             figures["runs"][impl] = {"error": str(error)}
@@ -162,13 +169,17 @@ def main(argv: list[str] | None = None) -> int:
             + args.seqs * (args.context + args.tokens / 2) * keys
         )
         share = (
-            f", {read / found['decode_step'] / args.bandwidth:.0%} of the bandwidth"
+            f", {read / times['decode_step'] / args.bandwidth:.0%} of the bandwidth"
             if args.bandwidth
             else ""
         )
-        figures["runs"][impl] = {**found, "bytes_a_step": read}
-        times = f"prompts {found['prompt_seconds']:.2f} s, decode step {1e3 * found['decode_step']:.2f} ms{share}"
-        print(f"{impl:12} {times}, {found['compilations']} compilations on the way", flush=True)
+        figures["runs"][impl] = {**times, "bytes_a_step": read}
+        print(
+            f"{impl:12} prompts {times['prompt_seconds']:.2f} s, "
+            f"decode step {1e3 * times['decode_step']:.2f} ms{share}, "
+            f"{times['compilations']} compilations on the way",
+            flush=True,
+        )
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return 1 if failed else 0

@@ -1,22 +1,25 @@
-"""How does a decode step grow with sequences, context, layers and vocabulary, calculated and measured?
+"""How does a decode step grow with sequences, context, layers and vocabulary, calculated and
+measured?
 
-    python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
-    python -m experiments.bench.scale --show out.json             # the same section from kept figures
+    python -m experiments.bench.scale [--json out.json]  # prints the section for results/README.md
+    python -m experiments.bench.scale --show out.json  # the same section from kept figures
     python -m experiments.bench.scale --layers 1 2 4 --steps 5    # other values, fewer steps
-    python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
+    python -m experiments.bench.scale --quick  # a tiny model, as a test of the program
 
-One factor at a time varies around a base shape, a Llama of random weights in float32. The calculation ("paper") uses
-the model's shape and two rates of the device, those of `bench.lower_bounds`: reading the base model's weights, and
-multiplying with them. A step takes, on paper, the longer of reading the weights and multiplying with them, plus the
-longer of reading keys and values and multiplying with them. Rates are measured at every point; the calculation uses
-their 90th percentile.
+One factor at a time varies around a base shape, a Llama of random weights in float32. The
+calculation ("paper") uses the model's shape and two rates of the device, those of
+`bench.lower_bounds`: reading the base model's weights, and multiplying with them. A step takes, on
+paper, the longer of reading the weights and multiplying with them, plus the longer of reading keys
+and values and multiplying with them. Rates are measured at every point; the calculation uses their
+90th percentile.
 
-The measurement is the engine's loop, schedule -> pack -> run -> commit, with the engine's functions and compiled step.
-Prompts are scheduled and committed but not computed, because the content of the cache does not change the time of
-attention. `step` is the device's part, by the clock. `host` is all other work in processor time: with the hashes of
-filled blocks, without log-probabilities and beams, which these requests do not use. The sequences have different
-lengths (the mean is the given context), so in each step a few of them begin a block. A point that lost more than 5 % of
-the processors to other machines is measured again, at most twice.
+The measurement is the engine's loop, schedule -> pack -> run -> commit, with the engine's functions
+and compiled step. Prompts are scheduled and committed but not computed, because the content of the
+cache does not change the time of attention. `step` is the device's part, by the clock. `host` is
+all other work in processor time: with the hashes of filled blocks, without log-probabilities and
+beams, which these requests do not use. The sequences have different lengths (the mean is the given
+context), so in each step a few of them begin a block. A point that lost more than 5 % of the
+processors to other machines is measured again, at most twice.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +67,12 @@ Compute = Callable[[Batch], np.ndarray]
 
 
 class Setup(NamedTuple):
-    """The measurement: the other keys of the model's config.json, the base shape, and each factor's values."""
+    """The measurement.
+
+    body: the keys of the model's config.json that are no factors.
+    base: the base shape.
+    values: of each factor.
+    """
 
     body: dict[str, Any]
     base: Shape
@@ -77,8 +86,8 @@ FULL = Setup(
         "intermediate_size": 1536,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-    }
-    | {"tie_word_embeddings": True},
+        "tie_word_embeddings": True,
+    },
     Shape(sequences=16, context=256, layers=4, vocabulary=16384),
     {
         "sequences": (1, 4, 16, 64, 256, 1024),
@@ -88,18 +97,23 @@ FULL = Setup(
     },
 )
 QUICK = Setup(
-    {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    | {"tie_word_embeddings": True},
+    {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     Shape(sequences=2, context=48, layers=1, vocabulary=256),
     {"sequences": (2, 3), "context": (48, 96), "layers": (1, 2), "vocabulary": (256, 512)},
 )
 
 
-# --- measured ---------------------------------------------------------------------------------------------------------
+# --- measured -------------------------------------------------------------------------------------
 
 
 class Host(NamedTuple):
-    """The state of the engine's loop beside the cache: the scheduler's state, and the tokens of the requests."""
+    """The host's state of the engine's loop: the scheduler's, and the tokens of the requests."""
 
     state: SchedulerState
     sequences: Sequences
@@ -119,19 +133,25 @@ def shapes_of(shape: Shape) -> Shapes:
     )
 
 
-def prompted(shapes: Shapes, context: int, lead: int) -> Host:
-    """The state after the step of all prompts. Decode step `lead` (from 0) has the mean context `context`."""
-    rows, longest = shapes.max_seqs, shapes.max_model_len
+def state_after_prompts(shapes: Shapes, context: int, lead: int) -> Host:
+    """The state after the step of all prompts.
+
+    The mean context of decode step `lead`, counted from 0, is `context`.
+    """
+    rows = shapes.max_seqs
+    longest = shapes.max_model_len
     config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
-    rng, state, sequences = np.random.default_rng(0), scheduler.init(config), Map()
+    rng = np.random.default_rng(0)
+    state = scheduler.init(config)
+    sequences = Map()
     for i in range(rows):
-        apart = (i + BLOCK // 2) % BLOCK - BLOCK // 2  # -8 to 7, and 0 for the first
-        prompt = rng.integers(0, shapes.vocab_size, context - lead - 1 + apart).tolist()
+        offset = (i + BLOCK // 2) % BLOCK - BLOCK // 2  # -8 to 7, and 0 for the first
+        prompt = rng.integers(0, shapes.vocab_size, context - lead - 1 + offset).tolist()
         limits = {"vocab_size": shapes.vocab_size, "caching": True, "priority": 0, "user": ""}
-        taken = prepare(state, (f"r{i}",), prompt, params, eos_token_ids=(), **limits)
-        state = scheduler.submit(state, taken.request)
-        sequences = sequences.update(taken.sequences)
+        prepared = prepare(state, (f"r{i}",), prompt, params, eos_token_ids=(), **limits)
+        state = scheduler.submit(state, prepared.request)
+        sequences = sequences.update(prepared.sequences)
     scheduled, plan = scheduler.schedule(state, FCFS)
     state, events = scheduler.commit(scheduled, plan, [0] * rows)
     return Host(state, apply_events(sequences, events, scheduled.running))
@@ -141,18 +161,21 @@ def advance(
     host: Host, shapes: Shapes, blanks: Mapping[int, SamplingBatch], compute: Compute
 ) -> tuple[Host, Seconds, Batch]:
     """One step of the engine's loop: the new state, its times, and the batch."""
-    began = time.thread_time()
+    start = time.thread_time()
     state, plan = scheduler.schedule(host.state, FCFS)
     batch = pack(plan, host.sequences, shapes, blanks)
-    packed, sent = time.thread_time(), time.perf_counter()
+    packed_at = time.thread_time()
+    sent_at = time.perf_counter()
     tokens = compute(batch)
-    arrived, resumed = time.perf_counter(), time.thread_time()
+    arrived_at = time.perf_counter()
+    resumed_at = time.thread_time()
     hashes = hashes_of_filled(plan, host.sequences, BLOCK)
     running = state.running
     state, events = scheduler.commit(state, plan, tokens[: len(plan.seqs)].tolist(), hashes)
     sequences = apply_events(host.sequences, events, running)
-    ended = time.thread_time()
-    return Host(state, sequences), Seconds(packed - began + ended - resumed, arrived - sent), batch
+    end = time.thread_time()
+    seconds = Seconds(packed_at - start + end - resumed_at, arrived_at - sent_at)
+    return Host(state, sequences), seconds, batch
 
 
 class Device:
@@ -160,7 +183,8 @@ class Device:
 
     def __init__(self, shape: Shape, body: Mapping[str, Any]) -> None:
         self.model = model_of(shape, body)
-        c, self.shapes = self.model.config, shapes_of(shape)
+        self.shapes = shapes_of(shape)
+        c = self.model.config
         heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
         sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
         self.impl = attention.choose(
@@ -174,10 +198,12 @@ class Device:
             self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile()
         )
         pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
-        self.program = step.lower(self.model.leaves, pages, joined(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
+        lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
+        self.program = lower(self.model.leaves, pages, joined(batch)).compile()
         self.pages = cache.init(**size, **heads, dtype=DTYPE)
 
     def compute(self, batch: Batch) -> np.ndarray:
+        """Run the step. Returns the sampled tokens."""
         self.pages, output = self.program(self.model.leaves, self.pages, joined(batch))
         return np.asarray(output.sampled.tokens)
 
@@ -188,8 +214,9 @@ def model_of(shape: Shape, body: Mapping[str, Any]) -> Model:
     )
 
 
-def timed_steps(device: Device, context: int, steps: int) -> list[Seconds]:
-    host = prompted(device.shapes, context, WARM + steps // 2)
+def time_steps(device: Device, context: int, steps: int) -> list[Seconds]:
+    """Make decode steps around a mean context. Returns the times of those after the warm-up."""
+    host = state_after_prompts(device.shapes, context, WARM + steps // 2)
     times = []
     for _ in range(WARM + steps):
         host, seconds, _ = advance(host, device.shapes, device.blanks, device.compute)
@@ -201,18 +228,18 @@ def warm_up(shape: Shape) -> None:
     """Run the host's code alone: Python is faster after a function has run a few times."""
     shapes = shapes_of(shape)
     blanks = {shape.sequences: blank_sampling(shape.sequences)}
-    host = prompted(shapes, shape.context, WARM + MOST_STEPS // 2)
+    host = state_after_prompts(shapes, shape.context, WARM + MOST_STEPS // 2)
     for _ in range(MOST_STEPS):
         host, *_ = advance(host, shapes, blanks, lambda batch: np.zeros_like(batch.tokens))
 
 
 def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """The steps of a point: all their times, and the compiler's count of memory."""
+    """Measure a point. Returns all times of its steps, and the compiler's count of memory."""
     device = Device(shape, body)
     attempts: list[tuple[float, list[Seconds]]] = []
     while not attempts or (attempts[-1][0] > STOLEN and len(attempts) < ATTEMPTS):
         processors = processor_time()
-        times = timed_steps(device, shape.context, steps)
+        times = time_steps(device, shape.context, steps)
         attempts.append((stolen_share(processors) or 0.0, times))
     stolen, times = min(attempts, key=lambda attempt: attempt[0])
     stats = device.program.memory_analysis()
@@ -247,119 +274,138 @@ def probes(model: Model) -> dict[str, Probe]:
     }
 
 
-def probed(probe: Probe, times: int = 3) -> list[float]:
-    """The amounts per second of several runs."""
+def run_probe(probe: Probe, times: int = 3) -> list[float]:
+    """Run a probe several times. Returns the amount per second of each run."""
     rates = []
     for _ in range(times):
-        began = time.perf_counter()
+        start = time.perf_counter()
         probe.run()
-        rates.append(float(f"{probe.amount / (time.perf_counter() - began):.5g}"))
+        rates.append(float(f"{probe.amount / (time.perf_counter() - start):.5g}"))
     return rates
 
 
 def run(setup: Setup, steps: int) -> dict[str, Any]:
-    """Measure every point once, and the rates of the device at each of them."""
-    began, own, processors, load = (
-        time.perf_counter(),
-        time.process_time(),
-        processor_time(),
-        load_average(),
-    )
-    model, found = model_of(setup.base, setup.body), {}
-    named = probes(model)
+    """Measure every point once, and the rates of the device at each of them.
+
+    Returns the figures.
+    """
+    start = time.perf_counter()
+    process_start = time.process_time()
+    processors = processor_time()
+    load = load_average()
+    figures = {}
+    named = probes(model_of(setup.base, setup.body))
     warm_up(setup.base)
     rates: dict[str, list[float]] = {name: [] for name in named}
     for shape in points(setup):
-        found[shape] = measure(shape, setup.body, steps)
+        figures[shape] = measure(shape, setup.body, steps)
         for name, probe in named.items():
-            rates[name] += probed(probe)
-        print(
-            f"  {shape}: {statistics.median(found[shape]['step_ms']):.2f} ms",
-            file=sys.stderr,
-            flush=True,
-        )
+            rates[name] += run_probe(probe)
+        median = statistics.median(figures[shape]["step_ms"])
+        print(f"  {shape}: {median:.2f} ms", file=sys.stderr, flush=True)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "where": environment(),
         "load_average": load,
         "stolen": stolen_share(processors),
-        "elsewhere": elsewhere(processors, time.process_time() - own),
-        "seconds": round(time.perf_counter() - began, 1),
+        "elsewhere": elsewhere(processors, time.process_time() - process_start),
+        "seconds": round(time.perf_counter() - start, 1),
         "body": setup.body,
         "base": setup.base._asdict(),
         "steps": steps,
         "rates": rates,
         "factors": {
-            f: [found[setup.base._replace(**{f: v})] for v in vs] for f, vs in setup.values.items()
+            factor: [figures[shape] for shape in shapes] for factor, shapes in lines(setup).items()
         },
     }
 
 
-def elsewhere(since: tuple[int, int] | None, own: float) -> float | None:
-    """The share of the processor time used since `since` beyond the `own` seconds of this process."""
-    now = processor_time()
-    if since is None or now is None:
+def elsewhere(since: tuple[int, int] | None, process_seconds: float) -> float | None:
+    """The share of the processor time used since `since` that was not used by this process.
+
+    process_seconds: those that this process used.
+    """
+    times = processor_time()
+    if since is None or times is None:
         return None
-    used = (now[0] - since[0]) / os.sysconf("SC_CLK_TCK")
-    return round(max(0.0, 1 - own / used), 3) if used else 0.0
+    used = (times[0] - since[0]) / os.sysconf("SC_CLK_TCK")
+    return round(max(0.0, 1 - process_seconds / used), 3) if used else 0.0
+
+
+def lines(setup: Setup) -> dict[str, list[Shape]]:
+    """The points of each factor: the base shape with the factor's values."""
+    result: dict[str, list[Shape]] = {}
+    for factor, values in setup.values.items():
+        shapes = ({**setup.base._asdict(), factor: value} for value in values)
+        result[factor] = [Shape(**shape) for shape in shapes]
+    return result
 
 
 def points(setup: Setup) -> list[Shape]:
     """All points, each once; the base belongs to every factor."""
-    return list(
-        dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs)
-    )
+    return list(dict.fromkeys(chain.from_iterable(lines(setup).values())))
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
-def chosen(
+def with_values(
     setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None
 ) -> Setup:
-    """The setup with other values of some factors, ascending, and a rotary table for the longest context.
+    """The setup with other values of some factors, ascending, and a rotary table for the longest
+    context.
 
     Args:
         free: free bytes of the device; None if not known.
 
     Raises:
-        ValueError: a value cannot be measured, or shows no growth; the message has the limit and a remedy.
+        ValueError: a value cannot be measured, or shows no growth; the message has the limit and a
+        remedy.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(
             f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}"
         )
-    taken = dict(setup.values)
-    taken.update({f: tuple(sorted(set(vs))) for f, vs in values.items() if vs is not None})
-    for name, several in taken.items():
-        least, most = min(several), max(several)
-        if least < 1:
-            raise ValueError(f"--{name} has {least}; each value must be at least 1: leave it out")
-        if least == most:
+    new_values = dict(setup.values)
+    new_values.update(
+        {
+            name: tuple(sorted(set(numbers)))
+            for name, numbers in values.items()
+            if numbers is not None
+        }
+    )
+    for name, numbers in new_values.items():
+        smallest = min(numbers)
+        if smallest < 1:
             raise ValueError(
-                f"--{name} has {least} only; growth needs at least 2 values: add another one"
+                f"--{name} has {smallest}; each value must be at least 1: leave it out"
             )
-    least = WARM + steps // 2 + BLOCK // 2 + 2
-    if taken["context"][0] < least:
+        if smallest == max(numbers):
+            raise ValueError(
+                f"--{name} has {smallest} only; growth needs at least 2 values: add another one"
+            )
+    shortest = WARM + steps // 2 + BLOCK // 2 + 2
+    if new_values["context"][0] < shortest:
         raise ValueError(
-            f"--context has {taken['context'][0]}; with {steps} steps it must be at least {least}: raise it, or lower "
-            "--steps"
+            f"--context has {new_values['context'][0]}; with {steps} steps it must be at least "
+            f"{shortest}: raise it, or lower --steps"
         )
-    longest = max(taken["context"][-1], setup.base.context) + ROOM
-    setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, taken)
+    longest = max(new_values["context"][-1], setup.base.context) + ROOM
+    setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, new_values)
     need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:
         factor = next(
             (f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context"
         )
         raise ValueError(
-            f"--{factor} has {getattr(largest, factor)}, which takes {memory.size(need)}, and {memory.size(free)} are "
+            f"--{factor} has {getattr(largest, factor)}, which takes {memory.size(need)}, and "
+            f"{memory.size(free)} are "
             f"free; lower it, or free some memory"
         )
     return setup
 
 
-def kept(path: Path) -> dict[str, Any]:
+def read_figures(path: Path) -> dict[str, Any]:
     """The figures in a file of `--json`.
 
     Raises:
@@ -388,7 +434,7 @@ def command(args: argparse.Namespace) -> str:
     return " ".join(words)
 
 
-def main(argv: list[str] | None = None) -> int:
+def scale_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -408,10 +454,15 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="measure nothing; print the section of this file, written by --json",
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = scale_parser()
     args = parser.parse_args(argv)
     try:
         if args.show:
-            figures = kept(args.show)
+            figures = read_figures(args.show)
         else:
             if args.json and not args.json.absolute().parent.is_dir():
                 raise ValueError(
@@ -421,7 +472,7 @@ def main(argv: list[str] | None = None) -> int:
             values = {factor: getattr(args, factor) for factor in Shape._fields}
             device = memory.read(jax.devices()[0])
             free = device.free if device.total else None
-            setup = chosen(QUICK if args.quick else FULL, values, steps, free)
+            setup = with_values(QUICK if args.quick else FULL, values, steps, free)
             figures = {"command": command(args), **run(setup, steps)}
     except ValueError as error:
         parser.error(str(error))

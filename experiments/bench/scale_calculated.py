@@ -1,4 +1,5 @@
-"""The calculated decode step of `experiments.bench.scale`: bytes and operations from the shape of a Llama."""
+"""The calculated decode step of `experiments.bench.scale`: bytes and operations from the shape of a
+Llama."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ from pagedjax.device.models import llama
 from pagedjax.device.row_features.bad_words import MAX_TOKENS
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 
-DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
+DTYPE = "float32"
+NUMBER = 4  # bytes of a DTYPE; token ids and lengths have as many
 BLOCK = 16
 ROOM = 32  # tokens of a sequence beyond the measured context
 
 
 class Shape(NamedTuple):
-    """A decode step: sequences with one query token each; `context` is the mean of their lengths including it."""
+    """A decode step: sequences with one query token each.
+
+    context: the mean of their lengths with this token.
+    """
 
     sequences: int
     context: int
@@ -38,8 +43,9 @@ class Paper(NamedTuple):
 
 
 def paper(c: Any, sequences: int, context: int) -> Paper:
-    """Of a Llama's configuration, as `llama.from_hf` makes it."""
-    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    """The calculated step of a Llama. c: its configuration, as `llama.from_hf` makes it."""
+    queries = c.heads * c.head_dim
+    keys = c.kv_heads * c.head_dim
     layer = c.hidden * (queries + 2 * keys) + queries * c.hidden + 3 * c.hidden * c.intermediate
     head = c.vocab_size * c.hidden
     embedding = 0 if c.tied else head  # of one that is not the head, a row a sequence is read
@@ -57,24 +63,25 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
         attention=4 * c.layers * queries * context * sequences,
         cache=(NUMBER * 2 * c.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
         inputs=batch_bytes(sequences, longest),
-        # in a layer: its input, what gate and up make, and their product; after the last one: the logits
+        # in a layer: its input, what gate and up make, and their product; after the last one: the
+        # logits
         activations=NUMBER * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
     )
 
 
 def batch_bytes(sequences: int, longest: int) -> int:
-    """Of a step with one token a sequence: see `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`."""
-    numbers = (
-        8 + 5
-    )  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    """The bytes of the batch of a step with one token a sequence.
+
+    See `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`.
+    """
+    # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    numbers = 8 + 5
     numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
-    row = (
-        numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2
-    )  # block table; listed tokens, their biases, two counts
+    # block table; listed tokens, their biases, two counts
+    row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2
     row += 3 * MAX_TOKENS  # of bad words: their tokens, and where each is in its word
-    return (
-        sequences * (NUMBER * row + 1 + 6) + NUMBER
-    )  # bytes: only listed tokens, and which of six features are on
+    # Two fields have bytes: only listed tokens, and which of six features are on.
+    return sequences * (NUMBER * row + 1 + 6) + NUMBER
 
 
 class Rates(NamedTuple):
@@ -85,7 +92,10 @@ class Rates(NamedTuple):
 
 
 def roofline(p: Paper, rates: Rates) -> float:
-    """Seconds of a step that loses nothing: products with weights, then attention (Williams et al. 2009)."""
+    """The seconds of a step that loses nothing: products with weights, then attention.
+
+    Source: Williams et al. 2009.
+    """
     weights = max(p.weights_read / rates.read, p.products / rates.multiply)
     return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
 

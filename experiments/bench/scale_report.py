@@ -30,29 +30,35 @@ class Line(NamedTuple):
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """The line with the least squares of relative errors: the small values count as much as the large ones."""
-    x, y = np.asarray(xs, float), np.asarray(ys, float)
+    """The line with the least squares of relative errors.
+
+    So the small values count as much as the large ones.
+    """
+    x = np.asarray(xs, float)
+    y = np.asarray(ys, float)
     columns = np.stack([1 / y, x / y], axis=1)
     start, slope = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0].tolist()
     return Line(start, slope, float(np.abs((start + slope * x) / y - 1).max()))
 
 
 def report(figures: Mapping[str, Any]) -> str:
-    """A section for experiments/results/README.md: for each factor a table, and its growth in words."""
+    """A section of experiments/results/README.md: each factor's table, and its growth in words."""
     rates = Rates(*(float(np.percentile(figures["rates"][name], 90)) for name in Rates._fields))
     factors = {
-        name: [medians(point, rates) for point in several]
-        for name, several in figures["factors"].items()
+        name: [medians(point, rates) for point in points]
+        for name, points in figures["factors"].items()
     }
     parts = [heading(figures), conditions(figures, rates)]
-    for name, several in factors.items():
-        others = ", ".join(
-            f"{other} {value:,}" for other, value in figures["base"].items() if other != name
+    for name, points in factors.items():
+        base_values = ", ".join(
+            f"{base_name} {base_value:,}"
+            for base_name, base_value in figures["base"].items()
+            if base_name != name
         )
         parts += [
-            f"**{name.capitalize()}** ({others}):",
-            table(name, several),
-            growth(name, several),
+            f"**{name.capitalize()}** ({base_values}):",
+            table(name, points),
+            growth(name, points),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -82,31 +88,35 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 }
 
 
-def table(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
-    rows = [[f"{p[factor]:,}", *(number(value(p)) for value in COLUMNS.values())] for p in several]
+def table(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [f"{point[factor]:,}", *(number(value(point)) for value in COLUMNS.values())]
+        for point in points
+    ]
     lines = ["| " + " | ".join(cells) + " |" for cells in ([factor, *COLUMNS], *rows)]
     return "\n".join([lines[0], "|" + "---:|" * (1 + len(COLUMNS)), *lines[1:]])
 
 
-def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
-    """Each quantity of a table as a line over the factor, and the largest error of the line, in words."""
+def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
+    """Each quantity of a table as a line over the factor, with its largest error, in words."""
     size, unit = UNITS[factor]
-    xs = [p[factor] / size for p in several]
+    xs = [point[factor] / size for point in points]
 
     def along(column: str, name: str, quantity: str) -> str:
-        ys = [COLUMNS[column](p) for p in several]
+        ys = [COLUMNS[column](point) for point in points]
         if max(ys) < 1.001 * min(ys):
             return f"{name} {number(ys[0])} {quantity} everywhere"
-        start, slope, miss = line(xs, ys)
-        sign, off = "-" if slope < 0 else "+", f" ({miss:.0%} off at most)" if miss >= 0.005 else ""
+        start, slope, largest_miss = line(xs, ys)
+        sign = "-" if slope < 0 else "+"
+        off = f" ({largest_miss:.0%} off at most)" if largest_miss >= 0.005 else ""
         return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{off}"
 
     def between(values: Sequence[float], unit: str = "") -> str:
         return " to ".join(dict.fromkeys([number(min(values)), number(max(values))])) + unit
 
-    ratios = [COLUMNS["step / paper"](p) for p in several]
-    hosts = [COLUMNS["host, us"](p) for p in several]
-    planned = [p["compiled"]["activations"] / p["paper"]["activations"] for p in several]
+    ratios = [COLUMNS["step / paper"](point) for point in points]
+    hosts = [COLUMNS["host, us"](point) for point in points]
+    planned = [point["compiled"]["activations"] / point["paper"]["activations"] for point in points]
     times = [
         along("step, ms", "Step", "ms"),
         along("paper, ms", "on paper", "ms"),
@@ -122,33 +132,48 @@ def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
 
 
 def heading(figures: Mapping[str, Any]) -> str:
-    where = figures["where"]
-    commit = (where["commit"] or "unknown")[:7] + (" with changes" if where["dirty"] else "")
+    machine = figures["where"]
+    commit = (machine["commit"] or "unknown")[:7] + (" with changes" if machine["dirty"] else "")
     return f"## cpu/scale: `{figures['command']}`, {figures['date']}, commit {commit}"
 
 
 def conditions(figures: Mapping[str, Any], rates: Rates) -> str:
     """The conditions of the measurement, and the noise of the machine."""
-    where, body = figures["where"], figures["body"]
-    every = [p for several in figures["factors"].values() for p in several]
-    spread = [spread_of(p["step_ms"]) for p in every]
-    wrong = max(abs(difference(p)) for p in every)
+    machine = figures["where"]
+    body = figures["body"]
+    points = [
+        point for points_of_factor in figures["factors"].values() for point in points_of_factor
+    ]
+    spread = [spread_of(point["step_ms"]) for point in points]
+    largest_difference = max(abs(difference(point)) for point in points)
     return wrapped(
-        f"{where['cpu']['usable_cores']} cores ({where['cpu']['model']}), {DTYPE}, JAX {where['versions']['jax']},",
-        f"Python {where['python']}, attention {every[0]['attention_impl']!r}; random weights, hidden",
-        f"{body['hidden_size']}, intermediate {body['intermediate_size']}, {body['num_attention_heads']} heads of",
-        f"queries and {body['num_key_value_heads']} of keys, tied embeddings; medians of {figures['steps']} steps.",
-        f"In its best tenth the device read {rates.read / 1e9:.1f} GB/s ({spans(figures['rates']['read'])} in all) and",
-        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({spans(figures['rates']['multiply'])}). The middle half of a",
-        f"point's steps spans {statistics.median(spread):.0%} of their median, {max(spread):.0%} at the worst point;",
-        f"other processes took {figures['elsewhere'] or 0:.0%} of the processor time, and the hypervisor",
-        f"{figures['stolen'] or 0:.1%}, {max(p['stolen'] for p in every):.1%} at the worst point.",
+        f"{machine['cpu']['usable_cores']} cores ({machine['cpu']['model']}), {DTYPE}, JAX "
+        f"{machine['versions']['jax']},",
+        f"Python {machine['python']}, attention {points[0]['attention_impl']!r}; random weights, "
+        "hidden",
+        f"{body['hidden_size']}, intermediate {body['intermediate_size']}, "
+        f"{body['num_attention_heads']} heads of",
+        f"queries and {body['num_key_value_heads']} of keys, tied embeddings; medians of "
+        f"{figures['steps']} steps.",
+        f"In its best tenth the device read {rates.read / 1e9:.1f} GB/s "
+        f"({spans(figures['rates']['read'])} in all) and",
+        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({spans(figures['rates']['multiply'])}). "
+        "The middle half of a",
+        f"point's steps spans {statistics.median(spread):.0%} of their median, {max(spread):.0%} "
+        "at the worst point;",
+        f"other processes took {figures['elsewhere'] or 0:.0%} of the processor time, and the "
+        "hypervisor",
+        f"{figures['stolen'] or 0:.1%}, {max(point['stolen'] for point in points):.1%} at the "
+        "worst point.",
         "The compiler's count of the step's arguments is the paper's weights, cache and inputs,",
-        "to the byte." if wrong == 0 else f"but for {wrong:,} bytes at most.",
+        "to the byte."
+        if largest_difference == 0
+        else f"but for {largest_difference:,} bytes at most.",
     )
 
 
 def wrapped(*parts: str) -> str:
+    """The parts as one paragraph, in lines of up to 120 characters."""
     return textwrap.fill(" ".join(parts), 120, break_on_hyphens=False)
 
 
@@ -172,6 +197,7 @@ def spans(rates: Sequence[float]) -> str:
 
 
 def difference(point: Mapping[str, Any]) -> int:
-    """The compiler's bytes of arguments minus the calculated ones; 0 if the compiler does not report them."""
-    counted, p = point["compiled"]["arguments"], Paper(**point["paper"])
+    """The compiler's bytes of arguments minus the calculated ones; 0 if it does not report them."""
+    counted = point["compiled"]["arguments"]
+    p = Paper(**point["paper"])
     return 0 if counted is None else counted - p.weights - p.cache - p.inputs

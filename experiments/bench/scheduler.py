@@ -1,8 +1,9 @@
-"""How many microseconds does the scheduler (schedule + commit) take in a step? Runs on the host alone.
+"""How many microseconds does the scheduler (schedule + commit) take in a step? Runs on the host
+alone.
 
-python -m experiments.bench.scheduler
-python -m experiments.bench.scheduler --seqs 64 --blocks 4096 --steps runs/quickstart/.../steps.jsonl
-python -m experiments.bench.scheduler --loads decode tight+all
+python -m experiments.bench.scheduler python -m experiments.bench.scheduler --seqs 64 --blocks 4096
+--steps runs/quickstart/.../steps.jsonl python -m experiments.bench.scheduler --loads decode
+tight+all
 
 Each load keeps `--seqs` sequences running. The base loads:
 
@@ -13,15 +14,17 @@ Each load keeps `--seqs` sequences running. The base loads:
 
 Features that are added to them:
 
-    +hashes    prefix caching, warm: recurring prompts, published outputs, a pool full of idle blocks that are evicted
+    +hashes    prefix caching, warm: recurring prompts, published outputs, a pool full of idle
+               blocks that are evicted
     +branches  parallel sampling, four branches a request: forks and copies on write
     +swap      a swap space; only `tight` moves blocks there
     +all       all three
 
-The loads take turns, ROUNDS times each, so a slow minute of the machine affects all of them. If the clock is in doubt,
-compare a load with `decode` of the same run. `low` and `high` are the lowest and highest median of a round; `p99`
-includes garbage collections. The limits at 256 sequences and 32,768 blocks of 16 are medians of 200 us for `decode` and
-300 us for all other loads. `--steps` shows the device time of a recorded run for comparison.
+The loads take turns, ROUNDS times each, so a slow minute of the machine affects all of them. If the
+clock is in doubt, compare a load with `decode` of the same run. `low` and `high` are the lowest and
+highest median of a round; `p99` includes garbage collections. The limits at 256 sequences and
+32,768 blocks of 16 are medians of 200 us for `decode` and 300 us for all other loads. `--steps`
+shows the device time of a recorded run for comparison.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ PROMPTS = 64  # different prompts, before they recur
 class Load(NamedTuple):
     """A stream of requests that keeps the scheduler busy in one way.
 
-    request: (number of the request, room) -> prompt tokens, max_tokens; `room`: tokens of each sequence if all
-        blocks were distributed evenly.
+    request: (number of the request, room) -> prompt tokens, max_tokens; `room`: tokens of each
+        sequence if all blocks were distributed evenly.
     """
 
     name: str
@@ -73,10 +76,8 @@ class Load(NamedTuple):
 
 
 def _decode(i: int, room: int) -> tuple[int, int]:
-    return (
-        1 + i * 7 % 64,
-        1 << 30,
-    )  # different lengths, so that block boundaries are crossed in different steps
+    # different lengths, so that block boundaries are crossed in different steps
+    return 1 + i * 7 % 64, 1 << 30
 
 
 def _arrivals(i: int, room: int) -> tuple[int, int]:
@@ -88,12 +89,14 @@ def _chunks(i: int, room: int) -> tuple[int, int]:
 
 
 def _tight(i: int, room: int) -> tuple[int, int]:
-    """A running sequence has on average a third of `room` as output; with its prompt, slightly more than fits."""
+    """A running sequence has on average a third of `room` as output; with its prompt, slightly more
+    than fits."""
     return room * 3 // 4, 1 + i * 397 % room
 
 
 def _tight_branches(i: int, room: int) -> tuple[int, int]:
-    """Like `_tight`, for four branches of one prompt; all requests share an eighth of the prompt."""
+    """Like `_tight`, for four branches of one prompt; all requests share an eighth of the
+    prompt."""
     return room * 3, 1 + i * 397 % room
 
 
@@ -104,9 +107,8 @@ LOADS = (
     Load("decode+hashes", 4, 50, _decode, hashes=True),
     Load("decode+branches", 4, 50, _decode, branches=BRANCHES),
     Load("decode+all", 4, 50, _decode, hashes=True, branches=BRANCHES, swap=True),
-    Load(
-        "arrivals+hashes", 4, 2500, _arrivals, hashes=True
-    ),  # until the pool is full of computed blocks
+    # 2500 steps: until the pool is full of computed blocks
+    Load("arrivals+hashes", 4, 2500, _arrivals, hashes=True),
     Load("arrivals+branches", 4, 300, _arrivals, branches=BRANCHES),
     Load("arrivals+swap", 4, 300, _arrivals, swap=True),
     Load("arrivals+all", 4, 2500, _arrivals, hashes=True, branches=BRANCHES, swap=True),
@@ -170,34 +172,38 @@ def start(load: Load, config: SchedulerConfig) -> Stream:
 
 
 def advance(stream: Stream, steps: int) -> tuple[Stream, list[Step]]:
-    """Time `steps` steps. `submit` (once a request) and hashing (not the scheduler's work) are not timed."""
-    timed = []
+    """Make `steps` steps and time them.
+
+    `submit` (once a request) and hashing (not the scheduler's work) are not timed.
+    """
+    timings = []
     for _ in range(steps):
         stream = refill(stream)
-        state, hashes, size = stream.state, {}, stream.state.config.block_size
-        begun = perf_counter()
-        state, plan = scheduler.schedule(state, FCFS)
+        hashes = {}
+        start = perf_counter()
+        state, plan = scheduler.schedule(stream.state, FCFS)
         scheduled = perf_counter()
         sampled = [0] * len(plan.seqs)
         if stream.load.hashes:
-            hashes = filled(plan, size)
+            hashes = hashes_of_filled(plan, state.config.block_size)
         dispatched = perf_counter()
         state, events = scheduler.commit(state, plan, sampled, hashes)
         committed = perf_counter()
         stream = stream._replace(state=state)
-        ended = sum(isinstance(event, Finished) for event in events)
-        moved = len(plan.preempted), len(plan.swapped), len(plan.copies), sum(plan.cached)
-        timed.append(
+        timings.append(
             Step(
-                scheduled - begun,
-                committed - dispatched,
-                len(plan.seqs),
-                plan.num_tokens,
-                ended,
-                *moved,
+                schedule=scheduled - start,
+                commit=committed - dispatched,
+                sequences=len(plan.seqs),
+                tokens=plan.num_tokens,
+                finished=sum(isinstance(event, Finished) for event in events),
+                preempted=len(plan.preempted),
+                swapped=len(plan.swapped),
+                copies=len(plan.copies),
+                found=sum(plan.cached),
             )
         )
-    return stream, timed
+    return stream, timings
 
 
 def refill(stream: Stream) -> Stream:
@@ -208,13 +214,14 @@ def refill(stream: Stream) -> Stream:
     room = state.config.num_blocks // state.config.max_num_seqs * state.config.block_size
     while places < state.config.max_num_seqs + 4 * width:
         prompt, output = load.request(number, room)
-        which = number if load.tight else number % PROMPTS  # a recurring prompt would free blocks
-        hashes = prompt_hashes(which, prompt // state.config.block_size) if load.hashes else ()
+        content = number if load.tight else number % PROMPTS  # a recurring prompt would free blocks
+        hashes = prompt_hashes(content, prompt // state.config.block_size) if load.hashes else ()
         first, *forks = branch_ids(f"r{number}", width)
         state = scheduler.submit(
             state, Request(first, prompt, output, forks=tuple(forks), hashes=hashes)
         )
-        places, number = places + width, number + 1
+        places += width
+        number += 1
     return Stream(load, state, number)
 
 
@@ -223,13 +230,15 @@ def prompt_hashes(prompt: int, blocks: int) -> tuple[str, ...]:
     return tuple([key("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
 
 
-def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
-    """By request id, the hashes of the blocks of generated tokens that a plan fills; branches differ."""
+def hashes_of_filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
+    """By request id, the hashes of the blocks of generated tokens that a plan fills; branches
+    differ."""
     hashes = {}
     for seq, begin, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-        full, known = (begin + count) // size, len(seq.hashes)
-        if full > begin // size and full > known:
-            hashes[seq.request_id] = tuple([key(seq.request_id, j) for j in range(known, full)])
+        full = (begin + count) // size
+        hashed = len(seq.hashes)
+        if full > begin // size and full > hashed:
+            hashes[seq.request_id] = tuple([key(seq.request_id, j) for j in range(hashed, full)])
     return hashes
 
 
@@ -239,31 +248,39 @@ def _root(name: str) -> bytes:
 
 
 def key(name: str, block: int) -> str:
-    """A hash of the real length (engine/block_hashes.py), because comparing hashes is part of the cost."""
+    """A hash of the real length (engine/block_hashes.py), because comparing hashes is part of the
+    cost."""
     return (_root(name) + block.to_bytes(4, "big")).hex()
 
 
 def measure(loads: Sequence[Load], config: SchedulerConfig, steps: int) -> list[Timing]:
     """Time about `steps` steps of each load, in ROUNDS turns after its warm-up."""
-    each = max(2, steps // ROUNDS)
+    turn_steps = max(2, steps // ROUNDS)
     streams = [advance(start(load, config), load.warm_up)[0] for load in loads]
     gc.collect()
     gc.freeze()  # else a full collection during one load would visit the states of all others
     rounds: list[list[list[Step]]] = [[] for _ in loads]
     for _ in range(ROUNDS):
         for i, stream in enumerate(streams):
-            streams[i], timed = advance(stream, each)
+            streams[i], timed = advance(stream, turn_steps)
             rounds[i].append(timed)
     gc.unfreeze()
-    return [timing(load.name, found) for load, found in zip(loads, rounds, strict=True)]
+    return [timing(load.name, load_rounds) for load, load_rounds in zip(loads, rounds, strict=True)]
 
 
 def timing(name: str, rounds: Sequence[Sequence[Step]]) -> Timing:
+    """The row of a load. rounds: its steps, round by round."""
     steps = [step for part in rounds for step in part]
     totals = [step.schedule + step.commit for step in steps]
     medians = [median([step.schedule + step.commit for step in part]) for part in rounds]
-    halves = median([step.schedule for step in steps]), median([step.commit for step in steps])
-    times = (median(totals), min(medians), max(medians), quantiles(totals, n=100)[98], *halves)
+    times = (
+        median(totals),
+        min(medians),
+        max(medians),
+        quantiles(totals, n=100)[98],
+        median([step.schedule for step in steps]),
+        median([step.commit for step in steps]),
+    )
     means = [round(float(mean(column)), 2) for column in list(zip(*steps, strict=True))[2:]]
     return Timing(name, *(round(t * 1e6, 1) for t in times), *means)
 
@@ -274,12 +291,12 @@ def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfi
     Raises:
         ValueError: the pool is too small; the message has a remedy.
     """
-    need = max(
-        LONGEST, steps + LOADS[0].warm_up + 65
-    )  # under `decode`, every sequence grows by a token a step
-    if seqs * -(-need // block_size) > blocks:
+    # under `decode`, every sequence grows by a token a step
+    length = max(LONGEST, steps + LOADS[0].warm_up + 65)
+    need = seqs * -(-length // block_size)
+    if need > blocks:
         raise ValueError(
-            f"--blocks is {blocks}; {seqs} sequences of {need} tokens need {seqs * -(-need // block_size)} blocks of "
+            f"--blocks is {blocks}; {seqs} sequences of {length} tokens need {need} blocks of "
             f"{block_size}: raise --blocks, or lower --seqs or --measure"
         )
     return SchedulerConfig(block_size, blocks, seqs, seqs, block_size * (blocks // seqs))
@@ -292,25 +309,22 @@ def device_seconds(path: Path) -> float:
         ValueError: the file is missing or is no steps.jsonl.
     """
     try:
-        return median(
-            [
-                float(json.loads(line)["device_seconds"])
-                for line in path.read_text("utf-8").splitlines()
-            ]
-        )
+        lines = path.read_text("utf-8").splitlines()
+        return median([float(json.loads(line)["device_seconds"]) for line in lines])
     except (KeyError, OSError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        said = f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})"
-        raise ValueError(f"{said}; name the file of that name in a run's folder") from None
+        raise ValueError(
+            f"--steps is {path}, which cannot be read as steps.jsonl of a run "
+            f"({type(error).__name__}: {error}); name the file of that name in a run's folder"
+        ) from None
 
 
-def verdict(timings: Sequence[Timing]) -> dict[str, bool]:
-    """By load, whether its median is within its limit: TARGET_US for `decode`, LIMIT_US for all others."""
+def limits_met(timings: Sequence[Timing]) -> dict[str, bool]:
+    """Whether the median of each load is within its limit, by load."""
     return {t.load: t.median <= (TARGET_US if t.load == "decode" else LIMIT_US) for t in timings}
 
 
 def table(timings: Sequence[Timing]) -> str:
-    met = verdict(timings)
+    met = limits_met(timings)
     rows = [
         (*Timing._fields, ""),
         *((*map(str, t), "" if met[t.load] else "MISSED") for t in timings),
@@ -354,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     loads = [load for load in LOADS if args.loads is None or load.name in args.loads]
     timings = measure(loads, config, args.measure)
-    met = verdict(timings)
+    met = limits_met(timings)
     if args.json:
         limits = {"target_us": TARGET_US, "limit_us": LIMIT_US, "met": met}
         print(
@@ -368,8 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"limits of the median: {TARGET_US:.0f} us for decode, {LIMIT_US:.0f} us for all others")
     if device is not None:
         share = timings[0].median / 1e6 / device
-        what = f"a median of {device * 1e6:.0f} us per step in {args.steps}"
-        print(f"device: {what}; {timings[0].load} is {share:.1%} of it")
+        print(
+            f"device: a median of {device * 1e6:.0f} us per step in {args.steps}; "
+            f"{timings[0].load} is {share:.1%} of it"
+        )
     return 0
 
 

@@ -1,12 +1,14 @@
-"""What does serving over HTTP cost, compared with the same requests through `LLM.generate`, in turn?
+"""What does serving over HTTP cost, compared with the same requests through `LLM.generate`, in
+turn?
 
     python -m experiments.bench.server [--requests 64] [--rounds 3] [--replicas] [--json out.json]
 
-The server is `pagedjax serve` in a separate process; the library and the server never have work at the same time. With
-`--replicas` there is a second one, `pagedjax serve --replicas 1`: one engine behind an ingress on Ray Serve. Each
-request is a random prompt (16 to 256 tokens) with 16 to 128 output tokens, greedy, and all are sent at once. Over HTTP
-the answers come whole, and as a stream of server-sent events. A round is one pass of each way; ratios are of output
-tokens/s, round by round.
+The server is `pagedjax serve` in a separate process; the library and the server never have work at
+the same time. With `--replicas` there is a second one, `pagedjax serve --replicas 1`: one engine
+behind an ingress on Ray Serve. Each request is a random prompt (16 to 256 tokens) with 16 to 128
+output tokens, greedy, and all are sent at once. Over HTTP the answers come whole, and as a stream
+of server-sent events. A round is one pass of each way; ratios are of output tokens/s, round by
+round.
 """
 
 from __future__ import annotations
@@ -37,40 +39,38 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "ma
 
 
 def requests(count: int, vocabulary: int, seed: int = 0) -> list[tuple[list[int], int]]:
-    """Prompts and output lengths."""
+    """Random prompts with numbers of output tokens."""
     draw = np.random.default_rng(seed)
     sizes = zip(draw.integers(16, 257, count), draw.integers(16, 129, count), strict=True)
     return [(draw.integers(17, vocabulary, n).tolist(), int(m)) for n, m in sizes]
 
 
-def by_library(llm: LLM, work: Sequence[tuple[list[int], int]]) -> float:
-    """Seconds of a pass."""
-    began = time.perf_counter()
+def run_library(llm: LLM, work: Sequence[tuple[list[int], int]]) -> float:
+    """Make a pass through `LLM.generate`. Returns its seconds."""
+    start = time.perf_counter()
     llm.reset_prefix_cache()
     params = [replace(GREEDY, max_tokens=count) for _, count in work]
     llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: bool) -> float:
-    """Seconds of a pass.
+    """Make a pass over HTTP. Returns its seconds.
 
     Raises:
         RuntimeError: an answer has a wrong number of tokens.
     """
     httpx = require("httpx")
 
-    async def one(prompt: list[int], count: int) -> None:
-        # a new salt for each pass, so that it finds nothing in the prefix cache
+    async def send(prompt: list[int], count: int) -> None:
         body = {
             "prompt": prompt,
             "max_tokens": count,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": stream,
-        }
-        body |= {
-            "cache_salt": f"{began}",
+            # a new salt for each pass, so that it finds nothing in the prefix cache
+            "cache_salt": f"{start}",
             "stream_options": {"include_usage": True} if stream else None,
         }
         if stream:
@@ -88,13 +88,13 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        began = time.perf_counter()
-        await asyncio.gather(*(one(*request) for request in work))
-        return time.perf_counter() - began
+        start = time.perf_counter()
+        await asyncio.gather(*(send(*request) for request in work))
+        return time.perf_counter() - start
 
 
-def serve(model: str, *more: str) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` with the same engine -> its process and url. `more`: options."""
+def start_server(model: str, *further_options: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `pagedjax serve` with the same engine and further options. Returns process and URL."""
     options = [
         word
         for name, value in ENGINE.items()
@@ -112,7 +112,7 @@ def serve(model: str, *more: str) -> tuple[subprocess.Popen[str], str]:
         "--log-level",
         "warning",
         *options,
-        *more,
+        *further_options,
     ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -128,43 +128,47 @@ def _option(value: Any) -> str:
 
 
 def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, list[float]]:
-    """Output tokens/s of each pass, by way."""
+    """Run all ways in turn. Returns the output tokens/s of each pass, by way."""
     llm = LLM(model, progress=False, compilation="eager", **ENGINE)
     work = requests(count, llm.tokenizer.vocab_size)
     ways: dict[str, Callable[[Sequence[tuple[list[int], int]]], float]] = {
-        "library": partial(by_library, llm)
+        "library": partial(run_library, llm)
     }
-    servers = {"": (), **({", ingress": ("--replicas", "1")} if replicas else {})}
+    servers: dict[str, tuple[str, ...]] = {"": ()}
+    if replicas:
+        servers[", ingress"] = ("--replicas", "1")
     with ExitStack() as stop:
         for name, options in servers.items():
-            process, url = serve(model, *options)
+            process, url = start_server(model, *options)
             stop.callback(process.wait, 120)
             stop.callback(process.terminate)
             ways[f"whole{name}"] = partial(_pass, url, False)
             ways[f"streamed{name}"] = partial(_pass, url, True)
         for run in ways.values():
             run(work[:4])
-        tokens, found = sum(n for _, n in work), {way: [] for way in ways}
+        tokens = sum(n for _, n in work)
+        rates = {way: [] for way in ways}
         for i in range(rounds):
             for way in ways if i % 2 else reversed(ways):
-                found[way].append(tokens / ways[way](work))
-    return found
+                rates[way].append(tokens / ways[way](work))
+    return rates
 
 
 def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> float:
     return asyncio.run(over_http(url, work, stream))
 
 
-def table(found: dict[str, list[float]]) -> str:
+def table(rates: dict[str, list[float]]) -> str:
     lines = [
         "| way | output tokens/s (low to high) | of the library's, round by round |",
         "|---|---:|---:|",
     ]
-    for way, values in found.items():
-        ratios = [a / b for a, b in zip(values, found["library"], strict=True)]
+    for way, values in rates.items():
+        ratios = [a / b for a, b in zip(values, rates["library"], strict=True)]
         rate = f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
         lines.append(
-            f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+            f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
+            f"{max(ratios):.3f}) |"
         )
     return "\n".join(lines)
 
@@ -185,15 +189,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests and --rounds must be at least 1")
-    found = measure(args.model, args.requests, args.rounds, args.replicas)
-    print(table(found))
+    rates = measure(args.model, args.requests, args.rounds, args.replicas)
+    print(table(rates))
     if args.json:
-        kept: dict[str, Any] = {
+        report: dict[str, Any] = {
             "environment": environment(),
             "requests": args.requests,
-            "output_tokens_per_s": found,
+            "output_tokens_per_s": rates,
         }
-        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

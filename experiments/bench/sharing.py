@@ -1,29 +1,35 @@
-"""Which share of cache blocks does parallel sampling save? Runs the scheduler alone, without a device.
+"""Which share of cache blocks does parallel sampling save? Runs the scheduler alone, without a
+device.
 
 python -m experiments.bench.sharing
 python -m experiments.bench.sharing --requests 200 --rate 0.2 --json
 
-    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
+    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the
+    running sequences
 
-This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values are printed too.
-Prompt and output lengths are exponential with the means of the paper's two data sets (its Fig. 11), rounded and at
-least 1. Blocks have 16 tokens, prefix caching is off, nothing is preempted. There are two kinds of lengths:
+This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values
+are printed too. Prompt and output lengths are exponential with the means of the paper's two data
+sets (its Fig. 11), rounded and at least 1. Blocks have 16 tokens, prefix caching is off, nothing is
+preempted. There are two kinds of lengths:
 
     same   all branches of a request have one output length, as if the end of text is ignored
     own    each branch draws its own length, so the last branch runs alone for a while
 
-Expectation: only full blocks of a prompt stay shared. A partial last block is copied at the first token of each further
-branch (and so is a full last block, because a branch computes the prompt's last token again). Branches of one length
-share blocks for their whole life, so saved = (n - 1) / n * c, where c is the share of a single sequence's blocks that
-have prompt tokens only. Arrival times (`--rate`) have no influence without preemption.
+Expectation: only full blocks of a prompt stay shared. A partial last block is copied at the first
+token of each further branch (and so is a full last block, because a branch computes the prompt's
+last token again). Branches of one length share blocks for their whole life, so saved = (n - 1) / n
+* c, where c is the share of a single sequence's blocks that have prompt tokens only. Arrival times
+(`--rate`) have no influence without preemption.
 
-Result (800 requests a row). Alpaca: 7.5, 11.3, 12.6 % for n of 2, 4, 6 with one length, and 3.9, 7.5, 9.3 % with own
-lengths; the paper's 6.09, 8.53, 9.79 % are between them. ShareGPT: 15.6 to 26.1 % with one length, 7.9 to 18.7 % with
-own lengths; the paper has 16.2 to 30.5 %. So the formula agrees and the constant does not: c is 15 % here and 11.4 to
-12.2 % in the paper for Alpaca, 31 % here and 32 to 37 % for ShareGPT. The means do not determine c. With the same means
-it is 22 % (Alpaca) and 45 % (ShareGPT) for equally long outputs, 14 and 30 % for exponential ones, 11 and 24 % for
-lognormal ones with sigma 1, because long outputs occupy many blocks for many steps. Exponential lengths are not those
-of the data sets, and no number is tuned. The paper does not describe its average over time; ours is a ratio of sums.
+Result (800 requests a row). Alpaca: 7.5, 11.3, 12.6 % for n of 2, 4, 6 with one length, and 3.9,
+7.5, 9.3 % with own lengths; the paper's 6.09, 8.53, 9.79 % are between them. ShareGPT: 15.6 to 26.1
+% with one length, 7.9 to 18.7 % with own lengths; the paper has 16.2 to 30.5 %. So the formula
+agrees and the constant does not: c is 15 % here and 11.4 to 12.2 % in the paper for Alpaca, 31 %
+here and 32 to 37 % for ShareGPT. The means do not determine c. With the same means it is 22 %
+(Alpaca) and 45 % (ShareGPT) for equally long outputs, 14 and 30 % for exponential ones, 11 and 24 %
+for lognormal ones with sigma 1, because long outputs occupy many blocks for many steps. Exponential
+lengths are not those of the data sets, and no number is tuned. The paper does not describe its
+average over time; ours is a ratio of sums.
 """
 
 from __future__ import annotations
@@ -59,7 +65,10 @@ BUDGET = 1 << 16  # tokens a step: no prompt is cut, so a request forks one step
 
 
 class Dataset(NamedTuple):
-    """Mean lengths in tokens, and the paper's values by number of branches, in per cent (None: not printed)."""
+    """Mean lengths in tokens, and the paper's values by number of branches.
+
+    Values are per cent; None is one that the paper does not print.
+    """
 
     name: str
     prompt: float
@@ -86,7 +95,10 @@ class SampledRequest(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """`listed`: block table entries of the running sequences, summed over steps; `used`: distinct blocks of them."""
+    """The blocks of the running sequences, summed over steps.
+
+    listed: entries of block tables. used: distinct blocks of them.
+    """
 
     listed: int
     used: int
@@ -106,26 +118,44 @@ def draw(
     seed: int,
     arrivals: Arrivals = AT_ONCE,
 ) -> list[SampledRequest]:
-    """`count` requests. Prompts are the same for every number of branches; `arrivals` count in steps, not seconds."""
+    """Draw `count` requests. Prompts are the same for every number of branches.
+
+    arrivals: in steps, not seconds.
+    """
     prompt_rng, output_rng, arrival_rng = (
         np.random.default_rng([seed, stream]) for stream in range(3)
     )
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, prompt_rng)
-    each = branches if lengths == "own" else 1
-    outputs, _ = draw_lengths(Exponential("exponential", data.output), count * each, output_rng)
+    lengths_of_request = branches if lengths == "own" else 1
+    outputs, _ = draw_lengths(
+        Exponential("exponential", data.output), count * lengths_of_request, output_rng
+    )
     times = draw_arrivals(arrivals, count, arrival_rng)
     return [
-        SampledRequest(prompt, tuple(outputs[i * each : (i + 1) * each]) * (branches // each), time)
+        SampledRequest(
+            prompt,
+            tuple(outputs[i * lengths_of_request : (i + 1) * lengths_of_request])
+            * (branches // lengths_of_request),
+            time,
+        )
         for i, (prompt, time) in enumerate(zip(prompts, times, strict=True))
     ]
+
+
+def to_scheduler(request: SampledRequest, names: Sequence[str]) -> Request:
+    """The request as the scheduler takes it, with these ids of branches."""
+    longest = max(request.outputs)
+    stops = frozenset({STOP})
+    return Request(names[0], request.prompt, longest, stop_token_ids=stops, forks=tuple(names[1:]))
 
 
 def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> Saved:
     """Run requests to their end. Tokens are random; a branch stops at its own length.
 
-    The pool has room for MAX_SEQS of the longest request, so nothing is preempted; `preemptions` checks this.
+    The pool has room for MAX_SEQS of the longest request, so nothing is preempted; `preemptions`
+    checks this.
     """
-    longest = max(one.prompt + max(one.outputs) for one in requests)
+    longest = max(request.prompt + max(request.outputs) for request in requests)
     blocks = MAX_SEQS * -(-longest // block_size)
     state = scheduler.init(SchedulerConfig(block_size, blocks, BUDGET, MAX_SEQS, longest))
     rng = np.random.default_rng([seed, 99])
@@ -133,16 +163,11 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
     listed = used = preemptions = step = sent = 0
     while sent < len(requests) or ends:
         while sent < len(requests) and requests[sent].arrival <= step:
-            one = requests[sent]
-            names = branch_ids(f"r{sent}", len(one.outputs))
-            ends |= {
-                name: one.prompt + output for name, output in zip(names, one.outputs, strict=True)
-            }
-            stops = frozenset({STOP})
-            request = Request(
-                names[0], one.prompt, max(one.outputs), stop_token_ids=stops, forks=names[1:]
-            )
-            state = scheduler.submit(state, request)
+            request = requests[sent]
+            names = branch_ids(f"r{sent}", len(request.outputs))
+            for name, output in zip(names, request.outputs, strict=True):
+                ends[name] = request.prompt + output
+            state = scheduler.submit(state, to_scheduler(request, names))
             sent += 1
         step += 1
         state, plan = scheduler.schedule(state, FCFS)
@@ -161,7 +186,10 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
 
 
 class Row(NamedTuple):
-    """Shares are per cent; `error` is the standard error of `saved`, from independent batches of requests."""
+    """A row of the table. Shares are per cent.
+
+    error: the standard error of `saved`, from independent batches of requests.
+    """
 
     dataset: str
     n: int
@@ -181,7 +209,7 @@ def measure(
     seed: int,
     arrivals: Arrivals,
 ) -> Row:
-    """One row of the table. `requests` is the number in all, at least BATCHES."""
+    """Measure one row of the table. requests: the number in all, at least BATCHES."""
     sizes = [len(part) for part in np.array_split(np.arange(requests), BATCHES)]
     batches = [
         draw(data, size, branches, lengths, seed + i, arrivals) for i, size in enumerate(sizes)
@@ -230,12 +258,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
     args = parser.parse_args(arguments)
-    for name, value, least in (
+    for name, value, minimum in (
         ("requests", args.requests, BATCHES),
         ("block-size", args.block_size, 1),
     ):
-        if value < least:
-            parser.error(f"--{name} is {value}; it must be at least {least}")
+        if value < minimum:
+            parser.error(f"--{name} is {value}; it must be at least {minimum}")
     try:
         arrivals = AT_ONCE if args.rate is None else Poisson("poisson", args.rate)
     except ValueError as error:
@@ -250,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"block_size": args.block_size, "rows": [row._asdict() for row in rows]}))
         return 0
     print(
-        f"blocks of {args.block_size}, {args.requests} requests a row, parallel sampling without prefix caching"
+        f"blocks of {args.block_size}, {args.requests} requests a row, parallel sampling without "
+        "prefix caching"
     )
     print(table(rows))
     return 0

@@ -1,6 +1,8 @@
-"""What it saves to make decode steps together, and to keep sums: processor time of a simulated config, in turn.
+"""What it saves to make decode steps together, and to keep sums: processor time of a simulated
+config, in turn.
 
-    python -m experiments.bench.simulation configs/day.yaml --set workload.file=TRACE.csv --set workload.rounds=1
+    python -m experiments.bench.simulation configs/day.yaml --set workload.file=TRACE.csv \\
+        --set workload.rounds=1
 
     one by one   every step alone; all records
     together     decode steps together; the same records (docs/design/long-simulations.md)
@@ -17,6 +19,7 @@ import json
 import resource
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from experiments.bench.in_turn import at_least_1, cell, rounds, share
@@ -29,24 +32,25 @@ from experiments.core.environment import environment
 WAYS = ("one by one", "together", "sums")
 
 
-def kept_so(point: Point, way: str) -> Point:
+def with_records(point: Point, way: str) -> Point:
     """The point with the records of a way. Raises ValueError if it cannot keep them."""
     records = "sums" if way == "sums" else "full"
     return point._replace(experiment=dataclasses.replace(point.experiment, records=records))
 
 
 def seconds(point: Point, way: str) -> float:
-    """Processor seconds of one run, with the making of its requests and of its summary."""
+    """Run a point. Returns its processor seconds, with those of its requests and its summary."""
     llm = simulated(point.experiment)
-    for engine in llm.engines if way == WAYS[0] else ():
-        engine.ahead = lambda: None  # no step waits for others
-    began = time.process_time()
+    if way == WAYS[0]:
+        for engine in llm.engines:
+            engine.ahead = lambda: None  # no step waits for others
+    start = time.process_time()
     measure(llm, point, 0)
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def facts(point: Point) -> dict[str, float]:
-    """How much there is to compute."""
+    """The numbers of requests, output tokens and steps, and the mean sequences of a step."""
     summary = measure(simulated(point.experiment), point, 0).summary
     counts = {name: summary[name] for name in ("requests", "output_tokens", "steps")}
     return {**counts, "sequences_per_step": round(summary["sequences_per_step"]["mean"], 2)}
@@ -59,12 +63,18 @@ def _nameless(setting: str) -> str:
 
 
 def points_of(config_file: Path, settings: Sequence[str], ways: Sequence[str]) -> dict[str, Point]:
-    """By way, the config's first point. Raises ValueError for a config that cannot run in one of these ways."""
+    """The config's first point, by way.
+
+    Raises:
+        ValueError: the config cannot run in one of these ways.
+    """
     point = config.load(config_file, tuple(settings))[0]
     if not point.experiment.simulate or point.experiment.pools:
-        what = f"{config_file} is not simulated, or has pools"
-        raise ValueError(f"{what}; give a config with `simulate` and no `pools`")
-    return {way: kept_so(point, way) for way in ways}
+        raise ValueError(
+            f"{config_file} is not simulated, or has pools; "
+            "give a config with `simulate` and no `pools`"
+        )
+    return {way: with_records(point, way) for way in ways}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,30 +95,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     about = facts(points[args.ways[-1]])
     print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
-    found = rounds(
-        {way: lambda way=way: seconds(points[way], way) for way in args.ways}, args.rounds
-    )
-    shares = {way: share(found, args.ways[0], way) for way in args.ways[1:]}
+    runs = {way: partial(seconds, points[way], way) for way in args.ways}
+    seconds_by_way = rounds(runs, args.rounds)
+    shares = {way: share(seconds_by_way, args.ways[0], way) for way in args.ways[1:]}
     print("| way | seconds of a processor, median and all | times as fast |\n|---|---:|---:|")
-    for way, times in found.items():
+    for way, times in seconds_by_way.items():
         middle = sorted(times)[len(times) // 2]
-        print(
-            f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {cell(shares[way]) if way in shares else ''} |"
-        )
-    most = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-    print(f"{most} GiB at most, all ways together")
+        ratio = cell(shares[way]) if way in shares else ""
+        print(f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {ratio} |")
+    peak_gib = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    print(f"{peak_gib} GiB at most, all ways together")
     if args.json:
-        made = {"environment": environment(device=False), "config": args.config.name}
-        changed = list(map(_nameless, args.set))
-        kept = {
-            **made,
-            "set": changed,
+        report = {
+            "environment": environment(device=False),
+            "config": args.config.name,
+            "set": list(map(_nameless, args.set)),
             **about,
-            "seconds": found,
+            "seconds": seconds_by_way,
             "shares": shares,
-            "most_gib": most,
+            "most_gib": peak_gib,
         }
-        args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

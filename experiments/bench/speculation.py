@@ -1,16 +1,22 @@
-"""Is speculative decoding faster, and are its tokens the same? Each engine runs each workload, in turn, several rounds.
+"""Is speculative decoding faster, and are its tokens the same?
 
-    python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7] [--json out.json]
-    python -m experiments.bench.speculation --methods --head runs/draft/head --tokens 3      # a trained head alone
+Each engine runs each workload, in turn, several rounds.
 
-    edit    one request at a time: functions of Python's library, to be written again with one name changed
-    prose   one request at a time: continue Python's documentation; little of the answer is in the prompt. The topics
-            are those that `train_draft` holds out
-    w1      64 requests at once of random tokens, the shape of configs/w1.yaml; a full batch, where drafts rarely pay
+    python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7]
+    [--json out.json]
+    python -m experiments.bench.speculation --methods --head runs/draft/head --tokens 3  # a head
+                                                                                         alone
 
-A ratio is the plain engine's seconds over the speculating engine's in the same round; the table has medians. `accepted`
-is the share of draft tokens that were accepted, `tokens a step` counts one sequence. The run fails if an engine's
-greedy tokens differ from the plain engine's.
+    edit    one request at a time: functions of Python's library, to be written again with one name
+            changed
+    prose   one request at a time: continue Python's documentation; little of the answer is in the
+            prompt. The topics are those that `train_draft` holds out
+    w1      64 requests at once of random tokens, the shape of configs/w1.yaml; a full batch, where
+            drafts rarely pay
+
+A ratio is the plain engine's seconds over the speculating engine's in the same round; the table has
+medians. `accepted` is the share of draft tokens that were accepted, `tokens a step` counts one
+sequence. The run fails if an engine's greedy tokens differ from the plain engine's.
 """
 
 from __future__ import annotations
@@ -74,29 +80,38 @@ class Pass(NamedTuple):
 def workloads(
     encode: Callable[[str], Sequence[int]], vocabulary: int, output: int, names: Sequence[str]
 ) -> list[Workload]:
+    """The workloads of these names. output: tokens of an edit and of prose."""
     edits = []
     for function, old, new in FUNCTIONS:
         source = inspect.getsource(function)
-        task = f"```python\n{source}```\n\nThe same function, with `{old}` renamed to `{new}`:\n\n```python\n"
+        task = (
+            f"```python\n{source}```\n\n"
+            f"The same function, with `{old}` renamed to `{new}`:\n\n```python\n"
+        )
         edits.append(list(encode(task)))
-    held_out = [tokens for topic in texts()[1] if len(tokens := list(encode(topic))) >= PROMPT]
-    prose = [tokens[:PROMPT] for tokens in held_out[: len(FUNCTIONS)]]
+    topics = [list(encode(topic)) for topic in texts()[1]]
+    long_topics = [tokens for tokens in topics if len(tokens) >= PROMPT]
+    prose = [tokens[:PROMPT] for tokens in long_topics[: len(FUNCTIONS)]]
     draw = np.random.default_rng(1234)
     random = [
         draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)
     ]
     lengths = [output] * len(edits)
-    found = [
+    all_workloads = [
         Workload("edit", edits, lengths, ONE_AT_A_TIME),
         Workload("prose", prose, lengths, ONE_AT_A_TIME),
         Workload("w1", random, draw.integers(16, 129, REQUESTS).tolist(), W1),
     ]
-    return [one for one in found if one.name in names]
+    return [workload for workload in all_workloads if workload.name in names]
 
 
 def run(llm: LLM, work: Workload) -> Pass:
-    """All requests at once; an engine with one place runs them one after the other."""
-    engine, tokens, drafts, accepted, rows = llm.engine, dict[str, list[int]](), 0, 0, 0
+    """Run all requests at once; an engine with one place runs them one after the other."""
+    engine = llm.engine
+    tokens: dict[str, list[int]] = {}
+    drafts = 0
+    accepted = 0
+    rows = 0
     engine.reset()
     for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
         engine.add(
@@ -108,7 +123,8 @@ def run(llm: LLM, work: Workload) -> Pass:
         assert result is not None, "there is work"
         for event in result.events:
             if isinstance(event, Verified):
-                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+                drafts += sum(event.drafts)
+                accepted += sum(event.accepted)
                 rows += len(event.request_ids)
             for name, token in zip(
                 getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
@@ -121,7 +137,8 @@ def run(llm: LLM, work: Workload) -> Pass:
 
 
 def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[str, Any]]:
-    """Rows of the table, the plain engine first.
+    """Run a workload in all engines, `rounds` times. Returns rows of the table, the plain one
+    first.
 
     Raises:
         RuntimeError: an engine gave other tokens than the plain one.
@@ -135,22 +152,23 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
         for name, llm in engines.items():
             passes[name].append(run(llm, work))
     rows = []
-    for name, several in passes.items():
+    for name, engine_passes in passes.items():
         ratios = [
-            plain.seconds / mine.seconds
-            for plain, mine in zip(passes["plain"], several, strict=True)
+            plain.seconds / engine_pass.seconds
+            for plain, engine_pass in zip(passes["plain"], engine_passes, strict=True)
         ]
-        one, total = several[-1], sum(work.lengths)
+        last = engine_passes[-1]
+        total = sum(work.lengths)
         rows.append(
             {
                 "workload": work.name,
                 "engine": name,
-                "tokens_per_s": total / statistics.median(p.seconds for p in several),
+                "tokens_per_s": total / statistics.median(p.seconds for p in engine_passes),
                 "ratio": statistics.median(ratios),
                 "least": min(ratios),
                 "most": max(ratios),
-                "accepted": one.accepted / one.drafts if one.drafts else None,
-                "tokens_a_step": 1 + one.accepted / one.rows if one.rows else None,
+                "accepted": last.accepted / last.drafts if last.drafts else None,
+                "tokens_a_step": 1 + last.accepted / last.rows if last.rows else None,
             }
         )
     return rows
@@ -158,15 +176,17 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| workload | engine | output tokens/s | times as fast | accepted | tokens a step with drafts |"
+        "| workload | engine | output tokens/s | times as fast | accepted | tokens a step with "
+        "drafts |"
     ]
     lines += ["|---|---|---:|---:|---:|---:|"]
     for row in rows:
         ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
         share = "" if row["accepted"] is None else f"{100 * row['accepted']:.0f} %"
-        each = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}"
+        tokens = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}"
         lines.append(
-            f"| {row['workload']} | {row['engine']} | {row['tokens_per_s']:.1f} | {ratio} | {share} | {each} |"
+            f"| {row['workload']} | {row['engine']} | {row['tokens_per_s']:.1f} | {ratio} | "
+            f"{share} | {tokens} |"
         )
     return "\n".join(lines)
 
@@ -213,14 +233,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.json:
-        kept = {
+        report = {
             "environment": environment(),
             "rounds": args.rounds,
             "tokens": args.tokens,
             "model": args.model,
         }
         Path(args.json).write_text(
-            json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
+            json.dumps(report | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
         )
 
 

@@ -1,21 +1,25 @@
-"""How many seconds pass from a command to its first token, by stage, with empty and with full caches on disk?
+"""How many seconds pass from a command to its first token, by stage, with empty and with full
+caches on disk?
 
-    python -m experiments.bench.startup                                       # SmolLM2, three processes of each kind
+    python -m experiments.bench.startup  # SmolLM2, three processes of each kind
     python -m experiments.bench.startup --model folder --repeats 5 --json out.json
-    python -m experiments.bench.startup --kinds generate-answer serve serve-eager    # until a whole answer
+    python -m experiments.bench.startup --kinds generate-answer serve serve-eager  # until a whole
+                                                                                   answer
 
-Each measurement is a separate process that loads the model, makes an engine and generates one token. `generate` is the
-engine of `pagedjax generate`, for one request. `LLM()` is the library with its defaults, which compiles the largest
-bucket at start-up and the others behind its steps. `LLM(eager)` compiles every bucket at start-up, `LLM(lazy)` a bucket
-when it is first needed. `cold` processes find no XLA program and no attention
-kernel on disk; `warm` processes find those of the process before them. `start` is Python itself and all time that is in
-no other stage. The stages sum to the total, which is measured from outside, until the token is printed. Processes that
-lost more than 5 % of the processors to other machines are shown but not counted.
+Each measurement is a separate process that loads the model, makes an engine and generates one
+token. `generate` is the engine of `pagedjax generate`, for one request. `LLM()` is the library with
+its defaults, which compiles the largest bucket at start-up and the others behind its steps.
+`LLM(eager)` compiles every bucket at start-up, `LLM(lazy)` a bucket when it is first needed. `cold`
+processes find no XLA program and no attention kernel on disk; `warm` processes find those of the
+process before them. `start` is Python itself and all time that is in no other stage. The stages sum
+to the total, which is measured from outside, until the token is printed. Processes that lost more
+than 5 % of the processors to other machines are shown but not counted.
 
-`generate-answer`, `serve` and `serve-eager` are the commands themselves, until an answer of 16 tokens: that of
-`pagedjax generate`, or the first one of a client that asks as soon as the server listens. `serve` compiles behind its
-steps, `serve-eager` everything first. Then the client asks again; it waits until all programs are there, and asks a
-last time. So a warm server finds all of its programs.
+`generate-answer`, `serve` and `serve-eager` are the commands themselves, until an answer of 16
+tokens: that of `pagedjax generate`, or the first one of a client that asks as soon as the server
+listens. `serve` compiles behind its steps, `serve-eager` everything first. Then the client asks
+again; it waits until all programs are there, and asks a last time. So a warm server finds all of
+its programs.
 """
 
 from __future__ import annotations
@@ -61,18 +65,23 @@ params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize
 llm.generate(sys.argv[3], params, use_tqdm=False)
 from pagedjax.engine import compilations
 seconds = time.perf_counter() - began
-print(json.dumps({**llm.startup, "first token": seconds, "programs": compilations.counts()}), flush=True)
+stages = {**llm.startup, "first token": seconds, "programs": compilations.counts()}
+print(json.dumps(stages), flush=True)
 """
 
 
-def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
-    """Seconds of each stage of one process and in total; the numbers of programs it compiled and found on disk.
+def run_engine(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
+    """Run a process that makes an engine and generates one token.
+
+    Returns the seconds of each stage and in total, and the numbers of programs that it compiled and
+    that it read from disk.
 
     Raises:
         RuntimeError: the process failed; the message has its output.
     """
     command = [sys.executable, "-c", CHILD, model, json.dumps(options), PROMPT]
-    began, processors = time.perf_counter(), processor_time()
+    start = time.perf_counter()
+    processors = processor_time()
     with subprocess.Popen(
         command,
         env=environment(caches),
@@ -82,13 +91,14 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
     ) as child:
         assert child.stdout
         line = child.stdout.readline()
-        total, stolen = time.perf_counter() - began, stolen_share(processors)
+        total = time.perf_counter() - start
+        stolen = stolen_share(processors)
         _, errors = child.communicate()
     if child.returncode:
         raise RuntimeError(f"the process ended with {child.returncode}:\n{errors[-2000:]}")
-    found = json.loads(line)
-    programs, cached = found.pop("programs")
-    stages = {name: found[name] for name in STAGES[1:]}
+    report = json.loads(line)
+    programs, cached = report.pop("programs")
+    stages = {name: report[name] for name in STAGES[1:]}
     return {
         "start": total - sum(stages.values()),
         **stages,
@@ -100,27 +110,28 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
 
 
 def environment(caches: Path) -> dict[str, str]:
-    """Of a process that keeps what it compiles in a folder."""
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the library's setting for its own folder
-    }
+    """The environment of a process that keeps compiled programs in the folder `caches`."""
     root = str(Path(__file__).parents[2])
     return {
         **os.environ,
-        **kept,
+        "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
+        # the library's setting for its own folder
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }
 
 
-def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
-    """Seconds from the start of a command of pagedjax until its answer; the answer; of a server also the times until it
-    listens and has all programs, and those of two later answers.
+def run_command(words: Sequence[str], caches: Path) -> dict[str, Any]:
+    """Run a command of pagedjax until its answer.
+
+    Returns the seconds from its start, and the answer. Of a server, also the times until it listens
+    and has all programs, and those of two later answers.
 
     Raises:
         RuntimeError: the process ended without an answer; the message has its output.
     """
-    began, processors = time.perf_counter(), processor_time()
+    start = time.perf_counter()
+    processors = processor_time()
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(
@@ -133,47 +144,53 @@ def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
         assert child.stdout
         try:
             if words[0] == "generate":
-                found = printed(child, began)
+                result = read_answer(child, start)
             else:
                 url = child.stdout.readline().decode().partition(" at ")[2].strip()
-                found = served(url, began) if url else {}
+                result = ask_server(url, start) if url else {}
         finally:
             child.terminate()
-        if "total" not in found:
+        if "total" not in result:
             errors.seek(0)
             raise RuntimeError(f"{words[0]} gave no answer:\n{errors.read().decode()[-2000:]}")
-    return found | {"stolen": stolen_share(processors) or 0.0}
+    return result | {"stolen": stolen_share(processors) or 0.0}
 
 
-def printed(child: subprocess.Popen[bytes], began: float) -> dict[str, Any]:
-    """What a process printed, and when its last character came."""
+def read_answer(child: subprocess.Popen[bytes], start: float) -> dict[str, Any]:
+    """Read all that a process prints.
+
+    Returns the text, and the seconds until its last character.
+    """
     assert child.stdout
-    text, last = b"", began
+    text = b""
+    end = start
     while piece := os.read(child.stdout.fileno(), 4096):
-        text, last = text + piece, time.perf_counter()
-    return {"total": last - began, "text": text.decode().removesuffix("\n")} if text else {}
+        text += piece
+        end = time.perf_counter()
+    return {"total": end - start, "text": text.decode().removesuffix("\n")} if text else {}
 
 
-def served(url: str, began: float) -> dict[str, Any]:
-    """What a server answers at once, and its times."""
-    found: dict[str, Any] = {"listening": time.perf_counter() - began}
-    found["text"] = asked(url)
-    found["total"] = time.perf_counter() - began
-    found["second answer"] = timed_answer(url)
+def ask_server(url: str, start: float) -> dict[str, Any]:
+    """Ask a server that listens since now. Returns its first answer, and the times of `TIMES`."""
+    result: dict[str, Any] = {"listening": time.perf_counter() - start}
+    result["text"] = ask(url)
+    result["total"] = time.perf_counter() - start
+    result["second answer"] = time_answer(url)
     while missing_programs(url):
         time.sleep(0.1)
-    found["all programs"] = time.perf_counter() - began
-    return found | {"last answer": timed_answer(url)}
+    result["all programs"] = time.perf_counter() - start
+    return result | {"last answer": time_answer(url)}
 
 
-def timed_answer(url: str) -> float:
-    began = time.perf_counter()
-    asked(url)
-    return time.perf_counter() - began
+def time_answer(url: str) -> float:
+    """Ask a server. Returns the seconds until its answer."""
+    start = time.perf_counter()
+    ask(url)
+    return time.perf_counter() - start
 
 
-def asked(url: str) -> str:
-    """16 greedy tokens after the prompt, as text."""
+def ask(url: str) -> str:
+    """Ask a server for 16 greedy tokens after the prompt. Returns them as text."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"{url}/completions", body, {"Content-Type": "application/json"}
@@ -183,6 +200,7 @@ def asked(url: str) -> str:
 
 
 def missing_programs(url: str) -> int:
+    """The number of programs that a server has still to compile, by its metrics."""
     with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
         (value,) = re.findall(
             r"^pagedjax:missing_programs\S* (\S+)$", answer.read().decode(), re.MULTILINE
@@ -193,7 +211,10 @@ def missing_programs(url: str) -> int:
 def measure(
     model: str, kinds: Sequence[str], dtype: str, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """By "kind, cold" and "kind, warm": `repeats` processes each, in turn. The cold one fills the caches."""
+    """Run `repeats` processes of each kind, cold and warm, in turn. The cold one fills the caches.
+
+    Returns the runs by "kind, cold" and "kind, warm".
+    """
     runs: dict[str, list[dict[str, Any]]] = {
         f"{kind}, {state}": [] for kind in kinds for state in ("cold", "warm")
     }
@@ -202,25 +223,22 @@ def measure(
             with tempfile.TemporaryDirectory() as caches:
                 for state in ("cold", "warm"):
                     if kind in COMMANDS:
-                        run = command([*COMMANDS[kind], model, "--dtype", dtype], Path(caches))
+                        run = run_command([*COMMANDS[kind], model, "--dtype", dtype], Path(caches))
                     else:
-                        run = start(model, KINDS[kind] | {"dtype": dtype}, Path(caches))
+                        run = run_engine(model, KINDS[kind] | {"dtype": dtype}, Path(caches))
                     runs[f"{kind}, {state}"].append(run)
-                    note = (
-                        f", {run['stolen']:.0%} of the processors stolen"
-                        if run["stolen"] > 0.005
-                        else ""
-                    )
-                    print(
-                        f"  {kind}, {state}: {run['total']:.2f} s{note}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    line = f"  {kind}, {state}: {run['total']:.2f} s"
+                    if run["stolen"] > 0.005:
+                        line += f", {run['stolen']:.0%} of the processors stolen"
+                    print(line, file=sys.stderr, flush=True)
     return runs
 
 
 def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Medians of the counted processes. Medians of stages need not sum to the median of the totals."""
+    """Medians of the counted processes.
+
+    Medians of stages need not sum to the median of the totals.
+    """
     columns = (*STAGES, "total")
     lines = [
         " ".join(
@@ -231,33 +249,34 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
             ]
         )
     ]
-    for name, several in runs.items():
-        several = counted(several)
-        medians = [statistics.median(run[column] for run in several) for column in columns]
-        counts = f"{several[-1]['programs']:9} {several[-1]['cached']:9}"
+    for name, runs_of_kind in runs.items():
+        valid = valid_runs(runs_of_kind)
+        medians = [statistics.median(run[column] for run in valid) for column in columns]
+        counts = f"{valid[-1]['programs']:9} {valid[-1]['cached']:9}"
         lines.append(" ".join([f"{name:16}", *(f"{value:11.2f}" for value in medians), counts]))
     return "\n".join(lines)
 
 
 def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Medians and extremes of the counted commands, and the ratios of their answers to those of the first kind."""
+    """Medians and extremes of the counted commands.
+
+    The last column has the ratios of their times until the answer to those of the first kind.
+    """
     lines = [
         " ".join(
             [f"{'seconds':22}", *(f"{name:>20}" for name in TIMES), f"{'times the first':>20}"]
         )
     ]
     first = next(iter(runs)).partition(",")[0]
-    for name, several in runs.items():
-        pairs = zip(
-            several, runs[f"{first},{name.partition(',')[2]}"], strict=True
-        )  # of the same round
-        valid = [
-            (mine, base) for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN
+    for name, runs_of_kind in runs.items():
+        first_runs = runs[f"{first},{name.partition(',')[2]}"]
+        ratios = [
+            run["total"] / base["total"]
+            for run, base in zip(runs_of_kind, first_runs, strict=True)  # of the same round
+            if max(run["stolen"], base["stolen"]) <= STOLEN
         ]
-        ratios = [mine["total"] / base["total"] for mine, base in valid]
-        cells = [
-            spread([run[column] for run in counted(several) if column in run]) for column in TIMES
-        ]
+        valid = valid_runs(runs_of_kind)
+        cells = [spread([run[column] for run in valid if column in run]) for column in TIMES]
         lines.append(
             " ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))])
         )
@@ -265,18 +284,19 @@ def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the extremes."""
+    """The median and the extremes as text; "" for no values."""
     return (
         f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
     )
 
 
-def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Processes that lost at most `STOLEN` of the processors to other machines; all processes if there is none."""
-    return [run for run in several if run["stolen"] <= STOLEN] or several
+def valid_runs(runs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The runs that lost at most `STOLEN` of the processors to other machines; all if there is
+    none."""
+    return [run for run in runs if run["stolen"] <= STOLEN] or runs
 
 
-def main(argv: list[str] | None = None) -> int:
+def startup_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -289,6 +309,11 @@ def main(argv: list[str] | None = None) -> int:
         "--repeats", type=int, default=3, help="processes of each kind, cold and warm"
     )
     parser.add_argument("--json", help="write the figures to this file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = startup_parser()
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; it must be at least 1")
@@ -298,14 +323,16 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     commands = {name: runs[name] for name in runs if name.partition(",")[0] in COMMANDS}
-    if stages := {name: runs[name] for name in runs if name not in commands}:
-        print(table(stages))
+    engines = {name: runs[name] for name in runs if name not in commands}
+    if engines:
+        print(table(engines))
     if commands:
         print(answers_table(commands))
-        print(
-            "answers:",
-            {name: sorted({run["text"] for run in several}) for name, several in commands.items()},
-        )
+        answers = {
+            name: sorted({run["text"] for run in runs_of_command})
+            for name, runs_of_command in commands.items()
+        }
+        print("answers:", answers)
     if args.json:
         facts = {
             **git_state(Path(__file__).parent),

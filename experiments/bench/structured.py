@@ -1,14 +1,18 @@
-"""What do structured outputs cost? The same requests with and without a form, in turn, several rounds.
+"""What do structured outputs cost? The same requests with and without a form, in turn, several
+rounds.
 
-    python -m experiments.bench.structured [--rounds 5] [--requests 32] [--tokens 64] [--json out.json]
+    python -m experiments.bench.structured [--rounds 5] [--requests 32] [--tokens 64] [--json
+    out.json]
 
-Every answer has exactly `--tokens` tokens: the form is a list that may not end before, and a request without a form
-ignores the end of text. So both passes compute the same number of rows in the same steps. What differs is the masks:
-computed on the host, sent, and applied. A ratio is output tokens a second with the form over those without it, of the
-same round. The table also has the host's time in masks as a share of the constrained pass. A text of bounded length
-costs more: the parser counts its characters.
+Every answer has exactly `--tokens` tokens: the form is a list that may not end before, and a
+request without a form ignores the end of text. So both passes compute the same number of rows in
+the same steps. What differs is the masks: computed on the host, sent, and applied. A ratio is
+output tokens a second with the form over those without it, of the same round. The table also has
+the host's time in masks as a share of the constrained pass. A text of bounded length costs more:
+the parser counts its characters.
 
-The grammars are compiled before, as a server has them from the second request on; `compile` says what that takes.
+The grammars are compiled before, as a server has them from the second request on; `compile` says
+what that takes.
 """
 
 from __future__ import annotations
@@ -54,58 +58,64 @@ class Pass(NamedTuple):
 
 
 def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Pass:
-    """One pass, with the time that masks take."""
-    spent, masks = [0.0], token_masks.masks
+    """Run one pass. Returns its rate, and the share of its time that masks take."""
+    mask_seconds = 0.0
+    masks = token_masks.masks
 
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        found = masks(*args)
-        spent[0] += time.perf_counter() - began
-        return found
+    def time_masks(*args: Any) -> Any:
+        nonlocal mask_seconds
+        start = time.perf_counter()
+        rows = masks(*args)
+        mask_seconds += time.perf_counter() - start
+        return rows
 
-    token_masks.masks = timed
+    token_masks.masks = time_masks
     try:
         llm.reset_prefix_cache()
-        began = time.perf_counter()
+        pass_start = time.perf_counter()
         outputs = llm.generate(list(prompts), params, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - pass_start
     finally:
         token_masks.masks = masks
-    tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     expected = len(prompts) * params.max_tokens
     if tokens != expected:
         raise RuntimeError(
             f"{tokens} tokens came and {expected} were expected; a form has ended early"
         )
-    return Pass(tokens / seconds, spent[0] / seconds)
+    return Pass(tokens / seconds, mask_seconds / seconds)
 
 
-def measured(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Run the requests with a form of ITEMS and without, `rounds` times. Returns the figures."""
     # an item has ten tokens at least
     form = StructuredOutputsParams(
         json={"type": "array", "items": ITEMS[name], "minItems": 1 + tokens // 10}
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     llm.session.grammars.compiled(form)
-    compiling = time.perf_counter() - began
+    compile_seconds = time.perf_counter() - start
     prompts = [PROMPT.format(2 + i) for i in range(requests)]
-    common: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": 1}
-    free = SamplingParams(**common, ignore_eos=True)
-    bound = SamplingParams(**common, structured_outputs=form)
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": 1}
+    free = SamplingParams(**options, ignore_eos=True)
+    bound = SamplingParams(**options, structured_outputs=form)
     for params in (free, bound):  # caches and the first step of each size
         run(llm, prompts, params)
     passes = [(run(llm, prompts, free), run(llm, prompts, bound)) for _ in range(rounds)]
-    ratios = [second.tokens_per_second / first.tokens_per_second for first, second in passes]
+    ratios = [
+        with_form.tokens_per_second / without_form.tokens_per_second
+        for without_form, with_form in passes
+    ]
     return {
         "form": name,
         "requests": requests,
         "tokens": tokens,
-        "free": [round(first.tokens_per_second, 1) for first, _ in passes],
-        "bound": [round(second.tokens_per_second, 1) for _, second in passes],
+        "free": [round(without_form.tokens_per_second, 1) for without_form, _ in passes],
+        "bound": [round(with_form.tokens_per_second, 1) for _, with_form in passes],
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "mask_share": round(statistics.median(second.mask_share for _, second in passes), 4),
-        "compile_seconds": round(compiling, 4),
+        "mask_share": round(statistics.median(with_form.mask_share for _, with_form in passes), 4),
+        "compile_seconds": round(compile_seconds, 4),
     }
 
 
@@ -127,19 +137,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "max_model_len": 64 + args.tokens,
     }
     llm = LLM(args.model, progress=False, compilation="eager", **sizes)
-    found = [measured(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
+    figures = [measure(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
     print(
-        "| form | output tokens/s without / with | ratio | time in masks | compile, ms |\n|---|---:|---:|---:|---:|"
+        "| form | output tokens/s without / with | ratio | time in masks | compile, ms "
+        "|\n|---|---:|---:|---:|---:|"
     )
-    for one in found:
-        free, bound = (statistics.median(one[name]) for name in ("free", "bound"))
-        ratio = f"{one['ratio']:.3f} ({min(one['ratios']):.3f} to {max(one['ratios']):.3f})"
-        shares = f"{100 * one['mask_share']:.1f} % | {1e3 * one['compile_seconds']:.0f}"
-        print(f"| {one['form']} | {free:.0f} / {bound:.0f} | {ratio} | {shares} |")
+    for figure in figures:
+        free, bound = (statistics.median(figure[name]) for name in ("free", "bound"))
+        ratio = (
+            f"{figure['ratio']:.3f} ({min(figure['ratios']):.3f} to {max(figure['ratios']):.3f})"
+        )
+        shares = f"{100 * figure['mask_share']:.1f} % | {1e3 * figure['compile_seconds']:.0f}"
+        print(f"| {figure['form']} | {free:.0f} / {bound:.0f} | {ratio} | {shares} |")
     if args.json:
         args.json.write_text(
             json.dumps(
-                {"environment": environment(), "model": args.model, "forms": found}, indent=1
+                {"environment": environment(), "model": args.model, "forms": figures}, indent=1
             )
             + "\n"
         )

@@ -1,24 +1,26 @@
-"""Does an engine's whole step compile for chips that are not here, and how many cache blocks fit in their memory?
+r"""Does an engine's whole step compile for chips that are not here, and how many blocks fit in it?
 
-    python -m experiments.hardware.compile_step --target v5e                             # Llama 3.2 1B's shape
+    python -m experiments.hardware.compile_step --target v5e               # Llama 3.2 1B's shape
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --weights int8
-    python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 --layers 2
+    python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 \
+        --layers 2
     python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8
 
-A TPU needs libtpu, which contains the compiler; a GPU needs JAX 0.11 with its CUDA plugin, and ptxas. Model, attention
-through the chip's kernel, and sampling are one program, as in an engine; parameters and cache are shapes and take no
-memory here. Nothing is executed.
+A TPU needs libtpu, which contains the compiler; a GPU needs JAX 0.11 with its CUDA plugin, and
+ptxas. Model, attention through the chip's kernel, and sampling are one program, as in an engine;
+parameters and cache are shapes and take no memory here. Nothing is executed.
 
-The command prints the memory report of one device of such an engine, the collectives of the compiled program, and the
-time that they take on the chip's links, by a roofline (experiments/simulation/collectives.py). It fails if the compiler
-refuses the step, if the cache is not updated in place, if a cache array is copied whole, or if the devices exchange
-anything but what a step must (exchanges.py).
+The command prints the memory report of one device of such an engine, the collectives of the
+compiled program, and the time that they take on the chip's links, by a roofline
+(experiments/simulation/collectives.py). It fails if the compiler refuses the step, if the cache is
+not updated in place, if a cache array is copied whole, or if the devices exchange anything but what
+a step must (exchanges.py).
 
-For a GPU it prints too what the host launches (launches.py). A step of no more `--tokens` than `--rows` is one of
-decodes alone.
+For a GPU it prints too what the host launches (launches.py). A step of no more `--tokens` than
+`--rows` is one of decodes alone.
 
-`--layers` compiles a step of fewer layers. Weights and cache are then those of all layers: they grow linearly with the
-layers. The step's own memory is that of the compiled one.
+`--layers` compiles a step of fewer layers. Weights and cache are then those of all layers: they
+grow linearly with the layers. The step's own memory is that of the compiled one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ import jax
 
 from experiments.bench.random_llama import SHAPES
 from experiments.hardware import compilers, exchanges, launches
-from experiments.hardware.compiled import Plan, Room, Step, fitted, on_mesh, on_one_device, room
+from experiments.hardware.compiled import (
+    Plan,
+    Room,
+    Step,
+    compile_fitting,
+    on_mesh,
+    on_one_device,
+    room,
+)
 from experiments.hardware.compilers import TARGETS, Target
 from pagedjax.config import MeshConfig, from_dict
 from pagedjax.device import memory
@@ -56,25 +66,24 @@ MODELS = SHAPES | {
         "num_attention_heads": 64,
     },
 }
-# instructions that may have a cache array as result: an in-place kernel or scatter, and what moves nothing
+# instructions that may have a cache array as result: an in-place kernel or scatter, and what moves
+# nothing
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter"}
 
 
 def faults(step: Step) -> list[str]:
     """What must not be in a step, as sentences."""
-    wrong = [
+    sentences = [
         f"whole cache arrays are made by {count} x {kind}"
-        for kind, count in bad_copies(step).items()
+        for kind, count in sorted(step.copies.items())
+        if kind not in HARMLESS
     ]
     if step.aliased < step.cache:
-        wrong.append(
+        sentences.append(
             f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place"
         )
-    return wrong + [one.text for one in exchanges.differences(step.found, step.must) if one.wrong]
-
-
-def bad_copies(step: Step) -> dict[str, int]:
-    return {kind: count for kind, count in sorted(step.copies.items()) if kind not in HARMLESS}
+    differences = exchanges.differences(step.collectives, step.must)
+    return sentences + [difference.text for difference in differences if difference.wrong]
 
 
 def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int, int]) -> str:
@@ -91,40 +100,48 @@ def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int,
     )
     lines = [
         str(report),
-        f"{fit:,} blocks fit, and {plan.rows} sequences of {plan.length:,} tokens can use {has.useful:,}",
-        f"the compiled step has {memory.size(step.arguments)} of arguments as the compiler lays them out, and "
-        f"{memory.size(step.code)} of code, which the report leaves out",
+        f"{fit:,} blocks fit, and {plan.rows} sequences of {plan.length:,} tokens "
+        f"can use {has.useful:,}",
+        f"the compiled step has {memory.size(step.arguments)} of arguments as the compiler lays "
+        f"them out, and {memory.size(step.code)} of code, which the report leaves out",
     ]
     if layers[0] < layers[1]:
         lines.append(
-            f"extrapolated from {layers[0]} compiled layers to {layers[1]}: weights and cache grow linearly with the "
-            f"layers; activations are those of {layers[0]} layers, and a TPU's grow a little with them"
+            f"extrapolated from {layers[0]} compiled layers to {layers[1]}: weights and cache grow "
+            f"linearly with the layers; activations are those of {layers[0]} layers, "
+            "and a TPU's grow a little with them"
         )
     return "\n".join(lines)
 
 
 def exchange_lines(
-    step: Step, model: DecoderConfig, target: Target, plan: Plan, n: int, more: int
+    step: Step, model: DecoderConfig, target: Target, plan: Plan, n: int, layers_left: int
 ) -> str:
-    """The exchanges of a step, as lines; "" for one device. more: layers of the model that were not compiled."""
+    """The exchanges of a step, as lines; "" for one device.
+
+    layers_left: of the model, which were not compiled.
+    """
     network = target.network(n)
     if network is None:
         return ""
-    lines = [f"exchanges of {n} devices:", exchanges.table(step.found, n, network)]
-    combined = [one.text for one in exchanges.differences(step.found, step.must) if not one.wrong]
-    lines += [f"  combined or split by the compiler: {text}" for text in combined]
+    lines = [f"exchanges of {n} devices:", exchanges.table(step.collectives, n, network)]
+    for difference in exchanges.differences(step.collectives, step.must):
+        if not difference.wrong:
+            lines.append(f"  combined or split by the compiler: {difference.text}")
     lines += [
         f"  {count} of them by the compiler's {ring}" for ring, count in sorted(step.rings.items())
     ]
-    time = exchanges.seconds(step.found, n, network)
-    said = f"  {1e3 * time:.2f} ms in every step on the links of {target.chip}, by a roofline"
-    if more:
-        rest = exchanges.seconds_of_layers(model, more, n, plan.tokens, network)
-        said += f"; {1e3 * (time + rest):.2f} ms with {more} more layers"
-    return "\n".join([*lines, said + ("" if network.hop else "; a lower bound, hops take no time")])
+    time = exchanges.seconds(step.collectives, n, network)
+    sentence = f"  {1e3 * time:.2f} ms in every step on the links of {target.chip}, by a roofline"
+    if layers_left:
+        time += exchanges.seconds_of_layers(model, layers_left, n, plan.tokens, network)
+        sentence += f"; {1e3 * time:.2f} ms with {layers_left} more layers"
+    if not network.hop:
+        sentence += "; a lower bound, hops take no time"
+    return "\n".join([*lines, sentence])
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def compile_step_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -132,7 +149,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument(
-        "--mesh", type=sizes_of, metavar="tensor=8[,expert=N]", help="devices that share the model"
+        "--mesh", type=mesh_of, metavar="tensor=8[,expert=N]", help="devices that share the model"
     )
     parser.add_argument(
         "--topology",
@@ -152,10 +169,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, help="fewer layers than the model has, to compile faster"
     )
-    return parser.parse_args(argv)
+    return parser
 
 
-def sizes_of(text: str) -> MeshConfig:
+def mesh_of(text: str) -> MeshConfig:
     """The sizes of a mesh, from its axes: "tensor=8" or "tensor=4,expert=2"."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and value.isdecimal() for name, _, value in pairs):
@@ -169,27 +186,34 @@ def sizes_of(text: str) -> MeshConfig:
 
 
 def config_of(model: str, weights: str, layers: int | None = None) -> DecoderConfig:
-    """Raises ValueError for more layers than the model has, or less than one."""
+    """The configuration of a model, with fewer layers if `layers` is given.
+
+    Raises:
+        ValueError: `layers` is more than the model has, or less than one.
+    """
     shape = MODELS[model]
     if layers is not None and not 1 <= layers <= shape["num_hidden_layers"]:
         raise ValueError(
             f"--layers is {layers}; {model} has {shape['num_hidden_layers']}, and one is the least"
         )
-    shape = shape | ({"num_hidden_layers": layers} if layers else {})
+    if layers:
+        shape = shape | {"num_hidden_layers": layers}
     return dataclasses.replace(llama.from_hf(shape), int8=weights == "int8")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments(argv)
-    target, sizes = compilers.target(args.target), args.mesh or MeshConfig()
-    n, plan = sizes.size, Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
+    args = compile_step_parser().parse_args(argv)
+    target = compilers.target(args.target)
+    mesh = args.mesh or MeshConfig()
     try:
-        config, whole = (
-            config_of(args.model, args.weights, layers) for layers in (args.layers, None)
-        )
-        topology = compilers.topology_of(target, n, args.topology)
-        target.network(n)
-        part = split.device_config(whole, sizes) if checked(whole, args.mesh) else whole
+        compiled = config_of(args.model, args.weights, args.layers)
+        full = config_of(args.model, args.weights)
+        topology = compilers.topology_of(target, mesh.size, args.topology)
+        target.network(mesh.size)  # refuses a mesh with more devices than its links connect
+        part = full
+        if args.mesh:
+            split.check(full, args.mesh)
+            part = split.device_config(full, mesh)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -199,43 +223,54 @@ def main(argv: list[str] | None = None) -> int:
     compilers.prepare(target)
     if target.platform == "cuda":
         launches.log_graphs()
-    where = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
+    return compile_and_report(args, target, topology, compiled, full, part)
+
+
+def compile_and_report(
+    args: argparse.Namespace,
+    target: Target,
+    topology: str,
+    compiled: DecoderConfig,
+    full: DecoderConfig,
+    part: DecoderConfig,
+) -> int:
+    """Compile the step and print its report. Returns the exit code of the command.
+
+    Args:
+        compiled: the model with the layers that are compiled.
+        full: the model with all layers.
+        part: what one device has of `full`.
+    """
+    plan = Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
+    n = args.mesh.size if args.mesh else 1
+    chips = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
     name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
-    if left_out := whole.layers - config.layers:
-        name += f", {config.layers} of {whole.layers} layers"
+    left_out = full.layers - compiled.layers
+    if left_out:
+        name += f", {compiled.layers} of {full.layers} layers"
     try:
-        has = room(part, target, plan, f"one of {where}" if args.mesh else where)
+        has = room(part, target, plan, f"one of {chips}" if args.mesh else chips)
         has.blocks(0)  # refuses a model that is too large before anything is compiled
         devices = compilers.devices(target, topology)
-        placement = make_placement(config, sizes, None, devices) if args.mesh else None
-        model = on_mesh(placement) if placement else on_one_device(config)
-        step, fit = fitted(model, target, plan, has, devices[0], all_layers=not left_out)
+        placement = make_placement(compiled, args.mesh, None, devices) if args.mesh else None
+        model = on_mesh(placement) if placement else on_one_device(compiled)
+        step, fit = compile_fitting(model, target, plan, has, devices[0], all_layers=not left_out)
     except ValueError as error:
-        print(f"error: {name}, on {where}: {error}", file=sys.stderr)
+        print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
-    lines = [
+    sentences = faults(step)
+    paragraphs = [
         str(placement) if placement else "",
-        memory_lines(has, step, fit, plan, (config.layers, whole.layers)),
+        memory_lines(has, step, fit, plan, (compiled.layers, full.layers)),
+        exchange_lines(step, compiled, target, plan, n, left_out),
+        launches.lines(step.kinds, step.graphs) if step.kinds else "",
+        f"{name}: compiled for {chips} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}",
+        "" if sentences else "the cache is updated in place",
     ]
-    lines.append(exchange_lines(step, config, target, plan, n, left_out))
-    lines.append(launches.lines(step.kinds, step.graphs) if step.kinds else "")
-    lines.append(
-        f"{name}: compiled for {where} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}"
-    )
-    wrong = faults(step)
-    print(
-        "\n".join(line for line in [*lines, "the cache is updated in place" * (not wrong)] if line)
-    )
-    for one in wrong:
-        print(f"error: {name}, on {where}: {one}", file=sys.stderr)
-    return 1 if wrong else 0
-
-
-def checked(model: DecoderConfig, mesh: MeshConfig | None) -> bool:
-    """Whether there is a mesh. Raises ValueError if the model cannot be split over it."""
-    if mesh is not None:
-        split.check(model, mesh)
-    return mesh is not None
+    print("\n".join(filter(None, paragraphs)))
+    for sentence in sentences:
+        print(f"error: {name}, on {chips}: {sentence}", file=sys.stderr)
+    return 1 if sentences else 0
 
 
 if __name__ == "__main__":

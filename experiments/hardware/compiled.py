@@ -1,8 +1,11 @@
-"""A step compiled from shapes alone, for chips that need not be present, with as many cache blocks as fit beside it.
+"""A step compiled from shapes alone, for chips that need not be present.
+
+Its cache has as many blocks as fit into the memory beside the step:
 
 on_mesh(placement)   a model without values: shapes with their shardings
 room(part, ...)      the memory of one device: what its part of the weights leaves
-fitted(model, ...)   the compiled step of the largest bucket, and the number of blocks that fit
+compile_fitting(model, ...)   the compiled step of the largest bucket, and the number of blocks that
+                              fit
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from experiments.hardware import compilers, exchanges, hlo, launches
 from experiments.hardware.compilers import Target
-from experiments.hardware.exchanges import Found
+from experiments.hardware.exchanges import Collective
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.models import Decoder, Model
@@ -62,7 +65,7 @@ class Room(NamedTuple):
     fraction: float
 
     def blocks(self, activations: int) -> int:
-        """Blocks that fit beside a step, whether they are of use or not. Raises ValueError for less than two."""
+        """The blocks that fit beside a step, of use or not. Raises ValueError for less than two."""
         try:
             return memory.blocks_that_fit(self.block, self.fraction, self.device, activations)
         except ValueError as error:
@@ -70,17 +73,21 @@ class Room(NamedTuple):
 
 
 def no_room(reason: str) -> ValueError:
+    """The error of a model that does not fit, with what would make it smaller."""
     return ValueError(f"it does not fit: {reason}; smaller: --weights int8, or a larger --mesh")
 
 
 class Step(NamedTuple):
     """A compiled step.
 
-    activations: bytes that it needs beside its arguments. arguments: bytes as the compiler lays them out.
+    activations: bytes that it needs beside its arguments. arguments: bytes as the compiler lays
+    them out.
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
-    found: the exchanges. must: those that it must have. rings: how the compiler does them, if it says so.
-    kinds: what the host launches, and graphs: the CUDA graphs of it, for a GPU.
+    collectives: those of the program, with the number of equal ones.
+    must: the exchanges that it must have.
+    rings: how the compiler exchanges, if it says so.
+    kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
     """
 
     activations: int
@@ -89,15 +96,15 @@ class Step(NamedTuple):
     cache: int
     aliased: int
     copies: Counter[str]
-    found: Counter[Found]
-    must: tuple[exchanges.Wanted, ...]
+    collectives: Counter[Collective]
+    must: tuple[exchanges.Required, ...]
     rings: Counter[str]
     seconds: float
     kinds: tuple[launches.Kind, ...] = ()
     graphs: int | None = None
 
 
-# --- the model and the arguments, as shapes --------------------------------------------------------------------------
+# --- the model and the arguments, as shapes -------------------------------------------------------
 
 
 def on_one_device(config: DecoderConfig) -> Model:
@@ -108,30 +115,33 @@ def on_one_device(config: DecoderConfig) -> Model:
 
 def on_mesh(placement: Placement) -> Model:
     """A model on the devices of a mesh, without values: global shapes, with their shardings."""
-    part, whole = on_one_device(placement.part), on_one_device(placement.model)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(part.params)
-
-    def placed(keys: Any, one: Any, stored: Any) -> jax.ShapeDtypeStruct:
-        shape, sharding = placement.layout(name_of(keys).split("."), stored.shape)
-        assert sharding.shard_shape(shape) == one.shape, (
-            f"{name_of(keys)}: {shape} is not split into {one.shape}"
+    part = on_one_device(placement.part)
+    model = on_one_device(placement.model)
+    parts, tree = jax.tree_util.tree_flatten_with_path(part.params)
+    leaves = []
+    for (keys, shard), stored in zip(parts, model.leaves, strict=True):
+        name = name_of(keys)
+        shape, sharding = placement.layout(name.split("."), stored.shape)
+        assert sharding.shard_shape(shape) == shard.shape, (
+            f"{name}: {shape} is not split into {shard.shape}"
         )
-        return jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
-
-    each = [
-        placed(keys, one, stored) for (keys, one), stored in zip(leaves, whole.leaves, strict=True)
-    ]
-    return Model(placement.model, part.graphdef, jax.tree.unflatten(tree, each), DTYPE, placement)
+        leaves.append(jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding))
+    params = jax.tree.unflatten(tree, leaves)
+    return Model(placement.model, part.graphdef, params, DTYPE, placement)
 
 
 def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
-    """The largest step of an engine, which computes nothing; decodes: the one of decodes alone."""
+    """The arrays of an engine's largest step, without requests.
+
+    decodes: of its largest step of decodes alone.
+    """
     width = -(-plan.length // plan.block_size)
     fixed = Shapes(
         (plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size
     )
     fixed = fixed._replace(decode_buckets=(plan.tokens,) if decodes else ())
-    return pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
+    rows = fixed.rows(plan.tokens)
+    return pack(EMPTY_PLAN, {}, fixed, {rows: blank_sampling(rows)})
 
 
 def room(part: DecoderConfig, target: Target, plan: Plan, name: str) -> Room:
@@ -141,16 +151,15 @@ def room(part: DecoderConfig, target: Target, plan: Plan, name: str) -> Room:
         part: what the device has of the model.
         name: of the device, for the report.
     """
-    one = on_one_device(part)
-    weights = memory.nbytes(one.leaves)
+    model = on_one_device(part)
+    weights = memory.nbytes(model.leaves)
     device = memory.DeviceMemory(name, target.memory, max(target.memory - weights, 0))
-    block = cache.block_bytes(**block_shape(plan.block_size, one, DTYPE, target.impl))
-    return Room(
-        device, weights, block, plan.rows * -(-plan.length // plan.block_size), plan.fraction
-    )
+    block = cache.block_bytes(**block_shape(plan.block_size, model, DTYPE, target.impl))
+    useful = plan.rows * -(-plan.length // plan.block_size)
+    return Room(device, weights, block, useful, plan.fraction)
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
 def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: Any) -> Step | None:
@@ -159,40 +168,53 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     Args:
         device: to compile for, if the model has no mesh.
     """
-    placement, here = model.placement, SingleDeviceSharding(device)
-    where = placement.cache_sharding if placement else cache.CacheSharding(here, here)
-    shape = block_shape(plan.block_size, model, model.dtype, target.impl)
-    pages = cache.shapes(blocks=blocks, sharding=where, **shape)
-    step = make_step(
-        model, attention.attend(target.impl, model.config.attn_scale, drafts=False), seed=0
-    )
+    attend = attention.attend(target.impl, model.config.attn_scale, drafts=False)
+    step = make_step(model, attend, seed=0)
     decodes = attention.find(target.impl).decodes_alone and plan.tokens <= plan.rows
-    batch = _placed(joined(blank_batch(model, plan, decodes)), where.copies)
-    leaves = model.leaves if placement else _placed(model.leaves, here)
-    started, gpu = time.perf_counter(), target.platform == "cuda"
+    leaves, pages, batch = _step_arguments(model, target, plan, blocks, device, decodes)
+    start = time.perf_counter()
+    gpu = target.platform == "cuda"
     try:
-        with nullcontext() if placement else compilers.of_device(device):
-            lowered = step.trace(leaves, pages, batch).lower(lowering_platforms=(target.platform,))  # pyright: ignore
+        with nullcontext() if model.placement else compilers.of_device(device):
+            traced = step.trace(leaves, pages, batch)
+            lowered = traced.lower(lowering_platforms=(target.platform,))  # pyright: ignore
             with aot.everything_printed() if gpu else nullcontext(str) as printed:
                 compiled = lowered.compile(compiler_options("gpu" if gpu else target.platform))
     except jax.errors.JaxRuntimeError as error:
         if not NO_MEMORY.search(str(error)):
             raise
         return None
-    found = _read(
-        compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started, decodes
-    )
+    seconds = time.perf_counter() - start
+    result = _step_of(compiled, lowered.out_info[1], model, plan, pages, seconds, decodes)
     if not gpu:
-        return found
+        return result
     kinds = launches.kinds(hlo.parse(compiled.as_text()))
-    return found._replace(kinds=kinds, graphs=launches.graphs(printed()))
+    return result._replace(kinds=kinds, graphs=launches.graphs(printed()))
 
 
-def _placed(tree: Any, sharding: Any) -> Any:
+def _step_arguments(
+    model: Model, target: Target, plan: Plan, blocks: int, device: Any, decodes: bool
+) -> tuple[Any, cache.KVCache, Any]:
+    """The shapes of a step's arguments: parameters, cache and batch."""
+    if model.placement:
+        sharding = model.placement.cache_sharding
+        leaves = model.leaves
+    else:
+        on_device = SingleDeviceSharding(device)
+        sharding = cache.CacheSharding(on_device, on_device)
+        leaves = _with_sharding(model.leaves, on_device)
+    shape = block_shape(plan.block_size, model, model.dtype, target.impl)
+    pages = cache.shapes(blocks=blocks, sharding=sharding, **shape)
+    batch = joined(blank_batch(model, plan, decodes))
+    return leaves, pages, _with_sharding(batch, sharding.copies)
+
+
+def _with_sharding(tree: Any, sharding: Any) -> Any:
+    """The shapes of a tree of arrays or shapes, all with one sharding."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def _read(
+def _step_of(
     compiled: Any,
     output: StepOutput,
     model: Model,
@@ -201,7 +223,9 @@ def _read(
     seconds: float,
     decodes: bool,
 ) -> Step:
-    program, stats = hlo.parse(compiled.as_text()), compiled.memory_analysis()
+    """What a compiled program says of the step. output: the shapes that it returns."""
+    program = hlo.parse(compiled.as_text())
+    stats = compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
     samples = output.sampled.tokens.shape[0]
     columns = _columns(output.sampled, samples), _columns(output.prompt, plan.tokens)
@@ -213,8 +237,8 @@ def _read(
         cache=memory.nbytes(pages),
         aliased=stats.alias_size_in_bytes,
         copies=whole_arrays(program, memory.nbytes(layer)),
-        found=exchanges.found(program, n),
-        must=exchanges.wanted(
+        collectives=exchanges.collectives_of(program, n),
+        must=exchanges.required(
             model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes
         ),
         rings=exchanges.rings(program),
@@ -223,40 +247,44 @@ def _read(
 
 
 def _columns(output: Any, rows: int) -> int:
-    """Numbers of each row in arrays [rows, ...]."""
+    """The numbers of each row in all arrays [rows, ...] of `output`."""
     return sum(prod(x.shape) for x in jax.tree.leaves(output)) // rows
 
 
 def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
-    """Instructions whose result contains an array of so many bytes, in any shape, by kind.
+    """Count the instructions with a result of so many bytes, in any shape, by kind.
 
-    A fusion goes by the kind of what it returns, because one that ends in a scatter is in place.
+    The kind of a fusion is that of what it returns, because one that ends in a scatter is in place.
     """
-    found = Counter()
+    counts: Counter[str] = Counter()
     for site in hlo.sites(program):
-        one = site.instruction
-        if not site.fused and any(array.nbytes == nbytes for array in one.results):
-            found[
-                hlo.root(program, hlo.called(one)[0]).opcode
-                if one.opcode == "fusion"
-                else one.opcode
-            ] += 1
-    return found
+        instruction = site.instruction
+        if site.fused or all(array.nbytes != nbytes for array in instruction.results):
+            continue
+        if instruction.opcode == "fusion":
+            instruction = hlo.root(program, hlo.called(instruction)[0])
+        counts[instruction.opcode] += 1
+    return counts
 
 
-def fitted(
+def compile_fitting(
     model: Model, target: Target, plan: Plan, has: Room, device: Any, *, all_layers: bool
 ) -> tuple[Step, int]:
-    """The step with as many blocks as fit and are of use, by the rules of an engine; and the blocks that fit.
+    """Compile the step with as many blocks as fit and are of use, by the rules of an engine.
 
-    It is compiled again if its own memory is the limit, unless layers were left out: then it fits in any case.
+    It is compiled again if its own memory is the limit, unless layers were left out: then it fits
+    in any case.
+
+    Returns:
+        The step, and the number of blocks that fit.
 
     Raises:
         ValueError: fewer than two blocks fit, or the step does not fit.
     """
-    blocks, step, tried = has.blocks(0), None, 0
-    for tried in (min(blocks, has.useful), FEW):
-        step = compile_step(model, target, plan, tried, device)
+    step = None
+    compiled_blocks = 0
+    for compiled_blocks in (min(has.blocks(0), has.useful), FEW):
+        step = compile_step(model, target, plan, compiled_blocks, device)
         if step is not None:
             break
     if step is None:
@@ -264,8 +292,9 @@ def fitted(
             f"the compiler finds no room for a step beside {memory.size(has.weights)} of weights"
         )
     blocks = has.blocks(step.activations)
-    if all_layers and (last := min(blocks, has.useful)) != tried:
-        step = compile_step(model, target, plan, last, device)
+    usable = min(blocks, has.useful)
+    if all_layers and usable != compiled_blocks:
+        step = compile_step(model, target, plan, usable, device)
         if step is None:
-            raise ValueError(f"the compiler finds no room for {last} blocks; lower --fraction")
+            raise ValueError(f"the compiler finds no room for {usable} blocks; lower --fraction")
     return step, blocks

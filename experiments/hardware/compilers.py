@@ -1,7 +1,8 @@
-"""The compilers of chips that need not be present: what they need, their topologies, and how a step is lowered for one.
+"""The compilers of chips that need not be present: requirements, topologies, lowering of a step.
 
-A topology is a set of chips and the links between them, by the compiler's own name for it: v5e:2x4 are eight chips in
-two rows, 1x1x8 are eight GPUs of one process. The compiler makes devices of it that programs can be compiled for.
+A topology is a set of chips and the links between them, by the compiler's own name for it: v5e:2x4
+are eight chips in two rows, 1x1x8 are eight GPUs of one process. The compiler makes devices of it
+that programs can be compiled for.
 """
 
 from __future__ import annotations
@@ -23,13 +24,8 @@ from pallas_kernels.tiles import TPUS, TpuTiles
 
 FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
-SHAPES = {
-    "v4": CUBES,
-    "v5e": FLAT,
-    "v5p": CUBES,
-    "v6e": FLAT,
-    "tpu7x": CUBES,
-}  # of topologies, ascending
+# shapes of topologies, ascending
+SHAPES = {"v4": CUBES, "v5e": FLAT, "v5p": CUBES, "v6e": FLAT, "tpu7x": CUBES}
 CORES = {"v4": 2, "tpu7x": 2}  # devices of a chip; others have one
 
 
@@ -71,39 +67,40 @@ def target(name: str) -> Target:
 TARGETS = (*TPUS, *sorted(aot.TARGETS))
 
 
-def topology_of(target: Target, n: int, wanted: str | None = None) -> str:
-    """The topology to compile for: the wanted one, or the smallest one with n devices.
+def topology_of(target: Target, n: int, topology: str | None = None) -> str:
+    """The topology to compile for: the given one, or the smallest one with n devices.
 
     Raises:
-        ValueError: the wanted one is of another chip or has fewer devices, or none is known that has as many.
+        ValueError: the given one is of another chip or has fewer devices, or none is known that has
+            as many.
     """
-    if wanted is None:
+    if topology is None:
         return _smallest(target, n)
-    pattern, example = (
-        (r"\d+x\d+x\d+", "1x1x8")
-        if target.platform == "cuda"
-        else (rf"{target.name}:\d+(x\d+)+", "")
-    )
-    if not re.fullmatch(pattern, wanted):
+    gpu = target.platform == "cuda"
+    pattern = r"\d+x\d+x\d+" if gpu else rf"{target.name}:\d+(x\d+)+"
+    if not re.fullmatch(pattern, topology):
+        example = "1x1x8" if gpu else _smallest(target, 4)
+        raise ValueError(f"--topology is {topology!r}; for {target.name} write {example}")
+    devices = size(target, topology)
+    if devices < n:
         raise ValueError(
-            f"--topology is {wanted!r}; for {target.name} write {example or _smallest(target, 4)}"
+            f"the mesh has {n} devices, and the topology {topology} {devices}; "
+            f"use a smaller --mesh, or --topology {_smallest(target, n)}"
         )
-    if (has := size(target, wanted)) < n:
-        raise ValueError(
-            f"the mesh has {n} devices, and the topology {wanted} {has}; use a smaller --mesh, or --topology "
-            f"{_smallest(target, n)}"
-        )
-    return wanted
+    return topology
 
 
 def _smallest(target: Target, n: int) -> str:
+    """The smallest topology with n devices. Raises ValueError if none is known."""
     if target.platform == "cuda":
         return f"1x1x{n}"
     for shape in SHAPES[target.name]:
-        if size(target, name := f"{target.name}:{shape}") >= n:
-            return name
+        topology = f"{target.name}:{shape}"
+        if size(target, topology) >= n:
+            return topology
     raise ValueError(
-        f"the mesh has {n} devices, and no default topology of {target.name} has so many; give --topology"
+        f"the mesh has {n} devices, and no default topology of {target.name} has so many; give "
+        "--topology"
     )
 
 
@@ -113,12 +110,12 @@ def size(target: Target, topology: str) -> int:
 
 
 def what_is_missing(target: Target) -> str:
-    """What is missing to compile here, as a sentence; empty if nothing is."""
+    """What must be installed to compile for the target, as a sentence; "" if nothing."""
     return aot.what_is_missing() if target.platform == "cuda" else aot_tpu.what_is_missing()
 
 
 def prepare(target: Target) -> None:
-    """Set what the compiler reads when it is loaded. Call it before JAX starts a device."""
+    """Set the options that the compiler reads when it is loaded, before JAX starts a device."""
     if target.platform == "tpu":
         aot_tpu.prepare()
     else:
@@ -143,5 +140,8 @@ def devices(target: Target, topology: str) -> list[Any]:
 
 
 def of_device(device: Any) -> AbstractContextManager[Any]:
-    """Tracing for one device: kernels find the kind of the chip in the mesh, and a program for one has no mesh."""
+    """A context to trace a program for one device in.
+
+    Kernels read the kind of the chip from the mesh, and a program for one device has no other mesh.
+    """
     return jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh)

@@ -1,18 +1,20 @@
-"""The exchanges of a compiled step: which ones are in its program, which ones should be, and their time on the links.
+"""The exchanges of a compiled step: those in its program, those that it must have, and their time.
 
 A step of T tokens and R samples over n devices exchanges (docs/design/devices.md):
 
-    all-reduce   T H numbers   2 L - 1 times: after attention and after the MLP of each layer but the last, and the
-                               embedding
-    all-reduce   R H numbers   twice: the last layer's, of sampled tokens. In the branch for prompt log-probabilities,
-                               and where R is not less than T, they have T H numbers
-    all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of PROMPT_TILE tokens
+    all-reduce   T H numbers   2 L - 1 times: after attention and after the MLP of each layer but
+                               the last, and the embedding
+    all-reduce   R H numbers   twice: the last layer's, of sampled tokens. In the branch for prompt
+                               log-probabilities, and where R is not less than T, they have T H
+                               numbers
+    all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of
+                               PROMPT_TILE tokens
     all-gather   R C           the same: C numbers of each sample
 
 A program for steps of decodes alone has no such branch.
 
-A compiler may combine several exchanges into one instruction, or split one. Such a program is right, so numbers are
-compared and not instructions; a difference between the two is named.
+A compiler may combine several exchanges into one instruction, or split one. Such a program is
+right, so numbers are compared and not instructions; a difference between the two is named.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ RINGS = re.compile(r'"strategy":"(\w+)".*?\bcolors:(\d+) phases:(\d+)')
 AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
-class Found(NamedTuple):
-    """A collective instruction.
+class Collective(NamedTuple):
+    """A collective instruction of a compiled program.
 
     kind: with the number of devices, if it is not of all.
     arrays: its operands, as text, and the dtype that the exchange itself rounds its result to.
-    numbers, bytes: of one run, counted as `Exchange.bytes` is: an all-gather by its result, others by their operands.
+    numbers, bytes: of one run, counted as `Exchange.bytes` is: an all-gather by its result, others
+        by their operands.
     times: runs of it in one run of the program.
     branch: only in a branch of a conditional.
     """
@@ -63,20 +66,25 @@ class Found(NamedTuple):
 
 
 def rings(program: hlo.Program) -> Counter[str]:
-    """How a TPU's compiler says that it exchanges, by collectives; empty for a GPU, where it is chosen at run time.
+    """Count the collectives by the way in which a TPU's compiler says that it exchanges.
 
-    A color is a part of the array with a ring of its own: two in one dimension are the two directions of a ring.
+    The result is empty for a GPU, where the way is chosen at run time. A color is a part of the
+    array with a ring of its own: two in one dimension are the two directions of a ring.
     """
-    return Counter(
-        f"{found[1]}, {found[2]} colors, {found[3]} phases"
-        for site in hlo.sites(program)
-        if site.instruction.opcode in OPCODES
-        and (found := RINGS.search(site.instruction.attributes))
-    )
+    counts: Counter[str] = Counter()
+    for site in hlo.sites(program):
+        if site.instruction.opcode in OPCODES:
+            ring = RINGS.search(site.instruction.attributes)
+            if ring:
+                counts[f"{ring[1]}, {ring[2]} colors, {ring[3]} phases"] += 1
+    return counts
 
 
-class Wanted(NamedTuple):
-    """An exchange that a step must have: `times` arrays of `numbers` numbers; in a branch, in each turn of its loop."""
+class Required(NamedTuple):
+    """An exchange that a step must have: `times` arrays of `numbers` numbers each.
+
+    branch: it is in a branch of the step, and has these numbers in each turn of the branch's loop.
+    """
 
     kind: Kind
     numbers: int
@@ -84,41 +92,47 @@ class Wanted(NamedTuple):
     branch: bool = False
 
 
-def found(program: hlo.Program, n: int) -> Counter[Found]:
-    """The collective instructions of a program for n devices, equal ones together."""
-    results, counted = program.results, Counter()
+def collectives_of(program: hlo.Program, n: int) -> Counter[Collective]:
+    """The collective instructions of a program for n devices, with the number of equal ones."""
+    results = program.results
+    counts: Counter[Collective] = Counter()
     for site in hlo.sites(program):
-        one = site.instruction
-        kind = OPCODES.get(one.opcode)
+        instruction = site.instruction
+        kind = OPCODES.get(instruction.opcode)
         if kind is None:
             continue
-        operands, group = (
-            [array for name in one.operands for array in results[name]],
-            group_size(one.attributes, n),
-        )
-        copies, kind = (
-            group if kind == "all-gather" else 1,
+        operands = [array for name in instruction.operands for array in results[name]]
+        group = group_size(instruction.attributes, n)
+        copies = group if kind == "all-gather" else 1
+        collective = Collective(
             kind if group == n else f"{kind} of {group} devices",
+            _arrays_text(operands) + _rounding_text(instruction, operands),
+            copies * sum(array.numbers for array in operands),
+            copies * sum(array.nbytes for array in operands),
+            site.times,
+            site.branch,
         )
-        numbers, nbytes = sum(x.numbers for x in operands), sum(x.nbytes for x in operands)
-        sizes = copies * numbers, copies * nbytes
-        counted[
-            Found(kind, _said(operands) + _rounded(one, operands), *sizes, site.times, site.branch)
-        ] += 1
-    return counted
+        counts[collective] += 1
+    return counts
 
 
-def _rounded(one: hlo.Instruction, operands: Sequence[hlo.Array]) -> str:
-    """The dtype of the result where it is another one: a compiler may round in the exchange itself."""
-    given = {array.dtype for array in operands}
-    others = {
-        array.dtype for array in one.results if array.dims
-    } - given  # a scalar is a part of the mechanism
-    return "".join(f", rounded to {dtype}" for dtype in sorted(others))
+def _rounding_text(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> str:
+    """The dtype of the result as text, "" if it is that of the operands.
+
+    A compiler may round in the exchange itself. Scalars are a part of its mechanism and do not
+    count.
+    """
+    dtypes = {array.dtype for array in instruction.results if array.dims}
+    dtypes -= {array.dtype for array in operands}
+    return "".join(f", rounded to {dtype}" for dtype in sorted(dtypes))
 
 
 def group_size(attributes: str, n: int) -> int:
-    """The devices of one exchange. XLA writes groups as lists, as [groups, devices] or by axes; or not, for all n."""
+    """The number of devices of one exchange.
+
+    XLA writes groups as lists, as [groups, devices] or by axes. It writes nothing for all n
+    devices.
+    """
     if axes := AXES.search(attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
         return prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", axes[2]))
@@ -128,14 +142,14 @@ def group_size(attributes: str, n: int) -> int:
     return int(match[2]) if match[2] else len(match[1].split(","))
 
 
-def _said(arrays: Sequence[hlo.Array]) -> str:
+def _arrays_text(arrays: Sequence[hlo.Array]) -> str:
     """Arrays as text, equal ones with their number."""
     return ", ".join(
         f"{array}" + f" x {count}" * (count > 1) for array, count in Counter(arrays).items()
     )
 
 
-def wanted(
+def required(
     model: DecoderConfig,
     part: DecoderConfig,
     n: int,
@@ -144,8 +158,8 @@ def wanted(
     columns: tuple[int, int],
     *,
     decodes: bool = False,
-) -> tuple[Wanted, ...]:
-    """What a step must exchange; () for one device.
+) -> tuple[Required, ...]:
+    """The exchanges that a step must have; () for one device.
 
     Args:
         part: of the model, on one device.
@@ -156,18 +170,17 @@ def wanted(
     if n == 1:
         return ()
     rows, tile = (-(-count // n) * n for count in (samples, min(PROMPT_TILE, tokens)))
-    last = (
-        (samples, tokens) if samples < tokens else ()
-    )  # the last layer's tokens, in the two branches of the step
+    # the tokens of the last layer, in the two branches of the step
+    last = (samples, tokens) if samples < tokens else ()
     prompts = (
-        Wanted("all-to-all", part.vocab_size * tile, branch=True),
-        Wanted("all-gather", columns[1] * tile, branch=True),
+        Required("all-to-all", part.vocab_size * tile, branch=True),
+        Required("all-gather", columns[1] * tile, branch=True),
     )
     return (
-        Wanted("all-reduce", model.hidden * tokens, 2 * model.layers + 1 - 2 * bool(last)),
-        *(Wanted("all-reduce", model.hidden * count, 2, branch=True) for count in last),
-        Wanted("all-to-all", part.vocab_size * rows),
-        Wanted("all-gather", columns[0] * rows),
+        Required("all-reduce", model.hidden * tokens, 2 * model.layers + 1 - 2 * bool(last)),
+        *(Required("all-reduce", model.hidden * count, 2, branch=True) for count in last),
+        Required("all-to-all", part.vocab_size * rows),
+        Required("all-gather", columns[0] * rows),
         *(() if decodes else prompts),
     )
 
@@ -182,33 +195,42 @@ class Difference(NamedTuple):
     wrong: bool
 
 
-def differences(program: Mapping[Found, int], must: Sequence[Wanted]) -> list[Difference]:
-    """What differs, by the kind of exchange and by whether it is in a branch."""
-    return [
-        difference
-        for kind, branch in sorted({(one.kind, one.branch) for one in (*program, *must)})
-        if (
-            difference := _difference(
-                f"{kind}{' in a branch' * branch}",
-                {
-                    one: count
-                    for one, count in program.items()
-                    if (one.kind, one.branch) == (kind, branch)
-                },
-                [one for one in must if (one.kind, one.branch) == (kind, branch)],
-            )
+def differences(program: Mapping[Collective, int], must: Sequence[Required]) -> list[Difference]:
+    """The differences of a program, by the kind of exchange and by whether it is in a branch.
+
+    Args:
+        program: its collectives, with the number of equal ones.
+        must: the exchanges that it must have.
+    """
+    all_differences = []
+    places = {(exchange.kind, exchange.branch) for exchange in (*program, *must)}
+    for place in sorted(places):
+        kind, branch = place
+        difference = _difference(
+            f"{kind}{' in a branch' * branch}",
+            {
+                collective: count
+                for collective, count in program.items()
+                if (collective.kind, collective.branch) == place
+            },
+            [exchange for exchange in must if (exchange.kind, exchange.branch) == place],
         )
-    ]
+        if difference:
+            all_differences.append(difference)
+    return all_differences
 
 
 def _difference(
-    name: str, program: Mapping[Found, int], must: Sequence[Wanted]
+    name: str, program: Mapping[Collective, int], must: Sequence[Required]
 ) -> Difference | None:
-    has = sum(one.numbers * count for one, count in program.items())
-    needs = sum(one.numbers * one.times for one in must)
-    instructions, exchanges = sum(program.values()), sum(one.times for one in must)
+    """The difference in exchanges of one kind, if there is one. name: of this kind."""
+    has = sum(collective.numbers * count for collective, count in program.items())
+    needs = sum(exchange.numbers * exchange.times for exchange in must)
+    instructions = sum(program.values())
+    exchanges = sum(exchange.times for exchange in must)
     if has != needs:
-        arrays = "; ".join(f"{count} of {one.arrays}" for one, count in program.items()) or "none"
+        texts = (f"{count} of {collective.arrays}" for collective, count in program.items())
+        arrays = "; ".join(texts) or "none"
         return Difference(
             f"{name}: {has:,} numbers ({arrays}) in place of {needs:,} in {exchanges} exchanges",
             True,
@@ -221,18 +243,26 @@ def _difference(
     return None
 
 
-def seconds(program: Mapping[Found, int], n: int, network: Network) -> float:
+def seconds(program: Mapping[Collective, int], n: int, network: Network) -> float:
     """The time on the links of the exchanges of a step without prompt log-probabilities.
 
-    Of the sums in a branch, those of the fewest numbers count: the others belong to prompt log-probabilities, as other
-    exchanges in a branch do. Kinds that no step must have count as nothing: `differences` names them.
+    Of the sums in a branch, those of the fewest numbers count. The others belong to prompt
+    log-probabilities, as other exchanges in a branch do. Kinds that no step must have count as
+    nothing: `differences` names them.
     """
-    sums = [one.numbers for one in program if one.branch and one.kind == "all-reduce"]
+    sums = [
+        collective.numbers
+        for collective in program
+        if collective.branch and collective.kind == "all-reduce"
+    ]
     return sum(
-        collectives.seconds(_exchange(one, runs(one, count)), n, network)
-        for one, count in program.items()
-        if one.kind in KNOWN
-        and (not one.branch or (one.kind == "all-reduce" and one.numbers == min(sums)))
+        collectives.seconds(_exchange(collective, runs(collective, count)), n, network)
+        for collective, count in program.items()
+        if collective.kind in KNOWN
+        and (
+            not collective.branch
+            or (collective.kind == "all-reduce" and collective.numbers == min(sums))
+        )
     )
 
 
@@ -244,30 +274,36 @@ def seconds_of_layers(
     return collectives.seconds(Exchange("all-reduce", size, 2 * layers), n, network)
 
 
-def _exchange(one: Found, times: int) -> Exchange:
-    return Exchange(one.kind, one.bytes, times)  # pyright: ignore[reportArgumentType]  (callers check it)
+def _exchange(collective: Collective, times: int) -> Exchange:
+    # callers check the kind
+    return Exchange(collective.kind, collective.bytes, times)  # pyright: ignore[reportArgumentType]
 
 
-def runs(one: Found, count: int) -> int:
-    """Runs of so many equal collectives in a step; in a branch, in one turn of its loop."""
-    return count if one.branch else count * one.times
+def runs(collective: Collective, count: int) -> int:
+    """The runs of `count` equal collectives in a step; in a branch, in one turn of its loop."""
+    return count if collective.branch else count * collective.times
 
 
-def table(program: Mapping[Found, int], n: int, network: Network) -> str:
-    """The exchanges as lines to print: how often, what, the bytes of all of them, and their time."""
+def table(program: Mapping[Collective, int], n: int, network: Network) -> str:
+    """The exchanges as lines to print: times, kind and arrays, bytes of all of them, and time."""
     lines = []
-    for one, count in sorted(
+    for collective, count in sorted(
         program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)
     ):
-        times, time = runs(one, count), "no estimate"
-        if one.kind in KNOWN:
-            time = f"{1e3 * collectives.seconds(_exchange(one, times), n, network):.3f} ms"
-        where = ""
-        if one.branch:
-            where = f", for each {PROMPT_TILE} prompt tokens with log-probabilities"
-            if one.kind == "all-reduce":
-                where = ", of the last layer: of sampled tokens, or of all for log-probabilities of prompts"
+        times = runs(collective, count)
+        time = "no estimate"
+        if collective.kind in KNOWN:
+            time = f"{1e3 * collectives.seconds(_exchange(collective, times), n, network):.3f} ms"
+        note = ""
+        if collective.branch:
+            note = f", for each {PROMPT_TILE} prompt tokens with log-probabilities"
+            if collective.kind == "all-reduce":
+                note = (
+                    ", of the last layer: of sampled tokens, "
+                    "or of all for log-probabilities of prompts"
+                )
         lines.append(
-            f"  {times:4} x {one.kind:10}  {one.arrays}: {times * one.bytes / 2**20:,.3f} MiB, {time}{where}"
+            f"  {times:4} x {collective.kind:10}  {collective.arrays}: "
+            f"{times * collective.bytes / 2**20:,.3f} MiB, {time}{note}"
         )
     return "\n".join(lines)

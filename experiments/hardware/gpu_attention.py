@@ -1,24 +1,27 @@
-"""How fast are the GPU attention kernels on this GPU, compared with alternatives? `gpu_numerics` checks that they are
-right.
+"""How fast are the GPU attention kernels on this GPU, compared with alternatives?
+
+`gpu_numerics` checks that they are right.
 
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
-    python -m experiments.hardware.gpu_attention --rehearse       # the same program on a CPU: plain XLA, tiny shapes
+    python -m experiments.hardware.gpu_attention --rehearse  # the same program on a CPU: plain XLA,
+                                                             tiny shapes
 
-1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
-   8192 matrices.
-2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
-   tokens, decodes with drafts to verify, and the ratio of their time to that of a decode of as many rows and tokens.
+1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16
+   product of 8192 x 8192 matrices.
+2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of
+   2 to 8 query tokens, decodes with drafts to verify, and the ratio of their time to that of a
+   decode of as many rows and tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
 `jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
-scaled_dot_product_attention. They are timed at the shapes of `COMPARED`. The table names those that are missing or
-fail. All compute the same causal attention: an alternative that has no causal mask for fewer queries than context
-tokens is left out there.
+scaled_dot_product_attention. They are timed at the shapes of `COMPARED`. The table names those that
+are missing or fail. All compute the same causal attention: an alternative that has no causal mask
+for fewer queries than context tokens is left out there.
 
-Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches whose pages together
-exceed the L2 cache; no rows share pages.
+Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches
+whose pages together exceed the L2 cache; no rows share pages.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ CHUNKS = [
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
 ]
-# Where alternatives are timed too. Elsewhere it is the kernels alone: alternatives have no blocks, or take minutes.
+# Where alternatives are timed too. Elsewhere it is the kernels alone: alternatives have no blocks,
+# or take minutes.
 COMPARED = [
     *(Shape(64, 1, 4096, 8, 4, d, 16) for d in (128, 64)),
     Shape(8, 1, 8192, 8, 4, 128, 16),
@@ -83,34 +87,37 @@ REHEARSED = [
 ]
 
 
-# --- the card ---------------------------------------------------------------------------------------------------------
+# --- the card -------------------------------------------------------------------------------------
 
 
 def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
-    """The card's limits as measured: bytes/s of copies (read + written) and of reading, FLOP/s of a bfloat16 product.
+    """Measure the card's limits: bytes/s of copies (read + written) and of reading, FLOP/s.
 
-    The limit of a copy is the faster of a copy by the driver and of a kernel of XLA's that reads and writes.
+    FLOP/s are those of a bfloat16 product of two matrices of `side` rows and columns. The limit of
+    a copy is the faster of a copy by the driver and of a kernel of XLA's that reads and writes.
     """
 
-    def once(call: Callable[..., Any], *arrays: jax.Array) -> Times:
+    def times_of(call: Callable[..., Any], *arrays: jax.Array) -> Times:
         return device_times(compiled(call, arrays, 1), [arrays])
 
     big = jnp.ones((numbers,), jnp.bfloat16)
     copies = {
-        "copy_by_kernel_bytes_per_s": 2 * big.nbytes / once(lambda x: x * 2, big).seconds,
-        "copy_by_driver_bytes_per_s": 2 * big.nbytes / once(jnp.copy, big).wall,
+        "copy_by_kernel_bytes_per_s": 2 * big.nbytes / times_of(lambda x: x * 2, big).seconds,
+        "copy_by_driver_bytes_per_s": 2 * big.nbytes / times_of(jnp.copy, big).wall,
     }
-    read = once(lambda x: x.reshape(-1, 1 << 12).max(1), big).seconds
+    read = times_of(lambda x: x.reshape(-1, 1 << 12).max(1), big).seconds
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
-    product = once(lambda a, b: a @ b, a, b).seconds
+    product = times_of(lambda a, b: a @ b, a, b).seconds
     rates = {"read_bytes_per_s": big.nbytes / read, "product_flops_per_s": 2 * side**3 / product}
     return {"copy_bytes_per_s": max(copies.values()), **copies, **rates}
 
 
-# --- contenders: functions of `Inputs`, or on contiguous keys of (q [B, T, N, D], k [B, C, K, D], v) ------------------
+# --- contenders: functions of `Inputs`, or on contiguous keys -------------------------------------
+# contiguous keys are (q [B, T, N, D], k [B, C, K, D], v [B, C, K, D])
 
 
-KERNELS, TORCH = ("pallas_gpu",), "torch sdpa, contiguous"
+KERNELS = ("pallas_gpu",)
+TORCH = "torch sdpa, contiguous"
 
 
 class Contender(NamedTuple):
@@ -125,28 +132,31 @@ def paged(impl: str, shape: Shape) -> Contender:
 
 
 def triton(shape: Shape) -> Contender:
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as theirs
+    from jax.experimental.pallas.ops.gpu.paged_attention import (
+        paged_attention as jax_paged_attention,
+    )
 
     def call(q, k_pages, v_pages, tables, lengths):
-        return theirs(q * jnp.bfloat16(shape.d**-0.5), k_pages, v_pages, tables, lengths)
+        return jax_paged_attention(
+            q * jnp.bfloat16(shape.d**-0.5), k_pages, v_pages, tables, lengths
+        )
 
     def make(shape: Shape, seed: int) -> tuple[Any, ...]:
-        found = inputs(shape, seed)
-        swapped = (
-            found.k_pages.swapaxes(0, 1),
-            found.v_pages.swapaxes(0, 1),
-        )  # its layout is [K, P, S, D]
-        return found.q, *swapped, found.block_tables, found.seq_lens
+        arrays = inputs(shape, seed)
+        k_pages = arrays.k_pages.swapaxes(0, 1)  # its layout is [K, P, S, D]
+        v_pages = arrays.v_pages.swapaxes(0, 1)
+        return arrays.q, k_pages, v_pages, arrays.block_tables, arrays.seq_lens
 
     return Contender(call, make)
 
 
 def causal_from_first_key(shape: Shape) -> bool:
-    """Whether the usual causal mask is right, in which query i sees the keys 0 to i: queries and keys are as many.
+    """Whether the usual causal mask is right, in which query i sees the keys 0 to i.
 
-    One query of a decode sees all keys and needs no mask. Else the queries are the last tokens of the context, so query
-    i sees the keys 0 to context - queries + i; `jax.nn.dot_product_attention` and torch's
-    scaled_dot_product_attention have no such mask.
+    It is right if queries and keys are as many. One query of a decode sees all keys and needs no
+    mask. Else the queries are the last tokens of the context, so query i sees the keys 0 to
+    context - queries + i; `jax.nn.dot_product_attention` and torch's scaled_dot_product_attention
+    have no such mask.
     """
     return shape.queries == shape.context
 
@@ -164,7 +174,8 @@ def mosaic(shape: Shape, keys: int) -> Contender:
     config = attention_mgpu.TuningConfig(
         block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True
     )
-    # It takes float16 alone: its shared memory is float16 for any inputs (JAX 0.11.2). Products are as fast.
+    # It takes float16 alone: its shared memory is float16 for any inputs (JAX 0.11.2). Products are
+    # as fast.
     return Contender(
         partial(attention_mgpu.attention, config=config), partial(contiguous, dtype="float16")
     )
@@ -183,7 +194,10 @@ def contiguous(shape: Shape, seed: int, dtype: str = "bfloat16") -> tuple[jax.Ar
 
 
 def torch_times(shape: Shape, copies: int) -> Times:
-    """Median device time of torch's scaled_dot_product_attention on contiguous keys, by CUDA events."""
+    """The median device time of torch's scaled_dot_product_attention, by CUDA events.
+
+    Its keys are contiguous.
+    """
     import torch  # pyright: ignore[reportMissingImports]  (on the GPU machine)
     from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
@@ -198,14 +212,14 @@ def torch_times(shape: Shape, copies: int) -> Times:
     call: Any = partial(
         functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1
     )
-    for one in sets:
-        call(*one)
+    for arrays in sets:
+        call(*arrays)
     times = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for one in sets:
-            call(*one)
+        for arrays in sets:
+            call(*arrays)
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / len(sets))
@@ -213,29 +227,39 @@ def torch_times(shape: Shape, copies: int) -> Times:
 
 
 def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
-    """Those of JAX that compute the attention of a shape."""
-    decode, square = shape.queries == 1, causal_from_first_key(shape)
-    found = {name: partial(paged, name, shape) for name in ("pallas_gpu", "xla")}
+    """The contenders in JAX that compute the attention of a shape, by name."""
+    decode = shape.queries == 1
+    square = causal_from_first_key(shape)
+    makers = {name: partial(paged, name, shape) for name in ("pallas_gpu", "xla")}
     if decode or square:
-        found["cudnn, contiguous"] = partial(cudnn, shape)
+        makers["cudnn, contiguous"] = partial(cudnn, shape)
     if decode:
-        found["jax triton (deprecated)"] = partial(triton, shape)
+        makers["jax triton (deprecated)"] = partial(triton, shape)
     elif square:
-        found |= {
+        makers |= {
             f"jax mosaic 64 x {keys}, contiguous": partial(mosaic, shape, keys)
             for keys in (64, 128)
         }
-    return found
+    return makers
 
 
 def is_decode(shape: Shape) -> bool:
-    """Whether the time of a shape is that of reading keys and values: a decode, or a row with a few drafts."""
+    """Whether the time of a shape is that of reading keys and values.
+
+    It is for a decode, and for a row with a few drafts.
+    """
     return shape.queries <= SHORT[-1]
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The time of rows with drafts over that of the decode of as many rows and tokens, for each contender."""
-    key = lambda row: (row["contender"], *sorted((row["shape"] | {"queries": 0}).items()))  # noqa: E731
+def draft_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The time of rows with drafts over that of a decode, for each contender.
+
+    The decode has as many rows and context tokens.
+    """
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["contender"], *sorted((row["shape"] | {"queries": 0}).items())
+
     timed = [row for row in rows if "seconds" in row]
     decodes = {key(row): row["seconds"] for row in timed if row["shape"]["queries"] == 1}
     drafts = [
@@ -260,44 +284,51 @@ class Row(NamedTuple):
     program: Any  # compiled, or the error
 
 
-def prepared(shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: bool) -> list[Row]:
+def compile_rows(
+    shapes: Sequence[Shape], names: Sequence[str] | None, with_torch: bool
+) -> list[Row]:
     """Compile the contenders at every shape, side by side in threads.
 
-    Nothing is timed meanwhile, because XLA tries programs on the GPU. `names`: only these; None is the kernels, and
-    all others at the shapes of COMPARED.
+    Nothing is timed meanwhile, because XLA tries programs on the GPU.
+
+    Args:
+        names: of the contenders; None is the kernels, and all others at the shapes of COMPARED.
     """
 
-    def prepare(shape: Shape, name: str, find: Callable[[], Contender] | None) -> Row:
-        if find is None:
+    def compile_row(shape: Shape, name: str, make: Callable[[], Contender] | None) -> Row:
+        if make is None:
             return Row(shape, name, None, None)
         try:
-            found = find()
-            made = compiled(
-                found.call, jax.eval_shape(lambda: found.make(shape, 0)), copies_of(shape)
-            )
-            return Row(shape, name, found, made)
+            contender = make()
+            arguments = jax.eval_shape(lambda: contender.make(shape, 0))
+            program = compiled(contender.call, arguments, copies_of(shape))
+            return Row(shape, name, contender, program)
         except Exception as error:
             return Row(shape, name, None, error)
 
-    wanted = []
-    for shape in shapes:
-        torch = with_torch and (shape.queries == 1 or causal_from_first_key(shape))
-        found: dict[str, Any] = contenders(shape) | ({TORCH: None} if torch else {})
-        chosen = names or (found if shape in COMPARED else KERNELS)
-        wanted += [(shape, name, find) for name, find in found.items() if name in chosen]
+    futures = []
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one: prepare(*one), wanted))
+        for shape in shapes:
+            makers: dict[str, Any] = contenders(shape)
+            if with_torch and (shape.queries == 1 or causal_from_first_key(shape)):
+                makers[TORCH] = None
+            chosen = names or (makers if shape in COMPARED else KERNELS)
+            for name, make in makers.items():
+                if name in chosen:
+                    futures.append(pool.submit(compile_row, shape, name, make))
+    return [future.result() for future in futures]
 
 
 def copies_of(shape: Shape) -> int:
-    """The caches of a measurement."""
+    """The number of caches that the calls of a measurement rotate over."""
     return min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 16)
 
 
 def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
-    """The row with its times and its share of the card's limit, or with its error."""
-    shape, copies = row.shape, copies_of(row.shape)
-    found: dict[str, Any] = {"shape": shape._asdict(), "contender": row.name}
+    """Time a row. Returns it with its times and its share of a card's limit, or with its error."""
+    shape = row.shape
+    copies = copies_of(row.shape)
+    result: dict[str, Any] = {"shape": shape._asdict(), "contender": row.name}
     try:
         if isinstance(row.program, Exception):
             raise row.program
@@ -308,9 +339,9 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
                 row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS
             )
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        print(f"  {row.name:30} {found['error'][:100]}", flush=True)
-        return found
+        result["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        print(f"  {row.name:30} {result['error'][:100]}", flush=True)
+        return result
     if is_decode(shape):
         share = shape.cache_bytes / times.seconds / card["copy_bytes_per_s"]
     else:
@@ -320,10 +351,11 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
         f"  {row.name:30} {1e6 * times.seconds:10.1f} us{wall}   {share:6.1%} of the card's limit",
         flush=True,
     )
-    return found | {"seconds": times.seconds, **times._asdict(), "share": share}
+    return result | {"seconds": times.seconds, **times._asdict(), "share": share}
 
 
 def versions() -> dict[str, Any]:
+    """The environment, the GPU with its driver, the versions of packages, and the date."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
@@ -338,7 +370,7 @@ def versions() -> dict[str, Any]:
     return {**environment(), "gpu": driver, "packages": packages, "date": time.strftime("%Y-%m-%d")}
 
 
-def main() -> int:
+def gpu_attention_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -353,40 +385,55 @@ def main() -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: plain XLA alone, tiny shapes, wall times"
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = gpu_attention_parser().parse_args()
     device = jax.devices()[0]
-    if (wrong := pallas_gpu.wrong_device(device)) and not args.rehearse:
+    wrong_device = pallas_gpu.wrong_device(device)
+    if wrong_device and not args.rehearse:
         sys.exit(
-            f"error: pallas_gpu {wrong}; nothing to measure. Without a GPU, pallas_kernels.aot compiles the kernels"
+            f"error: pallas_gpu {wrong_device}; nothing to measure. Without a GPU, "
+            "pallas_kernels.aot compiles the kernels"
         )
 
     results: dict[str, Any] = {"where": versions(), "tiles": Tiles.of(device.device_kind)._asdict()}
 
-    def keep(**more: Any) -> None:
-        results.update(more)
+    def keep(**figures: Any) -> None:
+        """Write the results so far, with these figures."""
+        results.update(figures)
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)
     print(
-        f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s"
     )
-    few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
-    began, rows, before = time.perf_counter(), [], None
-    shapes = REHEARSED if args.rehearse else few if args.quick else all_shapes
+    if args.rehearse:
+        shapes = REHEARSED
+    elif args.quick:
+        shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]]
+    else:
+        shapes = [*DECODES, *VERIFIED, *CHUNKS]
+    start = time.perf_counter()
     names = ["xla"] if args.rehearse else args.contenders
-    every = prepared(shapes, names, not args.no_torch)
-    print(f"{len(every)} programs compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for row in every:
-        if row.shape != before:
-            print(row.shape, flush=True)
-        before = row.shape
-        rows.append(measure(row, card))
-        keep(rows=rows, drafts=compared(rows))
-    for row in compared(rows):
+    programs = compile_rows(shapes, names, not args.no_torch)
+    print(f"{len(programs)} programs compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    rows = []
+    printed = None
+    for program in programs:
+        if program.shape != printed:
+            print(program.shape, flush=True)
+        printed = program.shape
+        rows.append(measure(program, card))
+        keep(rows=rows, drafts=draft_ratios(rows))
+    for row in draft_ratios(rows):
         print(
-            f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode"
+            f"{row['contender']:12} {Shape(**row['shape'])}: "
+            f"{row['over_a_decode']:.2f} times a decode"
         )
     return 0
 

@@ -1,17 +1,23 @@
-"""A Llama of random weights in the engine on a GPU: output tokens/s, share of the roofline, and what a step is made of.
+"""A Llama of random weights in the engine on a GPU: output tokens/s, share of the roofline, and
+what a step is made of.
 
     python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
     python -m experiments.hardware.gpu_engine --impls pallas_gpu --lookahead 1 --profile 8
-    python -m experiments.hardware.gpu_engine --rehearse          # the same program on a CPU: plain XLA, a tiny model
+    python -m experiments.hardware.gpu_engine --rehearse  # the same program on a CPU: plain XLA, a
+                                                          tiny model
 
-The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and 100 to 1,024 output
-tokens each, all at once. For each attention implementation and each `lookahead`, the same engine settings serve them.
+The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and
+100 to 1,024 output tokens each, all at once. For each attention implementation and each
+`lookahead`, the same engine settings serve them.
 
-roofline    for each step, the time in which the card could read the weights, keys and values, or compute the products,
-            whichever is longer, at the measured rates (--bandwidth, --rate); summed over the steps
-idle        1 - the time in which a kernel runs / wall time, over a few decode steps, in XLA's own trace of the device
+roofline    for each step, the time in which the card could read the weights, keys and values, or
+            compute the products, whichever is longer, at the measured rates (--bandwidth, --rate);
+            summed over the steps
+idle        1 - the time in which a kernel runs / wall time, over a few decode steps, in XLA's own
+            trace of the device
 
-Random weights make random tokens, so tokens are not checked here; `gpu_goldens` does that with a real model.
+Random weights make random tokens, so tokens are not checked here; `gpu_goldens` does that with a
+real model.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
 from pagedjax import Engine, EngineConfig, SamplingParams
+from pagedjax.device.models import Model
 from pagedjax.engine import programs
 
 Request = tuple[list[int], int]  # prompt, output tokens
@@ -47,70 +54,79 @@ GRAPHS = {  # what XLA puts into CUDA graphs
 }
 TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
 REHEARSED: dict[str, Any] = {
-    **{"shape": "small", "impls": ["xla"], "dtype": "float32", "lookahead": [0, 1], "profile": 4},
-    **{
-        "requests": 4,
-        "lengths": (8, 32),
-        "budget": 64,
-        "buckets": [8, 64],
-        "bandwidth": 1e10,
-        "rate": 1e11,
-    },
+    "shape": "small",
+    "impls": ["xla"],
+    "dtype": "float32",
+    "lookahead": [0, 1],
+    "profile": 4,
+    "requests": 4,
+    "lengths": (8, 32),
+    "budget": 64,
+    "buckets": [8, 64],
+    "bandwidth": 1e10,
+    "rate": 1e11,
 }
 
 
-def requests_of(count: int, least: int, most: int, vocabulary: int, seed: int = 0) -> list[Request]:
-    """Prompts and numbers of output tokens, both of `least` to `most`, drawn as nano-vllm's bench.py draws them."""
+def requests_of(
+    count: int, shortest: int, longest: int, vocabulary: int, seed: int = 0
+) -> list[Request]:
+    """Random prompts and numbers of output tokens, drawn as nano-vllm's bench.py draws them.
+
+    Both lengths are from `shortest` to `longest`.
+    """
     draw = random.Random(seed)
     prompts = [
-        [draw.randint(0, vocabulary - 1) for _ in range(draw.randint(least, most))]
+        [draw.randint(0, vocabulary - 1) for _ in range(draw.randint(shortest, longest))]
         for _ in range(count)
     ]
-    return [(prompt, draw.randint(least, most)) for prompt in prompts]
+    return [(prompt, draw.randint(shortest, longest)) for prompt in prompts]
 
 
-def add(engine: Engine, requests: Iterable[Request]) -> None:
+def add_requests(engine: Engine, requests: Iterable[Request]) -> None:
     for i, (prompt, tokens) in enumerate(requests):
-        engine.add(
-            str(i),
-            prompt,
-            SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, seed=i),
-        )
+        params = SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, seed=i)
+        engine.add(str(i), prompt, params)
 
 
 def serve(engine: Engine, requests: Sequence[Request], roofline: Roofline) -> dict[str, Any]:
-    """The figures of all requests, served at once."""
-    add(engine, requests)
-    began, bound, steps, device, compiled, decodes = time.perf_counter(), 0.0, 0, 0.0, 0, []
+    """Serve all requests at once. Returns the figures."""
+    add_requests(engine, requests)
+    start = time.perf_counter()
+    roofline_seconds = 0.0
+    steps = 0
+    device_seconds = 0.0
+    compilations = 0
+    decode_seconds = []
     while engine.has_work:
-        if (result := engine.step()) is None:
+        result = engine.step()
+        if result is None:
             continue
-        bound += roofline(work_of(result.plan, result.plan.num_tokens))
-        steps, device, compiled = (
-            steps + 1,
-            device + result.device_seconds,
-            compiled + result.compilations,
-        )
+        roofline_seconds += roofline(work_of(result.plan, result.plan.num_tokens))
+        steps += 1
+        device_seconds += result.device_seconds
+        compilations += result.compilations
         if max(result.plan.counts, default=0) == 1:
-            decodes.append(result.finished - result.started)
-    seconds, tokens = time.perf_counter() - began, sum(tokens for _, tokens in requests)
+            decode_seconds.append(result.finished - result.started)
+    seconds = time.perf_counter() - start
+    tokens = sum(tokens for _, tokens in requests)
     return {
         "seconds": seconds,
         "output_tokens": tokens,
         "output_tokens_per_s": tokens / seconds,
         "total_tokens_per_s": (tokens + sum(len(prompt) for prompt, _ in requests)) / seconds,
-        "roofline_s": bound,
-        "share_of_roofline": bound / seconds,
+        "roofline_s": roofline_seconds,
+        "share_of_roofline": roofline_seconds / seconds,
         "steps": steps,
-        "device_s": device,
-        "decode_step_p50": statistics.median(decodes),
-        "compilations": compiled,
+        "device_s": device_seconds,
+        "decode_step_p50": statistics.median(decode_seconds),
+        "compilations": compilations,
     }
 
 
 def decode_all(engine: Engine, requests: Sequence[Request], warm: int = 12) -> None:
-    """Bring the engine to where all requests decode, `warm` steps after the first such step."""
-    add(engine, [(prompt, TRACED) for prompt, _ in requests])
+    """Make steps until all requests decode, and `warm` such steps."""
+    add_requests(engine, [(prompt, TRACED) for prompt, _ in requests])
     while engine.has_work and warm > 0:
         result = engine.step()
         if result is not None and max(result.plan.counts, default=0) == 1:
@@ -118,11 +134,15 @@ def decode_all(engine: Engine, requests: Sequence[Request], warm: int = 12) -> N
 
 
 def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str, Any]:
-    """A trace of some decode steps: the share in which no kernel runs, and the time of each kernel in a step."""
+    """Trace some decode steps.
+
+    Returns the share of time in which no kernel runs, and the time of each kernel in a step.
+    """
     decode_all(engine, requests)
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
-        options.host_tracer_level, options.python_tracer_level = 1, 0
+        options.host_tracer_level = 1
+        options.python_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(steps):
                 engine.step()
@@ -134,53 +154,61 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str
 
 
 def last_call(engine: Engine) -> tuple[Any, Any]:
-    """Make a step. Returns the last program that it called, and the arguments; the cache of these is gone."""
-    compiled, calls = engine.runtime.programs, []
+    """Make a step. Returns the last program that it called, and its arguments.
 
-    class Watched(dict[Any, Any]):
+    The cache among these is gone: the program has updated it in place.
+    """
+    compiled = engine.runtime.programs
+    calls = []
+
+    class RecordedPrograms(dict[Any, Any]):
         def __missing__(self, shape: Any) -> Any:
-            return lambda *arguments: (
-                calls.append((compiled[shape], arguments)),
-                compiled[shape](*arguments),
-            )[1]
+            def call(*arguments: Any) -> Any:
+                calls.append((compiled[shape], arguments))
+                return compiled[shape](*arguments)
 
-    object.__setattr__(engine.runtime, "programs", Watched())
+            return call
+
+    object.__setattr__(engine.runtime, "programs", RecordedPrograms())
     engine.step()
     object.__setattr__(engine.runtime, "programs", compiled)
     return calls[-1]
 
 
 def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> dict[str, float]:
-    """What a decode step is made of, in seconds: its program alone, and with arrays from the host.
+    """The parts of a decode step's time, in seconds: its program alone, and with arrays from the
+    host.
 
-    The program of one step is called again and again, behind one another. The engine cannot be used afterwards.
+    The program of one step is called again and again, and each call is queued behind the one
+    before. The engine cannot be used afterwards.
     """
     decode_all(engine, requests)
     program, (leaves, _, batch) = last_call(engine)
     cache = engine._cache()  # what that call left
-    there = [jax.device_put(batch) for _ in range(2)]
-    found = {}
-    for name, turns in {
-        "device arrays": there[:1],
-        "two sets of them": there,
+    on_device = [jax.device_put(batch) for _ in range(2)]
+    ways = {
+        "device arrays": on_device[:1],
+        "two sets of them": on_device,
         "host arrays": [batch],
-    }.items():
-        called = []
+    }
+    seconds = {}
+    for name, batches in ways.items():
+        call_seconds = []
         for i in range(calls + 3):
-            if i == 3:
+            if i == 3:  # the first three calls warm up
                 jax.block_until_ready(cache)
-                began = time.perf_counter()
-            at = time.perf_counter()
-            cache, output = program(leaves, cache, turns[i % len(turns)])
-            called.append(time.perf_counter() - at)
+                start = time.perf_counter()
+            call_start = time.perf_counter()
+            cache, output = program(leaves, cache, batches[i % len(batches)])
+            call_seconds.append(time.perf_counter() - call_start)
         jax.block_until_ready((cache, output))
-        found[name] = (time.perf_counter() - began) / calls
-        found[f"{name}, the call"] = statistics.median(called[3:])
-    return found
+        seconds[name] = (time.perf_counter() - start) / calls
+        seconds[f"{name}, the call"] = statistics.median(call_seconds[3:])
+    return seconds
 
 
 def kernels_of(trace: Any) -> Iterable[tuple[float, float, str]]:
-    """(begin, end, name) of what ran on a GPU, in nanoseconds."""
+    """Yields (begin, end, name) of each kernel and copy that ran on a GPU, in nanoseconds."""
     for plane in trace.planes:
         if not (plane.name or "").startswith("/device:GPU"):
             continue
@@ -190,25 +218,30 @@ def kernels_of(trace: Any) -> Iterable[tuple[float, float, str]]:
 
 
 def busy(kernels: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """The time from the first kernel's begin to the last one's end, and the share in which none runs."""
+    """The time from the first kernel's begin to the last one's end, and the share in which none
+    runs."""
     if not kernels:
         return {}
-    covered, until = 0.0, kernels[0][0]
+    covered = 0.0
+    until = kernels[0][0]
     for begin, end, _ in kernels:
         covered += max(0.0, end - max(begin, until))
         until = max(until, end)
-    whole = until - kernels[0][0]
-    return {"traced_s": whole / 1e9, "idle": 1 - covered / whole, "launches": len(kernels)}
+    duration = until - kernels[0][0]
+    return {"traced_s": duration / 1e9, "idle": 1 - covered / duration, "launches": len(kernels)}
 
 
 def by_name(
-    kernels: Sequence[tuple[float, float, str]], steps: int, most: int = 25
+    kernels: Sequence[tuple[float, float, str]], steps: int, limit: int = 25
 ) -> list[dict[str, Any]]:
-    """The kernels that take most of a step's time, with their launches and microseconds a step."""
-    found: dict[str, list[float]] = {}
+    """The `limit` kernels that take most of a step's time.
+
+    Each has its launches and its microseconds in a step.
+    """
+    durations: dict[str, list[float]] = {}
     for begin, end, name in kernels:
-        found.setdefault(name, []).append(end - begin)
-    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
+        durations.setdefault(name, []).append(end - begin)
+    longest = sorted(durations.items(), key=lambda item: -sum(item[1]))[:limit]
     return [
         {
             "name": name[:120],
@@ -219,7 +252,7 @@ def by_name(
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
+def gpu_engine_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -264,6 +297,49 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
     )
+    return parser
+
+
+def measure(
+    run: dict[str, Any],
+    model: Model,
+    requests: Sequence[Request],
+    roofline: Roofline,
+    args: argparse.Namespace,
+    keep: Callable[[], None],
+) -> None:
+    """Start the engine of a run, and write its figures into `run`.
+
+    keep: writes the figures of all runs so far to the file.
+    """
+    longest = args.lengths[1]
+    blocks = (longest + max(longest, TRACED)) // args.block_size
+    start = time.perf_counter()
+    config = EngineConfig(
+        attention_impl=run["impl"],
+        dtype=args.dtype,
+        lookahead=run["lookahead"],
+        block_size=args.block_size,
+        max_num_seqs=args.requests,
+        max_num_batched_tokens=args.budget,
+        max_model_len=min(4096, SHAPES[args.shape]["max_position_embeddings"]),
+        token_buckets=tuple(args.buckets or sorted({args.requests, args.budget})),
+        num_blocks=args.requests * (blocks + 2),
+    )
+    engine = Engine(model, config)
+    run["startup_s"] = time.perf_counter() - start
+    if not args.no_serve:
+        serve(engine, requests[:8], roofline)
+        run |= serve(engine, requests, roofline)
+        keep()
+    if args.profile:
+        run["profile"] = profile(engine, requests, args.profile)
+        keep()
+    run["breakdown"] = breakdown(engine, requests)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = gpu_engine_parser()
     args = parser.parse_args(argv)
     if args.rehearse:
         parser.set_defaults(**REHEARSED)
@@ -273,21 +349,18 @@ def main(argv: list[str] | None = None) -> int:
         "xla_enable_command_buffers_during_profiling": True,
     }
     model = random_model(SHAPES[args.shape], args.dtype)
-    number = 4 if args.dtype == "float32" else 2
-    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]}
-    shape = shape_of(described, number, number)
-    roofline = Roofline(
-        shape, Chip(args.bandwidth, args.rate, 0.0, launch=0.0), block_size=args.block_size
-    )
-    least, most = args.lengths
-    requests = requests_of(args.requests, least, most, model.config.vocab_size)
+    number_bytes = 4 if args.dtype == "float32" else 2
+    hf_config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPES[args.shape]}
+    shape = shape_of(hf_config, number_bytes, number_bytes)
+    chip = Chip(args.bandwidth, args.rate, 0.0, launch=0.0)
+    roofline = Roofline(shape, chip, block_size=args.block_size)
+    shortest, longest = args.lengths
+    requests = requests_of(args.requests, shortest, longest, model.config.vocab_size)
     figures: dict[str, Any] = {
         "where": environment(),
         **{k: str(v) for k, v in vars(args).items()},
         "runs": [],
     }
-    blocks = (args.lengths[1] + max(args.lengths[1], TRACED)) // args.block_size
-    buckets = args.buckets or sorted({args.requests, args.budget})
 
     def keep() -> None:
         if args.json:
@@ -295,37 +368,15 @@ def main(argv: list[str] | None = None) -> int:
 
     for impl in args.impls:
         for lookahead in args.lookahead:
-            one: dict[str, Any] = {"impl": impl, "lookahead": lookahead, "graphs": args.graphs}
-            figures["runs"].append(one)
-            began = time.perf_counter()
+            run: dict[str, Any] = {"impl": impl, "lookahead": lookahead, "graphs": args.graphs}
+            figures["runs"].append(run)
             try:
-                config = EngineConfig(
-                    attention_impl=impl,
-                    dtype=args.dtype,
-                    lookahead=lookahead,
-                    block_size=args.block_size,
-                    max_num_seqs=args.requests,
-                    max_num_batched_tokens=args.budget,
-                    max_model_len=min(4096, SHAPES[args.shape]["max_position_embeddings"]),
-                    token_buckets=tuple(buckets),
-                    num_blocks=args.requests * (blocks + 2),
-                )
-                engine = Engine(model, config)
-                one["startup_s"] = time.perf_counter() - began
-                if not args.no_serve:
-                    serve(engine, requests[:8], roofline)
-                    one |= serve(engine, requests, roofline)
-                    keep()
-                if args.profile:
-                    one["profile"] = profile(engine, requests, args.profile)
-                    keep()
-                one["breakdown"] = breakdown(engine, requests)
-                del engine
+                measure(run, model, requests, roofline, args, keep)
             except Exception as error:
-                one["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
-            print(json.dumps(one), flush=True)
+                run["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
+            print(json.dumps(run), flush=True)
             keep()
-    return 1 if any("failed" in one for one in figures["runs"]) else 0
+    return 1 if any("failed" in run for run in figures["runs"]) else 0
 
 
 if __name__ == "__main__":

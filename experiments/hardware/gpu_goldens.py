@@ -2,20 +2,27 @@
 
     python -m experiments.hardware.gpu_goldens --json goldens.json
     python -m experiments.hardware.gpu_goldens --model SmolLM2-135M-Instruct.Q4_1.gguf
-    python -m experiments.hardware.gpu_goldens --rehearse         # on a CPU: its implementations, in float32
+    python -m experiments.hardware.gpu_goldens --rehearse  # on a CPU: its implementations, in
+                                                           float32
 
-The reference is tests/goldens/greedy.json: greedy continuations of SmolLM2-135M by transformers, in float32 on a CPU.
-For each dtype, one engine has the kernels and one has plain XLA. Each runs in a process of its own.
+The reference is tests/goldens/greedy.json: greedy continuations of SmolLM2-135M by transformers, in
+float32 on a CPU. For each dtype, one engine has the kernels and one has plain XLA. Each runs in a
+process of its own.
 
-forced     The prompt with its golden continuation is a prompt. The log-probabilities of the golden tokens are compared
-           with the reference: mean and largest difference. This runs chunks.
-decoded    All prompts are continued greedily, in one batch. This runs decodes. As long as tokens equal the golden ones,
-           their log-probabilities are compared too.
+forced     The prompt with its golden continuation is a prompt. The log-probabilities of the golden
+           tokens are compared with the reference: mean and largest difference. This runs chunks.
+decoded    All prompts are continued greedily, in one batch. This runs decodes. As long as tokens
+           equal the golden ones, their log-probabilities are compared too.
 
-Wrong is: a mean difference above the limit of the dtype (`MOST`); a mean or largest difference of the kernels above
-`FACTOR` times that of XLA; another token where the reference has no near tie. A token other than the golden one needs
-two errors whose sum is the reference's margin, so the bound of a margin is twice the largest difference. In float32 all
-tokens must be equal. Plain XLA on a CPU has a mean of 0.0016 in float16, with 28 of 31 continuations identical, and of
+These are faults:
+
+- a mean difference above the limit of the dtype (`MOST`);
+- a mean or largest difference of the kernels above `FACTOR` times that of XLA;
+- another token where the reference has no near tie. A token other than the golden one needs two
+  errors whose sum is the reference's margin, so the bound of a margin is twice the largest
+  difference. In float32 all tokens must be equal.
+
+Plain XLA on a CPU has a mean of 0.0016 in float16, with 28 of 31 continuations identical, and of
 0.011 in bfloat16, with 17.
 """
 
@@ -38,10 +45,13 @@ from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens" / "greedy.json"
-MOST = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}  # of the mean difference
+# limits of the mean difference
+MOST = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}
 FACTOR = 2.0
 TOKENS = 64  # of each golden continuation
-BLOCK, ROWS, BUDGET = 16, 32, 512
+BLOCK = 16
+ROWS = 32
+BUDGET = 512
 
 
 class Job(NamedTuple):
@@ -54,16 +64,14 @@ class Job(NamedTuple):
     tokens: int
 
 
-def measured(job: Job) -> dict[str, Any]:
-    """The differences of an engine from the goldens, see `forced` and `decoded`."""
+def run_job(job: Job) -> dict[str, Any]:
+    """Start the engine of a job. Returns its differences from the goldens, and its times."""
     import jax
 
     from pagedjax import LLM, load_model
 
-    began, length = (
-        time.perf_counter(),
-        max(len(one["prompt_token_ids"]) for one in job.goldens) + job.tokens + 1,
-    )
+    start = time.perf_counter()
+    length = max(len(golden["prompt_token_ids"]) for golden in job.goldens) + job.tokens + 1
     llm = LLM(
         load_model(job.model, dtype=job.dtype),
         attention_impl=job.impl,
@@ -76,119 +84,153 @@ def measured(job: Job) -> dict[str, Any]:
         progress=False,
         compilation="eager",
     )
-    startup = time.perf_counter() - began
+    startup = time.perf_counter() - start
     return {
-        "decoded": decoded(
-            llm, job.goldens, job.tokens
-        ),  # first, so that no prompt is found in the cache
-        "forced": forced(llm, job.goldens, job.tokens),
+        # first, so that no prompt is in the cache yet
+        "decoded": greedy_differences(llm, job.goldens, job.tokens),
+        "forced": forced_differences(llm, job.goldens, job.tokens),
         "device": jax.devices()[0].device_kind,
         "startup_s": round(startup, 1),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def forced(llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
-    """The differences of log-probabilities of the golden tokens, where each follows its golden prefix."""
+def forced_differences(
+    llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int
+) -> dict[str, float]:
+    """Compare the log-probability of each golden token, after its golden prefix."""
     from pagedjax import SamplingParams
 
-    prompts = [[*one["prompt_token_ids"], *one["token_ids"][:tokens]] for one in goldens]
-    params, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
-    for one, out in zip(goldens, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        entries = out.prompt_logprobs[-tokens:]
-        found += [
-            e[t].logprob - p
-            for e, t, p in zip(entries, one["token_ids"], one["logprobs"], strict=False)
+    prompts = [[*golden["prompt_token_ids"], *golden["token_ids"][:tokens]] for golden in goldens]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    errors = []
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for golden, output in zip(goldens, outputs, strict=True):
+        entries = output.prompt_logprobs[-tokens:]
+        errors += [
+            entry[token].logprob - logprob
+            for entry, token, logprob in zip(
+                entries, golden["token_ids"], golden["logprobs"], strict=False
+            )
         ]
-    return differences(found)
+    return differences(errors)
 
 
-def decoded(llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
-    """How many greedy continuations are the golden ones, and where the others differ first."""
+def greedy_differences(
+    llm: Any, goldens: Sequence[Mapping[str, Any]], tokens: int
+) -> dict[str, Any]:
+    """Continue all prompts greedily.
+
+    Returns the differences of log-probabilities, how many continuations are the golden ones, and
+    where the others differ first.
+    """
     from pagedjax import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-    found, differ = [], []
-    outputs = llm.generate([one["prompt_token_ids"] for one in goldens], params, use_tqdm=False)
-    for one, out in zip(goldens, outputs, strict=True):
-        got, entries = list(out.outputs[0].token_ids), out.outputs[0].logprobs
-        same = next(
-            (i for i in range(tokens) if got[i : i + 1] != one["token_ids"][i : i + 1]), tokens
+    errors = []
+    differ = []
+    outputs = llm.generate(
+        [golden["prompt_token_ids"] for golden in goldens], params, use_tqdm=False
+    )
+    for golden, output in zip(goldens, outputs, strict=True):
+        token_ids = list(output.outputs[0].token_ids)
+        entries = output.outputs[0].logprobs
+        equal_tokens = next(
+            (i for i in range(tokens) if token_ids[i : i + 1] != golden["token_ids"][i : i + 1]),
+            tokens,
         )
-        found += [entries[i][got[i]].logprob - one["logprobs"][i] for i in range(same)]
-        if same < tokens:
-            differ.append({"prompt": one["name"], "at": same, "margin": one["margins"][same]})
+        errors += [
+            entries[i][token_ids[i]].logprob - golden["logprobs"][i] for i in range(equal_tokens)
+        ]
+        if equal_tokens < tokens:
+            differ.append(
+                {
+                    "prompt": golden["name"],
+                    "at": equal_tokens,
+                    "margin": golden["margins"][equal_tokens],
+                }
+            )
     return {
-        **differences(found),
+        **differences(errors),
         "identical": len(goldens) - len(differ),
         "of": len(goldens),
         "differ": differ,
     }
 
 
-def differences(found: Sequence[float]) -> dict[str, float]:
-    """Mean and largest absolute value; infinite if one is not finite, or there is none."""
-    sizes = np.abs(np.array(found, np.float64))
+def differences(errors: Sequence[float]) -> dict[str, float]:
+    """The mean and the largest absolute error; infinite if one is not finite, or there is none."""
+    sizes = np.abs(np.array(errors, np.float64))
     if not sizes.size or not np.isfinite(sizes).all():
         return {"mean": float("inf"), "largest": float("inf")}
     return {"mean": float(sizes.mean()), "largest": float(sizes.max())}
 
 
-def faults(one: Mapping[str, Any], xla: Mapping[str, Any] | None) -> list[str]:
-    """What is wrong with the result of an engine, as sentences. xla: that of plain XLA in the same dtype."""
-    if "failed" in one:
-        return [one["failed"]]
-    wrong, least, dtype = [], 2 * one["forced"]["largest"], one["dtype"]
+def faults(run: Mapping[str, Any], xla: Mapping[str, Any] | None) -> list[str]:
+    """The faults of an engine's run, as sentences. xla: the run of plain XLA in the same dtype."""
+    if "failed" in run:
+        return [run["failed"]]
+    sentences = []
+    dtype = run["dtype"]
+    # a margin of the reference up to which another token is no fault
+    near_tie = 0.0 if dtype == "float32" else 2 * run["forced"]["largest"]
     for kind in ("forced", "decoded"):
-        if not one[kind]["mean"] <= MOST[dtype]:
-            wrong.append(
-                f"{kind}: the mean difference is {one[kind]['mean']:.2g}; the limit is {MOST[dtype]:g}"
+        if not run[kind]["mean"] <= MOST[dtype]:
+            sentences.append(
+                f"{kind}: the mean difference is {run[kind]['mean']:.2g}; the limit is "
+                f"{MOST[dtype]:g}"
             )
         for name in ("mean", "largest"):
             limit = FACTOR * xla[kind][name] if xla and "failed" not in xla else float("inf")
-            if dtype != "float32" and one[kind][name] > limit:
-                wrong.append(
-                    f"{kind}: the {name} difference is {one[kind][name]:.2g}; XLA's allows {limit:.2g}"
+            if dtype != "float32" and run[kind][name] > limit:
+                sentences.append(
+                    f"{kind}: the {name} difference is {run[kind][name]:.2g}; XLA's allows "
+                    f"{limit:.2g}"
                 )
-    if dtype == "float32":
-        least = 0.0
-    for at in one["decoded"]["differ"]:
-        if at["margin"] > least:
-            where = f"token {at['at']} of {at['prompt']!r}"
-            wrong.append(
-                f"{where} is another, and the reference's margin is {at['margin']:.3g}, not below {least:.2g}"
+    for difference in run["decoded"]["differ"]:
+        if difference["margin"] > near_tie:
+            place = f"token {difference['at']} of {difference['prompt']!r}"
+            sentences.append(
+                f"{place} is another, and the reference's margin is {difference['margin']:.3g}, "
+                f"not below {near_tie:.2g}"
             )
-    return wrong
+    return sentences
 
 
-def judged(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results, each with `wrong`, what is wrong with it."""
-    xla = {one["dtype"]: one for one in found if one["impl"] == "xla"}
-    return [{**one, "wrong": faults(one, xla.get(one["dtype"]))} for one in found]
+def with_faults(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The runs, each with its faults as `wrong`."""
+    xla = {run["dtype"]: run for run in runs if run["impl"] == "xla"}
+    return [{**run, "wrong": faults(run, xla.get(run["dtype"]))} for run in runs]
 
 
-def line(one: Mapping[str, Any]) -> str:
-    name = f"{one['dtype']:9} {one['impl']:11}"
-    if "failed" in one:
-        return name + one["failed"][:100]
+def line(run: Mapping[str, Any]) -> str:
+    """The run of an engine as a line to print."""
+    name = f"{run['dtype']:9} {run['impl']:11}"
+    if "failed" in run:
+        return name + run["failed"][:100]
     parts = [
-        f"{kind} {one[kind]['mean']:.5f} {one[kind]['largest']:.4f}"
+        f"{kind} {run[kind]['mean']:.5f} {run[kind]['largest']:.4f}"
         for kind in ("forced", "decoded")
     ]
-    same = f"{one['decoded']['identical']} of {one['decoded']['of']} identical"
-    return f"{name}{'   '.join(parts)}   {same}   {one['seconds']:.0f} s"
+    identical = f"{run['decoded']['identical']} of {run['decoded']['of']} identical"
+    return f"{name}{'   '.join(parts)}   {identical}   {run['seconds']:.0f} s"
 
 
 def checked_model(model: str, expected: str) -> str:
-    """The model, if it is the one of the goldens. Raises ValueError if it is another, or missing."""
+    """The file of the model.
+
+    Raises ValueError if it is missing, or not the model of the goldens.
+    """
     file = located(model)
     if not file.is_file():
         raise ValueError(
             f"--model is {model}, which is no file; give the .gguf file of {DEFAULT_MODEL}"
         )
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != expected:
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    if sha256 != expected:
         raise ValueError(
-            f"--model is {file}, with sha256 {found[:12]}..., not that of the goldens, {expected[:12]}..."
+            f"--model is {file}, with sha256 {sha256[:12]}..., not that of the goldens, "
+            f"{expected[:12]}..."
         )
     return str(file)
 
@@ -223,39 +265,44 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
     if not 1 <= args.tokens <= TOKENS:
         parser.error(f"--tokens is {args.tokens}; the reference has {TOKENS}, and one is the least")
-    kept = json.loads(GOLDENS.read_text(encoding="utf-8"))
+    reference = json.loads(GOLDENS.read_text(encoding="utf-8"))
     try:
-        model = checked_model(args.model, kept["sha256"])
+        model = checked_model(args.model, reference["sha256"])
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    goldens = sorted(kept["prompts"], key=lambda one: len(one["prompt_token_ids"]))[: args.prompts]
+    goldens = sorted(reference["prompts"], key=lambda golden: len(golden["prompt_token_ids"]))
+    goldens = goldens[: args.prompts]
     jobs = [
         Job(dtype, impl, model, goldens, args.tokens)
         for dtype in args.dtypes
         for impl in args.impls
     ]
-    where, found = environment(device=False), []
-    for job, result in results(measured, jobs, len(jobs), args.seconds):
-        failed = {"failed": f"{type(result).__name__}: {str(result)[:1000]}"}
-        one = {"dtype": job.dtype, "impl": job.impl} | (
-            failed if isinstance(result, BaseException) else result
-        )
-        found.append(one)
-        print(line(one), flush=True)
+    machine = environment(device=False)
+    runs = []
+    for job, result in results(run_job, jobs, len(jobs), args.seconds):
+        if isinstance(result, BaseException):
+            result = {"failed": f"{type(result).__name__}: {str(result)[:1000]}"}
+        run = {"dtype": job.dtype, "impl": job.impl, **result}
+        runs.append(run)
+        print(line(run), flush=True)
         if args.json:
             args.json.write_text(
-                json.dumps({"where": where, "runs": judged(found)}, indent=1), encoding="utf-8"
+                json.dumps({"where": machine, "runs": with_faults(runs)}, indent=1),
+                encoding="utf-8",
             )
-    wrong = [
-        f"{one['dtype']} {one['impl']}: {fault}" for one in judged(found) for fault in one["wrong"]
+    sentences = [
+        f"{run['dtype']} {run['impl']}: {fault}"
+        for run in with_faults(runs)
+        for fault in run["wrong"]
     ]
-    for fault in wrong:
+    for fault in sentences:
         print(f"wrong: {fault}")
     print(
-        f"{len(found)} engines, {len(wrong)} faults; differences of log-probabilities: mean and largest"
+        f"{len(runs)} engines, {len(sentences)} faults; differences of log-probabilities: mean "
+        "and largest"
     )
-    return 1 if wrong else 0
+    return 1 if sentences else 0
 
 
 if __name__ == "__main__":

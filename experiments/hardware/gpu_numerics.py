@@ -2,13 +2,16 @@
 
     python -m experiments.hardware.gpu_numerics --json numerics.json
     python -m experiments.hardware.gpu_numerics --every 7      # a seventh of the shapes
-    python -m experiments.hardware.gpu_numerics --rehearse     # two shapes, interpreted on a CPU; needs JAX 0.11 too
+    python -m experiments.hardware.gpu_numerics --rehearse  # two shapes, interpreted on a CPU;
+                                                            needs JAX 0.11 too
 
-Every head size, block size and 5 group sizes, each as one ragged batch of decodes, short rows and chunks, in bfloat16,
-against float64 on the host. Every fifth shape also has a window and a soft cap. Slots outside all contexts are NaN.
+Every head size, block size and 5 group sizes, each as one ragged batch of decodes, short rows and
+chunks, in bfloat16, against float64 on the host. Every fifth shape also has a window and a soft
+cap. Slots outside all contexts are NaN.
 
-Compilers are slow and cores are many, so the shapes are shared among processes. Each has its own context on the GPU; a
-kernel that hangs stops one process, and the others end. Results are written as they come.
+Compilers are slow and cores are many, so the shapes are shared among processes. Each has its own
+context on the GPU; a kernel that hangs stops one process, and the others end. Results are written
+as they come.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.in_turn import at_least_1
@@ -35,13 +40,10 @@ from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import Tiles
 
 GROUPS = (1, 3, 4, 8, 16)
-TOLERANCE = (
-    2.0**-6
-)  # of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
-ALONE = {
-    "decodes alone": 1 << 30,
-    "decodes alone, in parts": 64,
-}  # in a call of their own; with this `min_split`
+# of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
+TOLERANCE = 2.0**-6
+# decodes in a call of their own, with this `min_split`
+ALONE = {"decodes alone": 1 << 30, "decodes alone, in parts": 64}
 KINDS = {
     "decode": (1, 1),
     "rows of 2 to 4": (2, 4),
@@ -61,28 +63,50 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name in ("window", "soft_cap")
-            if (value := getattr(self, name)) is not None
-        }
+        options = {"window": self.window, "soft_cap": self.soft_cap}
+        return {name: value for name, value in options.items() if value is not None}
 
     def rows(self) -> list[tuple[int, int]]:
-        """(query tokens, context) of each row: lengths around a block's border, an absent row, every kind of row."""
+        """(query tokens, context) of each row.
+
+        Lengths are around a block's border. There is an absent row, and every kind of row.
+        """
         s = self.s
-        rows = [(1, n) for n in (1, s - 1, s, s + 1, 700)] + [
+        return [
+            *((1, context) for context in (1, s - 1, s, s + 1, 700)),
             (0, 0),
             (2, s + 2),
             (130 // self.group + 3, 400),
             (s, s),
+            (3, s + 1),
+            (4, 700),
+            (5, 5),
+            (8, 2 * s + 3),
         ]
-        return [*rows, (3, s + 1), (4, 700), (5, 5), (8, 2 * s + 3)]
+
+
+class Batch(NamedTuple):
+    """The arrays of a case: random values, and NaN in slots outside all contexts.
+
+    q [tokens, N, D] and the last five are arguments of the kernels. k and v [rows, context, K, D]
+    are the contiguous keys and values of each row. first: the first query of each row.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    tables: np.ndarray
+    lengths: np.ndarray
+    first: np.ndarray
 
 
 REHEARSED = [Case(64, 16, 3), Case(128, 32, 4, soft_cap=5.0)]
 
 
 def cases(every: int = 1) -> Iterator[Case]:
+    """Yields one shape of `every`, and its variants with a window and with a soft cap."""
     shapes = [
         Case(d, s, group)
         for d in pallas_gpu.HEAD_SIZES
@@ -108,111 +132,156 @@ def kernels(min_split: int | None) -> Any:
     return partial(paged_attention, impl=implementation)
 
 
-def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
-    """The largest error of each kind of row over the largest value; infinite where a result is not finite."""
-    import jax.numpy as jnp
-
-    d, s, group = case[:3]
-    rows, rng = case.rows(), np.random.default_rng(hash(case[:3]) & 0xFFFF)
-    b, width = len(rows), -(-max(context for _, context in rows) // s)
-    counts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    random_bf16 = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
-    q, k, v = (
-        random_bf16(first[-1] + 5, heads * group, d),
-        *(random_bf16(b, width * s, heads, d) for _ in "kv"),
-    )
-    tables = rng.permutation(b * width).reshape(b, width).astype(np.int32) + 1
-    k_pages, v_pages = (
-        np.full((b * width + 1, heads, s, d), np.nan, jnp.bfloat16) for _ in range(2)
-    )
+def pages_of(
+    values: np.ndarray, tables: np.ndarray, lengths: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Contiguous keys or values [rows, context, K, D] in the pages of the rows; NaN elsewhere."""
+    heads, d = values.shape[2:]
+    pages = np.full((tables.size + 1, heads, block_size, d), np.nan, values.dtype)
     for row, length in enumerate(lengths):
         positions = np.arange(length)
-        at = tables[row, positions // s], slice(None), positions % s
-        k_pages[at], v_pages[at] = k[row, :length], v[row, :length]
+        slots = tables[row, positions // block_size], slice(None), positions % block_size
+        pages[slots] = values[row, :length]
+    return pages
 
-    def call(*arrays: Any, min_split: int | None = None) -> np.ndarray:
-        function = partial(impl or kernels(min_split), scale=d**-0.5, **case.options)
-        return np.asarray(
-            jax.jit(function)(*[None if a is None else jnp.asarray(a) for a in arrays]), np.float64
+
+def batch_of(case: Case, heads: int) -> Batch:
+    """The arrays of a case, always the same ones."""
+
+    d, s, group = case[:3]
+    rng = np.random.default_rng(hash(case[:3]) & 0xFFFF)
+    counts, lengths = (np.array(column, np.int32) for column in zip(*case.rows(), strict=True))
+    b = len(lengths)
+    width = -(-int(lengths.max()) // s)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    random_bf16 = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
+    q = random_bf16(first[-1] + 5, heads * group, d)
+    k = random_bf16(b, width * s, heads, d)
+    v = random_bf16(b, width * s, heads, d)
+    tables = rng.permutation(b * width).reshape(b, width).astype(np.int32) + 1
+    k_pages = pages_of(k, tables, lengths, s)
+    v_pages = pages_of(v, tables, lengths, s)
+    return Batch(q, k, v, k_pages, v_pages, tables, lengths, first)
+
+
+def attend(case: Case, impl: Any, min_split: int | None, *arrays: Any) -> np.ndarray:
+    """Call the kernels, or `impl`, with these arrays. Returns float64."""
+    function = partial(impl or kernels(min_split), scale=case.d**-0.5, **case.options)
+    on_device = (None if array is None else jnp.asarray(array) for array in arrays)
+    return np.asarray(jax.jit(function)(*on_device), np.float64)
+
+
+def outputs_by_row(case: Case, batch: Batch, impl: Any) -> list[dict[str, np.ndarray]]:
+    """The attention of each row, by its kind in KINDS and in ALONE; none for an absent row."""
+    q, _, _, k_pages, v_pages, tables, lengths, first = batch
+    together = attend(case, impl, None, q, k_pages, v_pages, tables, lengths, first)
+    outputs = []
+    for start, end in pairwise(first):
+        kinds = (
+            kind
+            for kind, (fewest_queries, most_queries) in KINDS.items()
+            if fewest_queries <= end - start <= most_queries
         )
+        outputs.append({kind: together[start:end] for kind in kinds})
+    decodes = np.flatnonzero(np.diff(first) == 1)
+    for kind, min_split in ALONE.items():
+        alone = attend(
+            case,
+            impl,
+            min_split,
+            q[first[decodes]],
+            k_pages,
+            v_pages,
+            tables[decodes],
+            lengths[decodes],
+            None,
+        )
+        for row, output in zip(decodes, alone, strict=True):
+            outputs[row][kind] = output
+    return outputs
 
-    got = call(q, k_pages, v_pages, tables, lengths, first)
-    singles = np.flatnonzero(counts == 1)
-    decodes = q[first[singles]], k_pages, v_pages, tables[singles], lengths[singles], None
-    alone = {
-        kind: dict(zip(singles.tolist(), call(*decodes, min_split=n), strict=True))
-        for kind, n in ALONE.items()
-    }
-    found = dict.fromkeys((*KINDS, *ALONE), 0.0)
+
+def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
+    """The largest error of each kind of row over the largest value; infinite if not finite."""
+    batch = batch_of(case, heads)
+    outputs = outputs_by_row(case, batch, impl)
+    largest_errors = dict.fromkeys((*KINDS, *ALONE), 0.0)
     largest = 0.0
-    for row, (count, length) in enumerate(rows):
-        kind = next((name for name, (least, most) in KINDS.items() if least <= count <= most), None)
-        if kind is None:
+    for row, length in enumerate(batch.lengths):
+        if not outputs[row]:
             continue
-        mine = slice(first[row], first[row] + count)
-        expected = exact(q[mine], k[row, :length], v[row, :length], group, case)
-        error = float(np.abs(got[mine] - expected).max())
-        found[kind] = max(found[kind], error if np.isfinite(got[mine]).all() else float("inf"))
-        for kind, result in alone.items() if count == 1 else ():
-            error = float(np.abs(result[row] - expected).max())
-            found[kind] = max(
-                found[kind], error if np.isfinite(result[row]).all() else float("inf")
-            )
+        queries = batch.q[batch.first[row] : batch.first[row + 1]]
+        expected = exact(queries, batch.k[row, :length], batch.v[row, :length], case.group, case)
+        for kind, output in outputs[row].items():
+            error = float(np.abs(output - expected).max())
+            if not np.isfinite(output).all():
+                error = float("inf")
+            largest_errors[kind] = max(largest_errors[kind], error)
         largest = max(largest, float(np.abs(expected).max()))
-    return {kind: error / max(1.0, largest) for kind, error in found.items()}
+    return {kind: error / max(1.0, largest) for kind, error in largest_errors.items()}
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -> np.ndarray:
-    """Causal attention in float64. q [count, N, D], k and v [length, K, D]; the queries are the last of the context."""
-    count, length = len(q), len(k)
+    """Causal attention in float64.
+
+    q is [count, N, D], k and v are [length, K, D]. The queries are the last tokens of the context.
+    """
+    count = len(q)
+    length = len(k)
     keys, values = (a.astype(np.float64).repeat(group, 1) for a in (k, v))
     x = np.einsum("qnd,cnd->nqc", q.astype(np.float64), keys) * case.d**-0.5
     if case.soft_cap is not None:
         x = case.soft_cap * np.tanh(x / case.soft_cap)
     distance = np.arange(length - count, length)[:, None] - np.arange(length)
-    seen = (distance >= 0) & (distance < (case.window or length))
-    x = np.where(seen, x, -np.inf)
+    visible = (distance >= 0) & (distance < (case.window or length))
+    x = np.where(visible, x, -np.inf)
     p = np.exp(x - x.max(-1, keepdims=True))
     return np.einsum("nqc,cnd->qnd", p / p.sum(-1, keepdims=True), values)
 
 
-def checked(case: Case, anywhere: bool = False) -> dict[str, Any]:
-    """The case with its errors, or with the reason why there are none. anywhere: also where there is no such GPU."""
-    began, found = time.perf_counter(), {"case": str(case)[4:], **case._asdict()}
+def check_case(case: Case, anywhere: bool = False) -> dict[str, Any]:
+    """The case with its errors, or with the reason why there are none.
+
+    anywhere: also where there is no such GPU.
+    """
+    start = time.perf_counter()
+    report: dict[str, Any] = {"case": str(case)[4:], **case._asdict()}
     try:
-        if (wrong := pallas_gpu.wrong_device(jax.devices()[0])) and not anywhere:
-            raise ValueError(f"pallas_gpu {wrong}; --rehearse interprets the kernels on a CPU")
-        found["errors"] = errors(case)
-        found["right"] = all(error <= TOLERANCE for error in found["errors"].values())
+        wrong_device = pallas_gpu.wrong_device(jax.devices()[0])
+        if wrong_device and not anywhere:
+            raise ValueError(
+                f"pallas_gpu {wrong_device}; --rehearse interprets the kernels on a CPU"
+            )
+        report["errors"] = errors(case)
+        report["right"] = all(error <= TOLERANCE for error in report["errors"].values())
     except Exception as error:
-        found |= {"failed": f"{type(error).__name__}: {str(error)[:400]}", "right": False}
-    return found | {"took_s": round(time.perf_counter() - began, 1)}
+        report |= {"failed": f"{type(error).__name__}: {str(error)[:400]}", "right": False}
+    return report | {"took_s": round(time.perf_counter() - start, 1)}
 
 
-def interpreted(case: Case) -> dict[str, Any]:
-    """`checked` on a CPU."""
+def interpret_case(case: Case) -> dict[str, Any]:
+    """Check a case on a CPU, with interpreted kernels. Returns the report of `check_case`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     newer: Any = plgpu  # JAX 0.10 has no interpretation
     with newer.force_gpu_interpret_mode(newer.InterpretGPUParams()):
-        return checked(case, anywhere=True)
+        return check_case(case, anywhere=True)
 
 
 def check_all(
     chosen: Sequence[Case],
     processes: int,
     seconds: float,
-    check: Callable[[Case], dict[str, Any]] = checked,
+    check: Callable[[Case], dict[str, Any]] = check_case,
 ) -> Iterator[dict[str, Any]]:
-    """Yields each case as it is checked. Those that are not done after `seconds` are yielded as failed."""
-    for case, found in results(check, chosen, processes, seconds):
-        failed = isinstance(found, BaseException)
-        yield (
-            {"case": str(case)[4:], "failed": str(found) or repr(found), "right": False}
-            if failed
-            else found
-        )
+    """Yields the report of each case as it is checked.
+
+    Cases that are not done after `seconds` are reported as failed.
+    """
+    for case, report in results(check, chosen, processes, seconds):
+        if isinstance(report, BaseException):
+            report = {"case": str(case)[4:], "failed": str(report) or repr(report), "right": False}
+        yield report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -236,21 +305,22 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    chosen, check, found = (
-        (REHEARSED, interpreted, []) if args.rehearse else (list(cases(args.every)), checked, [])
-    )
-    for result in check_all(chosen, args.processes, args.seconds, check):
-        found.append(result)
-        if not result["right"]:
-            print(f"wrong: {result}", flush=True)
+    chosen = REHEARSED if args.rehearse else list(cases(args.every))
+    check = interpret_case if args.rehearse else check_case
+    reports = []
+    for report in check_all(chosen, args.processes, args.seconds, check):
+        reports.append(report)
+        if not report["right"]:
+            print(f"wrong: {report}", flush=True)
         if args.json:
-            kept = {"where": environment(device=False), "cases": found}
-            args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    wrong = [one for one in found if not one["right"]]
+            session = {"where": environment(device=False), "cases": reports}
+            args.json.write_text(json.dumps(session, indent=1) + "\n", encoding="utf-8")
+    wrong = sum(not report["right"] for report in reports)
     for kind in (*KINDS, *ALONE):
-        worst = max((one["errors"][kind] for one in found if "errors" in one), default=float("nan"))
+        errors_of_kind = (report["errors"][kind] for report in reports if "errors" in report)
+        worst = max(errors_of_kind, default=float("nan"))
         print(f"{kind}: worst error {worst:.1e} of the largest value")
-    print(f"{len(found)} cases, {len(wrong)} wrong")
+    print(f"{len(reports)} cases, {wrong} wrong")
     return 1 if wrong else 0
 
 

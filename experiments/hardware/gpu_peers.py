@@ -1,12 +1,15 @@
-"""The requests of `gpu_engine` in another engine on the same GPU: transformers' continuous batching, on torch.
+"""The requests of `gpu_engine` in another engine on the same GPU: transformers' continuous
+batching, on torch.
 
     python -m experiments.hardware.gpu_peers --json peers.json
 
-Model, dtype and requests are those of `gpu_engine`: a Llama of random weights, nano-vllm's lengths, all requests at
-once, and every request ends at its own length. Its figures are output tokens/s and seconds, as there. transformers has
-its own choice of blocks and budget; it fills the memory of the GPU with its cache.
+Model, dtype and requests are those of `gpu_engine`: a Llama of random weights, nano-vllm's lengths,
+all requests at once, and every request ends at its own length. Its figures are output tokens/s and
+seconds, as there. transformers has its own choice of blocks and budget; it fills the memory of the
+GPU with its cache.
 
-vLLM is not here: what it needs is not on every machine. `experiments.bench.peers` has an adapter for it.
+vLLM is not here: what it needs is not on every machine. `experiments.bench.peers` has an adapter
+for it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from experiments.hardware.gpu_engine import Request, requests_of
 
 NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name of its own
 WARM = 8  # requests before the timed ones
-# On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else needs it.
+# On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else
+# needs it.
 ON_A_CPU: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
 REHEARSED: dict[str, Any] = {
     "shape": "small",
@@ -42,8 +46,8 @@ def llama(shape: str, dtype: str) -> Any:
     import torch  # pyright: ignore[reportMissingImports]  (not a dependency)
     import transformers
 
-    known = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    attention = "sdpa" if known >= NO_PREFIX else "paged|sdpa"
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    attention = "sdpa" if version >= NO_PREFIX else "paged|sdpa"
     torch.manual_seed(0)
     options = {"attn_implementation": attention, "dtype": getattr(torch, dtype)}
     model: Any = transformers.LlamaForCausalLM._from_config(
@@ -60,53 +64,67 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
     """
     import transformers
 
-    most = max(tokens for _, tokens in requests)
     settings = transformers.GenerationConfig(
-        do_sample=True, temperature=0.6, max_new_tokens=most, eos_token_id=-1, pad_token_id=0
+        do_sample=True,
+        temperature=0.6,
+        max_new_tokens=max(tokens for _, tokens in requests),
+        eos_token_id=-1,
+        pad_token_id=0,
     )
-    sizes = transformers.ContinuousBatchingConfig(
-        **(ON_A_CPU if model.device.type == "cpu" else {})
-    )
-    options: dict[str, Any] = {
-        "generation_config": settings,
-        "continuous_batching_config": sizes,
-        "timeout": 5,
-    }
+    limits = ON_A_CPU if model.device.type == "cpu" else {}
     end = time.perf_counter() + seconds
-    with model.continuous_batching_context_manager(**options) as manager:
-        run(manager, [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]], "warm", end)
-        took = run(manager, requests, "timed", end)
+    with model.continuous_batching_context_manager(
+        generation_config=settings,
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**limits),
+        timeout=5,
+    ) as manager:
+        warm = [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]]
+        run_requests(manager, warm, "warm", end)
+        duration = run_requests(manager, requests, "timed", end)
     tokens = sum(count for _, count in requests)
     total = tokens + sum(len(prompt) for prompt, _ in requests)
-    rates = {"output_tokens_per_s": tokens / took, "total_tokens_per_s": total / took}
-    return {"seconds": took, "output_tokens": tokens, **rates}
+    return {
+        "seconds": duration,
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / duration,
+        "total_tokens_per_s": total / duration,
+    }
 
 
-def run(manager: Any, requests: Sequence[Request], name: str, end: float) -> float:
-    """The seconds from the first request to the end of the last one; `end`: of the time, by time.perf_counter."""
-    began, wanted = time.perf_counter(), {}
+def run_requests(manager: Any, requests: Sequence[Request], name: str, end: float) -> float:
+    """Run all requests at once. Returns the seconds until the last one ends.
+
+    Args:
+        name: the first word of the requests' ids.
+        end: of the command's time, by time.perf_counter.
+    """
+    start = time.perf_counter()
+    waiting = {}  # output tokens by request id
     for i, (prompt, tokens) in enumerate(requests):
-        wanted[f"{name} {i}"] = tokens
-        manager.add_request(
-            prompt, request_id=f"{name} {i}", max_new_tokens=tokens, eos_token_id=-1
-        )
-    while wanted:
-        if (left := end - time.perf_counter()) <= 0:
-            after = (
-                f"after {time.perf_counter() - began:.0f} s, and the time is over; raise --seconds"
-            )
-            raise RuntimeError(f"{len(wanted)} of {len(requests)} requests were not done {after}")
-        found = manager.get_result(timeout=min(left, 5.0))
-        if found is None or not found.is_finished():
-            continue
-        if len(found.generated_tokens) != (asked := wanted.pop(found.request_id)):
+        request_id = f"{name} {i}"
+        waiting[request_id] = tokens
+        manager.add_request(prompt, request_id=request_id, max_new_tokens=tokens, eos_token_id=-1)
+    while waiting:
+        seconds_left = end - time.perf_counter()
+        if seconds_left <= 0:
             raise RuntimeError(
-                f"{found.request_id} has {len(found.generated_tokens)} tokens and asked for {asked}"
+                f"{len(waiting)} of {len(requests)} requests were not done after "
+                f"{time.perf_counter() - start:.0f} s, and the time is over; raise --seconds"
             )
-    return time.perf_counter() - began
+        output = manager.get_result(timeout=min(seconds_left, 5.0))
+        if output is None or not output.is_finished():
+            continue
+        tokens = waiting.pop(output.request_id)
+        if len(output.generated_tokens) != tokens:
+            raise RuntimeError(
+                f"{output.request_id} has {len(output.generated_tokens)} tokens "
+                f"and asked for {tokens}"
+            )
+    return time.perf_counter() - start
 
 
 def versions() -> dict[str, str]:
+    """The versions of torch and transformers, and the name of the GPU."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers
 
@@ -141,19 +159,19 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    least, most = args.lengths
-    requests = requests_of(args.requests, least, most, SHAPES[args.shape]["vocab_size"])
+    shortest, longest = args.lengths
+    requests = requests_of(args.requests, shortest, longest, SHAPES[args.shape]["vocab_size"])
     figures = serve(llama(args.shape, args.dtype), requests, args.seconds)
     figures = {"engine": "transformers, continuous batching", **versions(), **figures}
     print(json.dumps(figures), flush=True)
     if args.json:
-        kept = {
+        report = {
             "where": environment(device=False),
             "shape": args.shape,
             "dtype": args.dtype,
             "runs": [figures],
         }
-        args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,12 +1,15 @@
-"""How well does a simulation predict runs on this GPU? Study 010 (experiments/studies/010_prediction) with its kernels.
+"""How well does a simulation predict runs on this GPU? Study 010
+(experiments/studies/010_prediction) with its kernels.
 
     python -m experiments.hardware.gpu_prediction --json prediction.json
     python -m experiments.hardware.gpu_prediction --model SmolLM2-135M-Instruct.Q4_1.gguf
-    python -m experiments.hardware.gpu_prediction --rehearse      # on a CPU: one other run of few requests
+    python -m experiments.hardware.gpu_prediction --rehearse  # on a CPU: one other run of few
+                                                              requests
 
-The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a smaller budget,
-which needs a second engine. The study's engine with blocks of 128 is left out, because compiling an engine takes
-long. Nothing is written over the study's kept findings, which are of a CPU.
+The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a
+smaller budget, which needs a second engine. The study's engine with blocks of 128 is left out,
+because compiling an engine takes long. Nothing is written over the study's kept findings, which are
+of a CPU.
 """
 
 from __future__ import annotations
@@ -28,30 +31,30 @@ STUDY = "experiments.studies.010_prediction.study"
 RUNS = ("four fifths of the load", "budget of 64", "other requests", "half the load")
 
 
-def summary(study: Any, found: Mapping[str, Any], fit_error: float) -> dict[str, Any]:
-    """Mean errors in per cent by metric, and the values of every run and repeat."""
+def summary(study: Any, runs_by_name: Mapping[str, Any], fit_error: float) -> dict[str, Any]:
+    """The mean errors in per cent by metric, and the values of every run and repeat."""
     mean = lambda values: round(statistics.fmean(values), 3) if values else None  # noqa: E731
-    fitted = found[study.FIT]
+    fitted = runs_by_name[study.FIT]
     return {
         "fit_error": fit_error,
         "errors": {
             metric: {
-                "fitted to another run": mean(study.held_out(found, study.FITTED, path)),
+                "fitted to another run": mean(study.held_out(runs_by_name, study.FITTED, path)),
                 "the fitted run itself": mean(study.errors(fitted.fitted, fitted.measured, path)),
-                "roofline alone": mean(study.held_out(found, study.ROOFLINE, path)),
-                "a repeat of the run": mean(study.repeated(found, path)),
+                "roofline alone": mean(study.held_out(runs_by_name, study.ROOFLINE, path)),
+                "a repeat of the run": mean(study.repeated(runs_by_name, path)),
             }
             for metric, path in study.METRICS.items()
         },
         "runs": {
             name: {
                 metric: {
-                    way: [study.dig(one, path) for one in summaries]
+                    way: [study.dig(repeat, path) for repeat in summaries]
                     for way, summaries in runs._asdict().items()
                 }
                 for metric, path in study.METRICS.items()
             }
-            for name, runs in found.items()
+            for name, runs in runs_by_name.items()
         },
     }
 
@@ -89,23 +92,25 @@ def main(argv: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"error: --model {args.model}: {error}", file=sys.stderr)
         return 2
-    study, where = importlib.import_module(STUDY), environment()
+    study = importlib.import_module(STUDY)
+    machine = environment()
     file = Path(study.__file__ or "").parent / "config.yaml"
     overrides = [
-        *(f"model={model}", f"workload.count={args.requests}"),
-        *(f"engine.attention_impl={args.impl}", f"engine.dtype={args.dtype}"),
+        f"model={model}",
+        f"workload.count={args.requests}",
+        f"engine.attention_impl={args.impl}",
+        f"engine.dtype={args.dtype}",
     ]
 
-    def keep(found: Mapping[str, Any], fit_error: float) -> None:
-        figures = {"where": where, "overrides": overrides[1:], **summary(study, found, fit_error)}
+    def keep(runs: Mapping[str, Any], fit_error: float) -> None:
+        """Write the figures of the repeats so far."""
+        figures = {"where": machine, "overrides": overrides[1:], **summary(study, runs, fit_error)}
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-        print(f"{len(found[study.FIT].measured)} of {args.repeats} repeats", flush=True)
+        print(f"{len(runs[study.FIT].measured)} of {args.repeats} repeats", flush=True)
 
-    found, fit_error = study.compare(
-        file, overrides, args.repeats, False, only=args.runs, keep=keep
-    )
-    for metric, means in summary(study, found, fit_error)["errors"].items():
+    runs, fit_error = study.compare(file, overrides, args.repeats, False, only=args.runs, keep=keep)
+    for metric, means in summary(study, runs, fit_error)["errors"].items():
         print(f"{metric:22} " + ", ".join(f"{name} {value} %" for name, value in means.items()))
     return 0
 

@@ -1,4 +1,6 @@
-"""Reads the text of a compiled program (HLO, as XLA prints it): its instructions, how often each runs, and where.
+"""Reads the text of a compiled program: HLO, as XLA prints it.
+
+It gives the instructions, and how often and where each of them runs:
 
     %fused (p: f32[8]) -> f32[8] {
       ROOT %twice = f32[8]{0:T(128)} add(%p, %p)
@@ -7,8 +9,9 @@
       ROOT %fusion.1 = f32[8]{0:T(128)} fusion(%x), kind=kLoop, calls=%fused
     }
 
-The program is a list of computations, and one of them is the entry. An instruction runs as often as its computation is
-called: a loop calls its body several times, and a conditional calls one of its branches.
+The program is a list of computations, and one of them is the entry. An instruction runs as often as
+its computation is called: a loop calls its body several times, and a conditional calls one of its
+branches.
 """
 
 from __future__ import annotations
@@ -27,13 +30,8 @@ CALLED = re.compile(
 )
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-CALLERS = (
-    "fusion",
-    "call",
-    "while",
-    "conditional",
-    "async-start",
-)  # others call scalar functions, such as that of a sum
+# other instructions call scalar functions, such as that of a sum
+CALLERS = ("fusion", "call", "while", "conditional", "async-start")
 
 
 class Array(NamedTuple):
@@ -78,13 +76,18 @@ class Program(NamedTuple):
     @property
     def results(self) -> dict[str, tuple[Array, ...]]:
         """The arrays of each instruction's result, by its name, which is unique in a program."""
-        return {one.name: one.results for body in self.computations.values() for one in body}
+        return {
+            instruction.name: instruction.results
+            for body in self.computations.values()
+            for instruction in body
+        }
 
 
 class Site(NamedTuple):
     """An instruction where it runs.
 
-    times: runs in one run of the program. A loop whose length the compiler does not print counts as one.
+    times: runs in one run of the program. A loop whose length the compiler does not print counts as
+    one.
     branch: it is in a branch of a conditional, so it may not run.
     fused: it is a part of a fusion, and its result is no array in memory.
     """
@@ -96,45 +99,52 @@ class Site(NamedTuple):
 
 
 def parse(text: str) -> Program:
-    """Raises ValueError if the text has no entry: it is not that of a compiled program."""
-    found: dict[str, tuple[Instruction, ...]] = {}
-    entry, name, body = "", "", []
+    """The program of a text. Raises ValueError if it has no entry: it is no compiled program."""
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry = ""
+    name = ""  # of the computation that a line is in, "" outside of one
+    body = []
     for line in text.splitlines():
         if name and line.startswith("}"):
-            found[name], name = tuple(body), ""
+            computations[name] = tuple(body)
+            name = ""
         elif name:
-            if (match := INSTRUCTION.match(line)) and (one := _instruction(match)):
-                body.append(one)
+            match = INSTRUCTION.match(line)
+            instruction = _instruction(match) if match else None
+            if instruction is not None:
+                body.append(instruction)
         elif header := HEADER.match(line):
-            name, body = header[2], []
+            name = header[2]
+            body = []
             entry = name if header[1] else entry
     if not entry:
         raise ValueError(
             f"this is no text of a compiled program: it has no ENTRY; it begins with {text[:60]!r}"
         )
-    return Program(found, entry)
+    return Program(computations, entry)
 
 
 def _instruction(match: re.Match[str]) -> Instruction | None:
-    rest = match[3]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    opcode = OPCODE.match(rest, end)
+    """The instruction of a line; None if the line has no opcode. match: that of INSTRUCTION."""
+    text = match[3]  # "shape opcode(operands), attributes"
+    shape_end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opcode = OPCODE.match(text, shape_end)
     if opcode is None:
         return None
-    close = _closing(rest, opcode.end() - 1)
-    operands = tuple(re.findall(r"%([\w.-]+)", rest[opcode.end() : close]))
+    close = _closing(text, opcode.end() - 1)
+    operands = tuple(re.findall(r"%([\w.-]+)", text[opcode.end() : close]))
     return Instruction(
-        match[2], opcode[1], arrays(rest[:end]), operands, rest[close + 1 :], bool(match[1])
+        match[2], opcode[1], arrays(text[:shape_end]), operands, text[close + 1 :], bool(match[1])
     )
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """The index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
-            return place
+            return index
     raise ValueError(f"a parenthesis is not closed in {text[start : start + 60]!r}")
 
 
@@ -152,17 +162,21 @@ def sites(program: Program) -> Iterator[Site]:
     yield from _sites(program, program.entry, Site(program.computations[program.entry][0]))
 
 
-def _sites(program: Program, computation: str, where: Site) -> Iterator[Site]:
-    for one in program.computations[computation]:
-        yield where._replace(instruction=one)
-        if one.opcode not in CALLERS:
+def _sites(program: Program, computation: str, site: Site) -> Iterator[Site]:
+    """Every instruction that one run of a computation may execute.
+
+    site: one in the computation. Its times, branch and fusion are those of every instruction.
+    """
+    for instruction in program.computations[computation]:
+        yield site._replace(instruction=instruction)
+        if instruction.opcode not in CALLERS:
             continue
-        inner = where._replace(
-            times=where.times * trips(one),
-            branch=where.branch or one.opcode == "conditional",
-            fused=where.fused or one.opcode == "fusion",
+        inner = site._replace(
+            times=site.times * trips(instruction),
+            branch=site.branch or instruction.opcode == "conditional",
+            fused=site.fused or instruction.opcode == "fusion",
         )
-        for name in called(one):
+        for name in called(instruction):
             yield from _sites(program, name, inner)
 
 
@@ -175,14 +189,18 @@ def called(instruction: Instruction) -> tuple[str, ...]:
 
 def trips(instruction: Instruction) -> int:
     """How often a loop runs its body; 1 if it is not printed, and for what is no loop."""
-    found = TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
-    return int(found[1]) if found else 1
+    count = TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+    return int(count[1]) if count else 1
 
 
 def root(program: Program, computation: str) -> Instruction:
-    """The instruction whose result is that of the computation; bitcasts, which copy nothing, are looked through."""
+    """The instruction that makes the result of a computation.
+
+    A bitcast copies nothing, so the instruction of its operand is returned instead.
+    """
     body = program.computations[computation]
-    by_name, last = {one.name: one for one in body}, next(one for one in body if one.root)
+    by_name = {instruction.name: instruction for instruction in body}
+    last = next(instruction for instruction in body if instruction.root)
     while last.opcode == "bitcast" and last.operands[0] in by_name:
         last = by_name[last.operands[0]]
     return last

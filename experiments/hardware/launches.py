@@ -1,8 +1,9 @@
-"""What the host launches in one run of a program that was compiled for a GPU: from the compiler's text and its log.
+"""Launches of the host in one run of a program for a GPU, from the compiler's text and its log.
 
-A launch is an instruction of the program that is a kernel, or a copy. Those in a branch may not run and are not
-counted; those in a loop run as often as its body, where the compiler prints how often. XLA joins launches into CUDA
-graphs, of which the host launches each once. It says so in its log (`graphs`).
+A launch is an instruction of the program that is a kernel, or a copy. Those in a branch may not run
+and are not counted; those in a loop run as often as its body, where the compiler prints how often.
+XLA joins launches into CUDA graphs, of which the host launches each once. It says so in its log
+(`graphs`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOTHING = {
     "after-all",
 }
 ATTENTION = "attention"  # the kernels of pallas_kernels
-SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and what was done to it
+SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
 LOGGED = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
 GRAPH = "Creating command buffer thunk with the following thunks"
 
@@ -43,15 +44,21 @@ class Kind(NamedTuple):
 def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """The launches by kind, the most frequent first.
 
-    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion". The bytes are those of
-    whole results, also of one that is updated in place.
+    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion". The
+    bytes are those of whole results, also of one that is updated in place.
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
-    for one, times in _launched(hlo.sites(program)):
-        name = ATTENTION if "mosaic_gpu" in one.attributes else SUFFIX.sub("", one.name)
+    for instruction, times in _launches(hlo.sites(program)):
+        name = (
+            ATTENTION
+            if "mosaic_gpu" in instruction.attributes
+            else SUFFIX.sub("", instruction.name)
+        )
         launches[name] = launches.get(name, 0) + times
-        nbytes[name] = nbytes.get(name, 0) + times * sum(array.nbytes for array in one.results)
+        nbytes[name] = nbytes.get(name, 0) + times * sum(
+            array.nbytes for array in instruction.results
+        )
     return tuple(
         sorted(
             (Kind(name, n, nbytes[name]) for name, n in launches.items()),
@@ -60,7 +67,8 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     )
 
 
-def _launched(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
+def _launches(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
+    """Yields the instructions that are launches, each with its runs in one run of the program."""
     for site in sites:
         if not site.fused and not site.branch and site.instruction.opcode not in NOTHING:
             yield site.instruction, site.times
@@ -75,22 +83,24 @@ def log_graphs() -> None:
 def graphs(log: str) -> int | None:
     """The CUDA graphs of a program, by what the compiler printed; None if it logged nothing.
 
-    With one, the whole program is a graph: branches that could not be in one would have graphs of their own.
+    With one, the whole program is a graph: branches that could not be in one would have graphs of
+    their own.
     """
-    found = log.count(GRAPH)
-    return found if found or "command_buffer_conversion_pass" in log else None
+    count = log.count(GRAPH)
+    return count if count or "command_buffer_conversion_pass" in log else None
 
 
-def lines(found: tuple[Kind, ...], graph_count: int | None, most: int = 12) -> str:
-    """A table for people."""
-    total = sum(kind.launches for kind in found)
-    said = "" if graph_count is None else f", in {graph_count} CUDA graph{'s' * (graph_count != 1)}"
-    rows = [f"{total} launches outside of branches{said}:"]
+def lines(by_kind: tuple[Kind, ...], graph_count: int | None, most_kinds: int = 12) -> str:
+    """The launches as lines to print. most_kinds: those that have a line each; the others share
+    one."""
+    total = sum(kind.launches for kind in by_kind)
+    note = "" if graph_count is None else f", in {graph_count} CUDA graph{'s' * (graph_count != 1)}"
+    rows = [f"{total} launches outside of branches{note}:"]
+    if len(by_kind) > most_kinds:
+        launches = sum(kind.launches for kind in by_kind[most_kinds:])
+        nbytes = sum(kind.nbytes for kind in by_kind[most_kinds:])
+        by_kind = (*by_kind[:most_kinds], Kind("other kinds", launches, nbytes))
     rows += [
-        f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in found[:most]
+        f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in by_kind
     ]
-    if rest := found[most:]:
-        rows.append(
-            f"  {sum(k.launches for k in rest):5}  {sum(k.nbytes for k in rest) / 2**20:9.1f} MiB  other kinds"
-        )
     return "\n".join(rows)

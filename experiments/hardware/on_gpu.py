@@ -1,25 +1,33 @@
 """All measurements on a GPU in one command, the most important first; results go to a folder.
 
     python -m experiments.hardware.on_gpu --name h200 --out experiments/results/h200
-    python -m experiments.hardware.on_gpu --name h200 --out /tmp/session --only goldens predict --model FILE.gguf
+    python -m experiments.hardware.on_gpu --name h200 --out /tmp/session --only goldens predict \\
+        --model FILE.gguf
     python -m experiments.hardware.on_gpu --name h200 --out /tmp/session --rehearse      # on a CPU
 
-    right     experiments.hardware.gpu_numerics: are the kernels right? Wrong kernels are not timed: the session ends
-    tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json, which later parts read
+    right     experiments.hardware.gpu_numerics: are the kernels right? Wrong kernels are not timed:
+              the session ends
+    tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json, which
+              later parts read
     kernels   experiments.hardware.gpu_attention: how fast are the kernels, beside alternatives?
-    engine    experiments.hardware.gpu_engine: a Llama of random weights in the engine, and what its steps consist of
+    engine    experiments.hardware.gpu_engine: a Llama of random weights in the engine, and what its
+              steps consist of
     goldens   experiments.hardware.gpu_goldens: a real model against transformers
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
-    peers     experiments.hardware.gpu_peers: the engine's requests in transformers' continuous batching; needs torch
+    peers     experiments.hardware.gpu_peers: the engine's requests in transformers' continuous
+              batching; needs torch
 
-Each part has a limit of seconds and a process group of its own, of which nothing is left when the part ends or is
-stopped: a kernel that deadlocks never returns. A failed part is reported and the next one runs. Each part writes its
-output to <out>/<part>.log, and its figures to <out>/<part>.json as they come. <out>/session.json has the results of the
-parts, versions, commit and device. `--minutes` limits the session; parts that do not fit are listed.
+Each part has a limit of seconds and a process group of its own, of which nothing is left when the
+part ends or is stopped: a kernel that deadlocks never returns. A failed part is reported and the
+next one runs. Each part writes its output to <out>/<part>.log, and its figures to <out>/<part>.json
+as they come. <out>/session.json has the results of the parts, versions, commit and device.
+`--minutes` limits the session; parts that do not fit are listed.
 
-`--rehearse` runs the same parts with interpreted kernels or other implementations, tiny shapes and the same files.
+`--rehearse` runs the same parts with interpreted kernels or other implementations, tiny shapes and
+the same files.
 
-Needs JAX 0.11 and so Python 3.12, with CUDA unless it is a rehearsal. torch is included if it is installed.
+Needs JAX 0.11 and so Python 3.12, with CUDA unless it is a rehearsal. torch is included if it is
+installed.
 """
 
 from __future__ import annotations
@@ -43,7 +51,8 @@ from experiments.core.environment import environment
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 
-# Seconds. On an H200 with 16 processors `kernels` took 78, two of the three engines of `engine` 66, and `goldens` 25.
+# Seconds. On an H200 with 16 processors `kernels` took 78, two of the three engines of `engine` 66,
+# and `goldens` 25.
 LIMITS = {
     "right": 110,
     "tune": 60,
@@ -69,64 +78,61 @@ class Part(NamedTuple):
 def parts(
     name: str, out: Path, model: str, limits: Mapping[str, float], rehearse: bool = False
 ) -> list[Part]:
-    def part(which: str, module: str, *options: str, **more: Any) -> Part:
-        options = (
-            module,
-            *options,
-            "--json",
-            str(out / f"{which}.json"),
-            *["--rehearse"] * rehearse,
-        )
-        return Part(which, options, limits[which], **more)
+    """All parts of a session.
 
-    own = {
-        which: ("--seconds", f"{max(limits[which] - GRACE, 1):g}")
-        for which in ("right", "goldens", "peers")
+    Args:
+        name: of the device.
+        model: of `goldens` and `predict`.
+        limits: seconds by the name of a part.
+    """
+
+    def part(part_name: str, module: str, *options: str, must: bool = False) -> Part:
+        json_file = str(out / f"{part_name}.json")
+        arguments = (module, *options, "--json", json_file, *["--rehearse"] * rehearse)
+        return Part(part_name, arguments, limits[part_name], must)
+
+    time_limits = {
+        part_name: ("--seconds", f"{max(limits[part_name] - GRACE, 1):g}")
+        for part_name in ("right", "goldens", "peers")
     }
-    goldens = (
-        () if rehearse else ("--impls", "pallas_gpu")
-    )  # plain XLA's engines take minutes on a GPU
+    # plain XLA's engines take minutes on a GPU
+    impls = () if rehearse else ("--impls", "pallas_gpu")
     return [
-        part("right", "experiments.hardware.gpu_numerics", *own["right"], must=True),
+        part("right", "experiments.hardware.gpu_numerics", *time_limits["right"], must=True),
         part("tune", "pallas_kernels.tune", "--name", name),
         part("kernels", "experiments.hardware.gpu_attention"),
         part("engine", "experiments.hardware.gpu_engine"),
         part(
             "goldens",
             "experiments.hardware.gpu_goldens",
-            *goldens,
+            *impls,
             "--model",
             model,
-            *own["goldens"],
+            *time_limits["goldens"],
         ),
         part("predict", "experiments.hardware.gpu_prediction", "--model", model),
-        part("peers", "experiments.hardware.gpu_peers", *own["peers"]),
+        part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
     ]
 
 
 def rates(out: Path) -> list[str]:
-    """The card's limits as `kernels` has measured them, as options of `engine`; none if there are none."""
+    """The card's limits as options of `engine`; none if `kernels` has not measured them."""
     try:
         card = json.loads((out / "kernels.json").read_text(encoding="utf-8"))["card"]
     except (OSError, ValueError, KeyError):
         return []
-    return [
-        "--bandwidth",
-        str(card["copy_bytes_per_s"]),
-        "--rate",
-        str(card["product_flops_per_s"]),
-    ]
+    bandwidth = str(card["copy_bytes_per_s"])
+    return ["--bandwidth", bandwidth, "--rate", str(card["product_flops_per_s"])]
 
 
 def run(part: Part, out: Path, seconds: float) -> str:
-    """Run the part in a process group, stopped after `seconds`. Returns "ok" or the reason of the failure."""
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        *part.arguments,
-        *(rates(out) if part.name == "engine" else ()),
-    ]
+    """Run the part in a process group, and stop it after `seconds`.
+
+    Returns "ok" or the reason of the failure.
+    """
+    command = [sys.executable, "-u", "-m", *part.arguments]
+    if part.name == "engine":
+        command += rates(out)
     with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -135,12 +141,12 @@ def run(part: Part, out: Path, seconds: float) -> str:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"stopped after {seconds:.0f} s"
-        finally:  # also what a part that ended has left: it would keep its memory of the device
+        finally:
+            # Processes that a part has left would keep their memory of the device.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # one that waits for a device may not end
+            # A process that waits for a device may not end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
     return "ok" if code == 0 else f"failed with exit code {code}"
 
@@ -150,49 +156,53 @@ def session(
 ) -> bool:
     """Run the parts in order, and write session.json after each. Returns True if all succeeded."""
     out.mkdir(parents=True, exist_ok=True)
-    began, done, not_run = time.monotonic(), [], [part.name for part in plan]
+    session_start = time.monotonic()
+    finished = []
+    not_run = [part.name for part in plan]
 
-    def keep(**more: Any) -> None:
-        kept = {**(facts or {}), "parts": done, "not_run": not_run, **more}
-        (out / "session.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    def keep(**fields: Any) -> None:
+        """Write session.json as the session stands, with these fields."""
+        report = {**(facts or {}), "parts": finished, "not_run": not_run, **fields}
+        (out / "session.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     keep()
     for part in plan:
-        started = time.monotonic()
-        left = began + 60 * minutes - started
-        if left < LEAST:
+        start = time.monotonic()
+        seconds_left = session_start + 60 * minutes - start
+        if seconds_left < LEAST:
             print(f"not run, no time left: {', '.join(not_run)}", flush=True)
             return False
         keep(running=part.name)
-        result = run(part, out, min(left, part.seconds))
-        now = time.monotonic()
+        result = run(part, out, min(seconds_left, part.seconds))
+        end = time.monotonic()
+        seconds = end - start
         not_run = not_run[1:]
-        done.append(
+        finished.append(
             {
                 "part": part.name,
                 "result": result,
-                "seconds": round(now - started, 1),
+                "seconds": round(seconds, 1),
                 "limit": part.seconds,
             }
         )
         keep()
         print(
-            f"{part.name}: {result}, {now - started:.0f} s; {now - began:.0f} s so far", flush=True
+            f"{part.name}: {result}, {seconds:.0f} s; {end - session_start:.0f} s so far",
+            flush=True,
         )
-        tail = (
-            (out / f"{part.name}.log")
-            .read_text(encoding="utf-8", errors="replace")
-            .splitlines()[-12:]
-        )
-        print("\n".join(f"  | {line[:160]}" for line in tail), flush=True)
+        log = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
+        print("\n".join(f"  | {line[:160]}" for line in log.splitlines()[-12:]), flush=True)
         if part.must and result != "ok":
             print("the other parts are not run: they depend on this one", flush=True)
             return False
-    return all(one["result"] == "ok" for one in done)
+    return all(part["result"] == "ok" for part in finished)
 
 
 def facts_of(name: str, rehearse: bool) -> dict[str, Any]:
-    """What session.json says beside the parts. JAX opens no device here, because it would take the device's memory."""
+    """The fields of session.json beside the parts.
+
+    JAX opens no device here, because it would take the device's memory.
+    """
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         gpu = subprocess.run(
@@ -200,10 +210,10 @@ def facts_of(name: str, rehearse: bool) -> dict[str, Any]:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         gpu = "unknown"
-    where = environment(device=False)
-    where.pop("device")
+    machine = environment(device=False)
+    machine.pop("device")
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"name": name, "rehearsal": rehearse, "date": date, "gpu": gpu, "where": where}
+    return {"name": name, "rehearsal": rehearse, "date": date, "gpu": gpu, "where": machine}
 
 
 def limit(text: str) -> tuple[str, float]:
@@ -216,7 +226,7 @@ def limit(text: str) -> tuple[str, float]:
     return name, float(seconds)
 
 
-def main(argv: list[str] | None = None) -> int:
+def on_gpu_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -228,10 +238,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the results; it may exist; no default"
     )
-    over = f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over"
-    over = f"{over} is stopped, and those after it are not run and are listed"
     parser.add_argument(
-        "--minutes", type=float, default=9.5, help=f"of the session; default 9.5; {over}"
+        "--minutes",
+        type=float,
+        default=9.5,
+        help=(
+            "of the session; default 9.5; the limits of all parts add up to "
+            f"{sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over "
+            "is stopped, and those after it are not run and are listed"
+        ),
     )
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART"
@@ -243,7 +258,11 @@ def main(argv: list[str] | None = None) -> int:
         "--model", default=DEFAULT_MODEL, help="of goldens and predict: its .gguf file"
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = on_gpu_parser().parse_args(argv)
     if jax.__version_info__ < pallas_gpu.JAX_NEEDED:
         print(
             f"error: the kernels need JAX 0.11 or newer, and this is {jax.__version__}; {REMEDY}",
@@ -252,8 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts
-    every = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
-    plan = [part for part in every if args.only is None or part.name in args.only]
+    all_parts = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
+    plan = [part for part in all_parts if args.only is None or part.name in args.only]
     return 0 if session(plan, args.out, args.minutes, facts_of(args.name, args.rehearse)) else 1
 
 

@@ -1,4 +1,7 @@
-"""Jobs in processes of their own, so that one that hangs or crashes on a device stops no other and not the command."""
+"""Jobs in processes of their own.
+
+One that hangs or crashes on a device does not stop the others, nor the command.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ Job = TypeVar("Job")
 
 
 def _share_memory() -> None:
-    """In a new process, before it starts a backend: several of them use the memory of one GPU."""
+    """Keep JAX from taking all memory of the GPU. Runs in a new process, before its backend starts.
+
+    Several processes use the memory of one GPU.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
@@ -24,36 +30,38 @@ def results(
 ) -> Iterator[tuple[Job, Any]]:
     """Yields each job with its result, or with the exception, as they come.
 
-    A process runs one job at a time. What a job that crashes its process leaves is done by a new one. Jobs that are not
-    done after `seconds` are yielded with a TimeoutError, and their processes are killed.
+    A process runs one job at a time. If a job crashes its process, a new process does the jobs that
+    are left. Jobs that are not done after `seconds` are yielded with a TimeoutError, and their
+    processes are killed.
     """
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a fork of a process with a device's threads hangs
-    end, waiting = time.monotonic() + seconds, deque(jobs)
+    # a fork of a process with a device's threads hangs
+    context = multiprocessing.get_context("spawn")
+    end = time.monotonic() + seconds
+    waiting = deque(jobs)
     pools: list[ProcessPoolExecutor] = []
     running: dict[Future[Any], tuple[Job, ProcessPoolExecutor]] = {}
 
-    def start(pool: ProcessPoolExecutor | None = None) -> None:
-        if waiting:
-            if pool is None:
-                pools.append(
-                    pool := ProcessPoolExecutor(1, mp_context=context, initializer=_share_memory)
-                )
-            job = waiting.popleft()
-            running[pool.submit(function, job)] = job, pool
+    def start_job(pool: ProcessPoolExecutor | None = None) -> None:
+        """Give the next job to the process of this pool, or to a new process."""
+        if not waiting:
+            return
+        if pool is None:
+            pool = ProcessPoolExecutor(1, mp_context=context, initializer=_share_memory)
+            pools.append(pool)
+        job = waiting.popleft()
+        running[pool.submit(function, job)] = job, pool
 
     try:
         for _ in range(processes):
-            start()
+            start_job()
         while running:
-            done, _ = wait(running, max(0.0, end - time.monotonic()), FIRST_COMPLETED)
-            if not done:
+            finished, _ = wait(running, max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            if not finished:
                 break
-            for future in done:
+            for future in finished:
                 job, pool = running.pop(future)
                 error = future.exception()
-                start(None if isinstance(error, BrokenProcessPool) else pool)
+                start_job(None if isinstance(error, BrokenProcessPool) else pool)
                 yield job, future.result() if error is None else error
         for job in [*(job for job, _ in running.values()), *waiting]:
             yield job, TimeoutError(f"not done after {seconds:.0f} s")

@@ -1,4 +1,5 @@
-"""The result of a study: published numbers and ours, whether they agree, and the reason if they do not."""
+"""The result of a study: published numbers and ours, whether they agree, and the reason if they do
+not."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from pagedjax.host.types import StepResult
 class Interval(NamedTuple):
     """A number and its uncertainty.
 
-    kind: "interval" contains the mean of independent draws with 95 %, under the assumptions of Student's t; "range" is
-        from the lowest to the highest of several scenarios, or of repeats that are not independent.
+    kind: "interval" contains the mean of independent draws with 95 %, under the assumptions of
+        Student's t; "range" is from the lowest to the highest of several scenarios, or of repeats
+        that are not independent.
     n: the number of values; None if the number is not a mean.
     """
 
@@ -36,20 +38,22 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The interval of the mean of independent draws, by Student's t; on logarithms if all are above zero (compare.py).
+    """The interval of the mean of independent draws, by Student's t.
 
-    On logarithms, the middle is the geometric mean. A bootstrap of a few values is too narrow: with three values, its
+    It is computed on logarithms if all values are above zero (compare.py): then the middle is the
+    geometric mean. A bootstrap of a few values is too narrow: with three values, its
     95 % interval covers three quarters. One value has no interval.
     """
-    n, positive = len(values), min(values) > 0
+    n = len(values)
+    positive = min(values) > 0
     if max(values) == min(values):
         return Interval(values[0], values[0], values[0], n=n)
-    found = np.log(values) if positive else np.array(values, np.float64)
-    half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / math.sqrt(n)
-    ends = (float(found.mean() + side) for side in (-half, 0.0, half))
-    low, middle, high = (
-        math.exp(min(x, 700.0)) if positive else x for x in ends
-    )  # avoids overflow
+    numbers = np.log(values) if positive else np.array(values, np.float64)
+    half = stats.t.ppf(0.975, n - 1) * numbers.std(ddof=1) / math.sqrt(n)
+    ends = (float(numbers.mean() + side) for side in (-half, 0.0, half))
+    if positive:
+        ends = (math.exp(min(end, 700.0)) for end in ends)  # avoids overflow
+    low, middle, high = ends
     return Interval(low, middle, high, n=n)
 
 
@@ -81,11 +85,10 @@ class Claim(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        return (
-            self.published
-            if isinstance(self.published, tuple)
-            else (self.published, self.published)
-        )
+        """The lowest and the highest published number."""
+        if isinstance(self.published, tuple):
+            return self.published
+        return self.published, self.published
 
     @property
     def ratio(self) -> float | None:
@@ -122,7 +125,9 @@ def simulated(
     repeats: int | None = None,
     also: Callable[[Point, Measured], None] | None = None,
 ) -> list[tuple[Point, list[Summary]]]:
-    """Run every point of a config in this process: its summaries, one for each repeat. Nothing is written.
+    """Run every point of a config in this process. Nothing is written.
+
+    Returns the points, each with its summaries, one for each repeat.
 
     Args:
         overrides: like --set of experiments.run.
@@ -132,7 +137,7 @@ def simulated(
     Raises:
         RuntimeError: a run failed.
     """
-    found = []
+    points = []
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, (
@@ -147,15 +152,19 @@ def simulated(
             summaries.append(measured.summary)
             if also is not None:
                 also(point, measured)
-        found.append((point, summaries))
-    return found
+        points.append((point, summaries))
+    return points
 
 
 def results_of(
     file: Path, *overrides: str, repeats: int | None = None
 ) -> list[tuple[Point, list[tuple[SchedulerConfig, list[StepResult]]]]]:
-    """Like `simulated`, but returns the steps and the scheduler's config, for values that no summary has."""
-    found = []
+    """Run every point of a config in this process, like `simulated`.
+
+    Returns the points, each with the scheduler's config and the steps of every repeat, for values
+    that no summary has.
+    """
+    points = []
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, (
@@ -166,7 +175,8 @@ def results_of(
         for repeat in range(repeats or experiment.repeats):
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
             seed = experiment.seed + (repeat if experiment.reseed else 0)
-            vocabulary, encode = llm.tokenizer.vocab_size, llm.tokenizer.encode
+            vocabulary = llm.tokenizer.vocab_size
+            encode = llm.tokenizer.encode
             items, _, _, clients = build(
                 experiment.workload, point.content, seed, vocabulary, encode
             )
@@ -175,16 +185,17 @@ def results_of(
                 engine, items, experiment.sampling, engine.clock, engine.sleep, clients
             )
             runs.append((engine.scheduler_state.config, results))
-        found.append((point, runs))
-    return found
+        points.append((point, runs))
+    return points
 
 
 def over(summaries: Iterable[Summary], path: str) -> Interval:
-    """The interval of one number of several summaries; `path` is its dotted name."""
+    """The interval of one number of several summaries. path: its dotted name."""
     return interval([dig(summary, path) for summary in summaries])
 
 
 def dig(summary: Summary, path: str) -> float:
+    """A number of a summary. path: its dotted name."""
     value: Any = summary
     for name in path.split("."):
         value = value[name]
@@ -192,7 +203,10 @@ def dig(summary: Summary, path: str) -> float:
 
 
 def ratios(above: Sequence[Summary], below: Sequence[Summary], path: str) -> Interval | None:
-    """The ratios of one number of two points, seed by seed (equal requests). None if a number of `below` is zero."""
+    """The ratios of one number of two points, seed by seed, which means for equal requests.
+
+    None if a number of `below` is zero.
+    """
     pairs = [(dig(a, path), dig(b, path)) for a, b in zip(above, below, strict=True)]
     return interval([a / b for a, b in pairs]) if all(b for _, b in pairs) else None
 

@@ -1,22 +1,32 @@
-"""Seconds of a step of vLLM with Llama-3.1-8B on an H100, as SpecDecode-Bench fitted them (arXiv 2601.11580).
+"""Seconds of a step of vLLM with Llama-3.1-8B on an H100, as SpecDecode-Bench fitted them (arXiv
+2601.11580).
 
-The constants are from the benchmark's simulator: a constant, and so much for each token and each token of context; for
-an EAGLE drafter the same, once in a step whatever the number of drafts; for an n-gram drafter a share of the step.
+The constants are from the benchmark's simulator: a constant, and so much for each token and each
+token of context; for an EAGLE drafter the same, once in a step whatever the number of drafts; for
+an n-gram drafter a share of the step.
 """
 
 from __future__ import annotations
 
 from experiments.simulation.cost import Work
 
-EAGLE, NGRAM = "eagle", "ngram"
-FIXED_S, TOKEN_S, CONTEXT_S = 5.88590713e-3, 2.10103129e-5, 3.92645679e-8
-EAGLE_S, EAGLE_TOKEN_S, EAGLE_CONTEXT_S = 2.13526175e-3, 8.41429603e-7, 2.37768493e-9
+EAGLE = "eagle"
+NGRAM = "ngram"
+FIXED_S = 5.88590713e-3
+TOKEN_S = 2.10103129e-5
+CONTEXT_S = 3.92645679e-8
+EAGLE_S = 2.13526175e-3
+EAGLE_TOKEN_S = 8.41429603e-7
+EAGLE_CONTEXT_S = 2.37768493e-9
 NGRAM_SHARE = 0.005875
 OVERHEAD_S = 1.20683946e-3  # of the host, in every step
 
 
 def seconds(work: Work, method: str | None) -> float:
-    """The time of a step without its overhead. A step with more samples than sequences has drafts, of `method`."""
+    """The time of a step without its overhead.
+
+    A step with more samples than sequences has drafts, of `method`.
+    """
     step = FIXED_S + TOKEN_S * work.tokens + CONTEXT_S * work.context
     if work.sampled <= work.sequences:
         return step

@@ -1,6 +1,8 @@
-"""The load that an engine serves at a latency: curves of latency by rate, and where they meet a target.
+"""The load that an engine serves at a latency: curves of latency by rate, and where they meet a
+target.
 
-A latency here is *normalised*, as in the papers: seconds from a request's arrival to its end, per output token.
+A latency here is *normalised*, as in the papers: seconds from a request's arrival to its end, per
+output token.
 """
 
 from __future__ import annotations
@@ -37,18 +39,20 @@ def by_rate(
     average: Callable[[Sequence[float]], float] = statistics.median,
     until: float = math.inf,
 ) -> Curves:
-    """The normalised latency of each point of a config by rate. `names`: the points, in the order of the sweep's list.
+    """Run each point of a config at each rate. Returns the normalised latencies.
 
-    until: a latency; if it is exceeded with every seed, an engine's higher rates are left out.
+    Args:
+        names: of the points, in the order of the sweep's list.
+        until: a latency; if it is exceeded with every seed, an engine's higher rates are left out.
     """
     points = dict(zip(names, load_file(config)["sweep"]["list"], strict=True))
-    found: Curves = {name: [] for name in names}
+    curves: Curves = {name: [] for name in names}
     for rate in rates:
         runs: dict[str, list[float]] = {}
-        left = [name for name in names if not found[name] or min(found[name][-1]) <= until]
-        if not left:
+        names_left = [name for name in names if not curves[name] or min(curves[name][-1]) <= until]
+        if not names_left:
             break
-        sweep = f"sweep={json.dumps({'list': [points[name] for name in left]})}"
+        sweep = f"sweep={json.dumps({'list': [points[name] for name in names_left]})}"
 
         def also(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
             runs.setdefault(point.label, []).append(normalised(measured, average))
@@ -56,13 +60,14 @@ def by_rate(
         simulated(
             config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also
         )
-        for name, values in zip(left, runs.values(), strict=True):
-            found[name].append(values)
-    return found
+        for name, values in zip(names_left, runs.values(), strict=True):
+            curves[name].append(values)
+    return curves
 
 
 def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -> float | None:
-    """The rate at which a latency curve meets a target: interpolated in logarithms, before it first fails.
+    """The rate at which a latency curve meets a target: interpolated in logarithms, before it first
+    fails.
 
     None if the target is not met at the first rate, or is met at every rate.
     """
@@ -74,17 +79,17 @@ def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -
 
 
 def all_highest(
-    found: Curves, rates: Sequence[float], target: float, name: str
+    curves: Curves, rates: Sequence[float], target: float, name: str
 ) -> list[float | None]:
     """The result of `highest` for each seed."""
-    return [highest(rates, seed, target) for seed in zip(*found[name], strict=True)]
+    return [highest(rates, seed, target) for seed in zip(*curves[name], strict=True)]
 
 
-def reached(found: Curves, rates: Sequence[float], target: float, name: str) -> str:
+def reached(curves: Curves, rates: Sequence[float], target: float, name: str) -> str:
     """The rate that an engine serves at a latency, in words: the mean over seeds, or a bound."""
-    if max(found[name][0]) > target:
+    if max(curves[name][0]) > target:
         return f"not met at {rates[0]:g}"
-    best = all_highest(found, rates, target, name)
+    best = all_highest(curves, rates, target, name)
     low = [rate for rate in best if rate is not None]
     return (
         rounded(interval(low).middle)
@@ -94,15 +99,15 @@ def reached(found: Curves, rates: Sequence[float], target: float, name: str) -> 
 
 
 def gain(
-    found: Curves, rates: Sequence[float], target: float, above: str, below: str
+    curves: Curves, rates: Sequence[float], target: float, above: str, below: str
 ) -> Interval | None:
     """The ratio of the rates that two engines serve at a latency, seed by seed.
 
     None if a rate is outside the grid of rates, because its ends are no result.
     """
-    best = (all_highest(found, rates, target, name) for name in (above, below))
+    best = (all_highest(curves, rates, target, name) for name in (above, below))
     pairs = [(a, b) for a, b in zip(*best, strict=True) if a is not None and b is not None]
-    return interval([a / b for a, b in pairs]) if len(pairs) == len(found[above][0]) else None
+    return interval([a / b for a, b in pairs]) if len(pairs) == len(curves[above][0]) else None
 
 
 def multiple(gain: Interval | None) -> str:
@@ -119,11 +124,11 @@ def fewer(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(dict.fromkeys([*rates[::3], rates[-1]]))
 
 
-def lines(found: Curves, rates: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
+def lines(curves: Curves, rates: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
     """The curves of a figure: means over seeds."""
     return {
         name: [
-            (rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=False)
+            (rate, statistics.fmean(values)) for rate, values in zip(rates, latencies, strict=False)
         ]
-        for name, several in found.items()
+        for name, latencies in curves.items()
     }

@@ -1,6 +1,9 @@
-"""Splitwise's targets and its requests: slowdowns over one request alone on a DGX-A100, and lengths of recorded traces.
+"""Splitwise's targets and its requests.
 
-As in notebooks/plots.ipynb, notebooks/perf_model.py and generate_trace.py of its simulator (see splitwise_machines.py).
+Targets are of slowdowns over one request alone on a DGX-A100. Lengths are those of recorded traces.
+
+As in notebooks/plots.ipynb, notebooks/perf_model.py and generate_trace.py of its simulator (see
+splitwise_machines.py).
 """
 
 from __future__ import annotations
@@ -17,16 +20,13 @@ from experiments.simulation.measured import BLOOM, at
 from pagedjax.load_client.text_files import trace_rows
 
 QUANTILES = (0.5, 0.9, 0.99)
-LIMITS = {
-    "TTFT": (2.0, 3.0, 6.0),
-    "TBT": (1.25, 1.5, 5.0),
-    "E2E": (1.25, 1.5, 5.0),
-}  # Table VI, by QUANTILES
+# Table VI, by QUANTILES
+LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}
 START = datetime(2000, 1, 1)
 
 
 def alone(prompt: int) -> tuple[float, float]:
-    """Seconds of the first token and of each further one of a request that is alone on a DGX-A100."""
+    """The seconds of the first token and of each further one, for a request alone on a DGX-A100."""
     machine = BLOOM["a100"]
     return at(machine.prompts, prompt) / 1e3, at(machine.token_ms, prompt) / 1e3
 
@@ -34,30 +34,35 @@ def alone(prompt: int) -> tuple[float, float]:
 def slowdowns(requests: Iterable[RequestRecord]) -> dict[str, tuple[float, ...]]:
     """The percentiles (QUANTILES) of each kind of slowdown.
 
-    TBT is the time after the first token over all tokens of the answer, the first included, as in application.py there.
+    TBT is the time after the first token over all tokens of the answer, the first included, as in
+    application.py there.
     """
-    found: dict[str, list[float]] = {name: [] for name in LIMITS}
-    for one in requests:
-        assert one.ttft is not None and one.e2e is not None, "a simulated run ends every request"  # noqa: PT018
-        first, each = alone(one.prompt_tokens)
-        found["TTFT"].append(one.ttft / first)
-        found["TBT"].append((one.e2e - one.ttft) / one.max_tokens / each)
-        found["E2E"].append(one.e2e / (first + each * (one.max_tokens - 1)))
-    return {name: tuple(np.quantile(values, QUANTILES).tolist()) for name, values in found.items()}
+    by_kind: dict[str, list[float]] = {name: [] for name in LIMITS}
+    for request in requests:
+        assert request.ttft is not None, "a simulated run ends every request"
+        assert request.e2e is not None, "a simulated run ends every request"
+        first, token = alone(request.prompt_tokens)
+        by_kind["TTFT"].append(request.ttft / first)
+        by_kind["TBT"].append((request.e2e - request.ttft) / request.max_tokens / token)
+        by_kind["E2E"].append(request.e2e / (first + token * (request.max_tokens - 1)))
+    return {
+        name: tuple(np.quantile(values, QUANTILES).tolist()) for name, values in by_kind.items()
+    }
 
 
-def missed(found: Mapping[str, tuple[float, ...]]) -> tuple[str, ...]:
+def missed(slowdowns_by_kind: Mapping[str, tuple[float, ...]]) -> tuple[str, ...]:
     """The targets that are not met, such as "TBT P50"."""
     return tuple(
         f"{name} P{100 * quantile:.0f}"
         for name, limits in LIMITS.items()
-        for quantile, limit, value in zip(QUANTILES, limits, found[name], strict=True)
+        for quantile, limit, value in zip(QUANTILES, limits, slowdowns_by_kind[name], strict=True)
         if value >= limit
     )
 
 
 def write(trace: Path, place: Path, count: int, seed: int) -> Path:
-    """A trace of `count` requests: Poisson arrivals, one a second, with prompts and answers of a recorded trace.
+    """A trace of `count` requests: Poisson arrivals, one a second, with prompts and answers of a
+    recorded trace.
 
     Both lengths are drawn independently, with replacement, as in generate_trace.py there.
     """

@@ -2,8 +2,10 @@
 
     to the adapter    {"model": folder, "options": {...}}          once
     from it           {"ready": seconds, "version": "1.2.3"}
-    to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its input ends
-    from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each, EOS ignored
+    to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its
+                      input ends
+    from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each,
+                      EOS ignored
 
 Errors are returned as {"error": text}. Output that an engine prints goes to stderr.
 """
@@ -23,7 +25,10 @@ Generate = Callable[[list[Request]], list[list[int]]]
 
 
 def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
-    """Answer until standard input ends. `load(model folder, options)` gives (generate, the engine's version)."""
+    """Answer until standard input ends.
+
+    `load(model folder, options)` gives (generate, the engine's version).
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # all other output goes to stderr
 
@@ -42,7 +47,7 @@ def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
             tokens = generate(requests)
             answer(
                 seconds=time.perf_counter() - started,
-                tokens=[list(map(int, one)) for one in tokens],
+                tokens=[list(map(int, ids)) for ids in tokens],
             )
     except Exception as error:
         traceback.print_exc()

@@ -1,8 +1,8 @@
-"""Adapter: a llama.cpp server. Options: `server` (the program), `gguf` (the model file), `slots` (16),
-`context` (tokens of a slot, 512), `threads` (all cores).
+"""Adapter: a llama.cpp server. Options: `server` (the program), `gguf` (the model file), `slots`
+(16), `context` (tokens of a slot, 512), `threads` (all cores).
 
-llama.cpp creates the file: `llama-quantize --allow-requantize in.gguf out.gguf F32` from the embedded model's GGUF, or
-convert_hf_to_gguf.py from a Hugging Face folder (`--outtype f32`).
+llama.cpp creates the file: `llama-quantize --allow-requantize in.gguf out.gguf F32` from the
+embedded model's GGUF, or convert_hf_to_gguf.py from a Hugging Face folder (`--outtype f32`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ PATIENCE = 300.0  # seconds for the server to load
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
-    program, file = options.pop("server"), options.pop("gguf")
-    slots, context = options.pop("slots", 16), options.pop("context", 512)
+    program = options.pop("server")
+    file = options.pop("gguf")
+    slots = options.pop("slots", 16)
+    context = options.pop("context", 512)
     threads = options.pop("threads", os.cpu_count())
     if options:
         raise ValueError(
-            f"unknown options {', '.join(options)}; there are server, gguf, slots, context and threads"
+            f"unknown options {', '.join(options)}; there are server, gguf, slots, context and "
+            "threads"
         )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -52,7 +55,7 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     address = f"http://127.0.0.1:{port}"
     await_health(address, process)
 
-    def one(request: Request) -> list[int]:
+    def complete(request: Request) -> list[int]:
         prompt, count = request
         body = {
             "prompt": prompt,
@@ -60,13 +63,13 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
             "temperature": 0,
             "ignore_eos": True,
             "cache_prompt": False,
+            "return_tokens": True,
         }
-        found = post(f"{address}/completion", body | {"return_tokens": True})
-        return found["tokens"]
+        return post(f"{address}/completion", body)["tokens"]
 
     def generate(requests: list[Request]) -> list[list[int]]:
         with ThreadPoolExecutor(len(requests)) as clients:
-            return list(clients.map(one, requests))
+            return list(clients.map(complete, requests))
 
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     return generate, (version.stderr + version.stdout).strip().splitlines()[0]

@@ -1,7 +1,8 @@
-"""Adapter: OpenVINO GenAI with continuous batching. Options: `dtype` ("float32" or "bfloat16"), `max_num_seqs` (256),
-`cache_gb` (4), `max_num_batched_tokens` (256).
+"""Adapter: OpenVINO GenAI with continuous batching. Options: `dtype` ("float32" or "bfloat16"),
+`max_num_seqs` (256), `cache_gb` (4), `max_num_batched_tokens` (256).
 
-Its Python needs openvino-genai, and once, to turn the checkpoint into OpenVINO's format, optimum-intel and torch.
+Its Python needs openvino-genai, and once, to turn the checkpoint into OpenVINO's format,
+optimum-intel and torch.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     import openvino  # pyright: ignore[reportMissingImports]  (a peer's own Python has it)
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
 
-    dtype, places = options.pop("dtype", "float32"), options.pop("max_num_seqs", 256)
-    cache, budget = options.pop("cache_gb", 4), options.pop("max_num_batched_tokens", 256)
+    dtype = options.pop("dtype", "float32")
+    places = options.pop("max_num_seqs", 256)
+    cache = options.pop("cache_gb", 4)
+    budget = options.pop("max_num_batched_tokens", 256)
     if options or dtype not in ("float32", "bfloat16"):
         raise ValueError(
-            f"options {options or dtype}; there are dtype (float32, bfloat16), max_num_seqs, cache_gb and "
+            f"options {options or dtype}; there are dtype (float32, bfloat16), max_num_seqs, "
+            "cache_gb and "
             "max_num_batched_tokens"
         )
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens = (
-        cache,
-        places,
-        budget,
-    )
+    scheduler.cache_size = cache
+    scheduler.max_num_seqs = places
+    scheduler.max_num_batched_tokens = budget
     scheduler.enable_prefix_caching = False
     precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     pipeline = genai.ContinuousBatchingPipeline(
@@ -38,12 +40,10 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
 
     def settings(count: int) -> Any:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample, config.apply_chat_template = (
-            count,
-            True,
-            False,
-            False,
-        )
+        config.max_new_tokens = count
+        config.ignore_eos = True
+        config.do_sample = False
+        config.apply_chat_template = False
         return config
 
     def generate(requests: list[Request]) -> list[list[int]]:

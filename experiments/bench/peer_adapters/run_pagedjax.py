@@ -11,7 +11,8 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     import pagedjax
     from pagedjax import LLM, SamplingParams
 
-    llm = LLM(model, progress=False, **{"compilation": "eager", **options})
+    options = {"compilation": "eager", **options}
+    llm = LLM(model, progress=False, **options)
 
     def generate(requests: list[Request]) -> list[list[int]]:
         llm.engine.reset()  # so that a round finds no blocks of an earlier one

@@ -1,6 +1,7 @@
 """Adapter: transformers on torch. Options: `batch` (1), `dtype` ("float32").
 
-Requests go in order of arrival, `batch` at a time, left-padded, each batch as long as its longest request.
+Requests go in order of arrival, `batch` at a time, left-padded, each batch as long as its longest
+request.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     import torch  # pyright: ignore[reportMissingImports]  (the oracle extra)
     import transformers
 
-    batch, dtype = options.pop("batch", 1), getattr(torch, options.pop("dtype", "float32"))
+    batch = options.pop("batch", 1)
+    dtype = getattr(torch, options.pop("dtype", "float32"))
     if options:
         raise ValueError(f"unknown options {', '.join(options)}; there are batch and dtype")
     network: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
     def static_batch(part: list[Request]) -> list[list[int]]:
-        width, steps = max(len(prompt) for prompt, _ in part), max(count for _, count in part)
+        width = max(len(prompt) for prompt, _ in part)
+        steps = max(count for _, count in part)
         ids = torch.tensor([[2] * (width - len(p)) + p for p, _ in part])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
         with torch.inference_mode():

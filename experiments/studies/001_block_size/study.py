@@ -17,28 +17,34 @@ UTILISATION: dict[int, float] = dict(
 PAPER = "PagedAttention, block sizes, Alpaca"
 BEST = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 KERNEL = (
-    "the paper's best size weighs fragmentation against a kernel that reads small blocks slowly; a roofline has no "
+    "the paper's best size weighs fragmentation against a kernel that reads small blocks slowly; "
+    "a roofline has no "
     "such kernel, so here the smallest block is never worse"
 )
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    claims, used, rates, rows = [], {}, {}, []
+    claims = []
+    used = {}
+    rates = {}
+    rows = []
     for data in lengths.DATA:
         count = (150 if quick else 600) * (1 if data == "ShareGPT" else 4)
         sizes = "[1, 16, 128, 256]" if quick else str(list(SIZES))
-        found = simulated(
+        points = simulated(
             folder / "config.yaml",
             *lengths.overrides(data),
             f"workload.count={count}",
             f"sweep.grid.engine.block_size={sizes}",
             repeats=2 if quick else None,
         )
-        used[data], rates[data] = [], []
-        for point, runs in found:
+        used[data] = []
+        rates[data] = []
+        for point, runs in points:
             size = point.experiment.engine.block_size
             full = interval([100 * (1 - run["fragmentation_share"]) for run in runs])
-            rate, ttft = over(runs, "steady_output_tokens_per_s"), over(runs, "ttft_s.p50")
+            rate = over(runs, "steady_output_tokens_per_s")
+            ttft = over(runs, "ttft_s.p50")
             used[data].append((size, full.middle))
             rates[data].append((size, rate.middle))
             rows.append((data, size, full.middle, rate.middle, ttft.middle))
@@ -56,15 +62,17 @@ def run(folder: Path, quick: bool) -> Findings:
                 )
         top = max(rate for _, rate in rates[data])
         good = [float(size) for size, rate in rates[data] if rate > 0.97 * top]
-        what = f"{data}: largest block within 3 % of the best throughput"
+        quantity = f"{data}: largest block within 3 % of the best throughput"
         largest = interval(good[-1:])
         claims.append(
-            Claim("PagedAttention, Fig. 18", what, BEST[data], largest, 1.0, "tokens", KERNEL)
+            Claim("PagedAttention, Fig. 18", quantity, BEST[data], largest, 1.0, "tokens", KERNEL)
         )
     used["published, Alpaca"] = [(size, UTILISATION[size]) for size in SIZES]
-    alpaca, sharegpt = dict(rates["Alpaca"]), dict(rates["ShareGPT"])
+    alpaca = dict(rates["Alpaca"])
+    sharegpt = dict(rates["ShareGPT"])
     answer = [
-        f"With Alpaca's short requests, blocks of 256 make {alpaca[256] / alpaca[16]:.2f} times the throughput of "
+        f"With Alpaca's short requests, blocks of 256 make {alpaca[256] / alpaca[16]:.2f} times "
+        "the throughput of "
         f"blocks of 16; with ShareGPT's longer ones {sharegpt[256] / sharegpt[16]:.2f} times.",
         "The cause is the empty slots of last blocks: they use memory that waiting requests need.",
     ]

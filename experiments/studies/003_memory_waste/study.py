@@ -1,4 +1,5 @@
-"""003: memory that contiguous reservations waste, after Fig. 2 and 13 of PagedAttention (Kwon et al. 2023)."""
+"""003: memory that contiguous reservations waste, after Fig. 2 and 13 of PagedAttention (Kwon et
+al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ QUESTION = (
 )
 PAPER = "PagedAttention, Fig. 2"
 PARTS = ("tokens", "reserved", "internal", "external")
-# Per cent of the cache: token states, slots that requests fill later, slots that they never fill, free pieces.
+# Per cent of the cache: token states, slots that requests fill later, slots that they never fill,
+# free pieces.
 SHARES = {
     "max": (20.4, 13.3, 57.3, 8.9),
     "pow2": (26.8, 17.9, 13.6, 41.6),
@@ -29,7 +31,10 @@ BATCHED = {  # Fig. 13: requests that run together
     "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "none": 132.44},
 }
 NAMES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "none": "paged"}
-RATE = "the paper's requests arrived at a rate that the paged engine could serve, so not all of its capacity was needed"
+RATE = (
+    "the paper's requests arrived at a rate that the paged engine could serve, so not all of "
+    "its capacity was needed"
+)
 
 
 def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, float]:
@@ -37,14 +42,16 @@ def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, 
     total = dict.fromkeys(PARTS, 0.0)
     for plan in [result.plan for result in results if result.plan.num_waiting]:
         slots = plan.num_blocks * limits.block_size
-        filled = wanted = reserved = 0
+        filled = needed = reserved = 0
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             room = len(seq.blocks) * limits.block_size
-            asked = room if limits.reservation == "none" else reservation.tokens(limits, seq)
+            reserved_by_rule = (
+                room if limits.reservation == "none" else reservation.tokens(limits, seq)
+            )
             filled += start + count
-            wanted += min(seq.limit, room)
-            reserved += max(asked, min(seq.limit, room))
-        parts = filled, wanted - filled, reserved - wanted, slots - reserved
+            needed += min(seq.limit, room)
+            reserved += max(reserved_by_rule, min(seq.limit, room))
+        parts = filled, needed - filled, reserved - needed, slots - reserved
         for name, part in zip(PARTS, parts, strict=True):
             total[name] += 100 * part / slots
     steps = sum(bool(result.plan.num_waiting) for result in results)
@@ -58,7 +65,9 @@ def together(results: Sequence[StepResult]) -> float:
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    claims, bars, rows = [], {}, []
+    claims = []
+    bars = {}
+    rows = []
     for data in lengths.DATA:
         count = (200 if quick else 600) * (1 if data == "ShareGPT" else 4)
         bars[data] = {}
@@ -69,29 +78,37 @@ def run(folder: Path, quick: bool) -> Findings:
             repeats=2 if quick else None,
         ):
             kind = point.experiment.engine.reservation
-            found = [shares(results, limits) for limits, results in runs]
+            shares_of_repeats = [shares(results, limits) for limits, results in runs]
             places = interval([together(results) for _, results in runs])
             bars[data][NAMES[kind]] = {
-                part: interval([each[part] for each in found]).middle for part in PARTS
+                part: interval([repeat_shares[part] for repeat_shares in shares_of_repeats]).middle
+                for part in PARTS
             }
             rows.append((data, NAMES[kind], *bars[data][NAMES[kind]].values(), places.middle))
             if data == "ShareGPT":
                 for part, published in zip(PARTS, SHARES[kind], strict=True):
                     if published:
-                        ours = interval([each[part] for each in found])
-                        what = f"{NAMES[kind]}: {part}"
+                        share = interval(
+                            [repeat_shares[part] for repeat_shares in shares_of_repeats]
+                        )
+                        quantity = f"{NAMES[kind]}: {part}"
                         claims.append(
-                            Claim(PAPER, what, published, ours, 1.25, "%", lengths.MEANS_ALONE)
+                            Claim(PAPER, quantity, published, share, 1.25, "%", lengths.MEANS_ALONE)
                         )
             published = BATCHED[data][kind]
             why = RATE if kind == "none" else lengths.MEANS_ALONE
-            what = f"{data}, {NAMES[kind]}: requests together"
-            claims.append(Claim("PagedAttention, Fig. 13", what, published, places, 1.25, "", why))
-    paged, most = bars["ShareGPT"]["paged"]["tokens"], bars["ShareGPT"]["Orca (Max)"]["tokens"]
+            quantity = f"{data}, {NAMES[kind]}: requests together"
+            claims.append(
+                Claim("PagedAttention, Fig. 13", quantity, published, places, 1.25, "", why)
+            )
+    paged = bars["ShareGPT"]["paged"]["tokens"]
+    longest = bars["ShareGPT"]["Orca (Max)"]["tokens"]
     answer = [
-        f"Of the cache {paged:.0f} % holds tokens when it is paged and {most:.0f} % when each request reserves its "
+        f"Of the cache {paged:.0f} % holds tokens when it is paged and {longest:.0f} % when each "
+        "request reserves its "
         "longest possible length.",
-        "Reservations lose three kinds of slots: those that a request fills later, those that it never fills, and free "
+        "Reservations lose three kinds of slots: those that a request fills later, those that it "
+        "never fills, and free "
         "pieces into which no power of two fits.",
     ]
     table = markdown(

@@ -9,7 +9,10 @@ from experiments.analysis import figures
 from experiments.studies import load
 from experiments.studies.findings import Claim, Findings
 
-QUESTION = "How much more load does an engine serve at the same latency when requests join and leave at any step?"
+QUESTION = (
+    "How much more load does an engine serve at the same latency when requests join and "
+    "leave at any step?"
+)
 TARGET = 2.0  # times the latency of a single request; the paper says "the same level of latency"
 ALONE = 0.05  # requests a second
 RATES = (ALONE, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 11.0, 15.0, 20.0, 27.0, 36.0)
@@ -21,7 +24,8 @@ WHOLE, STATIC, ORCA, PAGED = NAMES = (
 )
 PAPER = "Orca, Fig. 10"
 WHY = (
-    "it compares two engines, FasterTransformer and Orca, on pipelines of GPUs that static batches leave idle; here "
+    "it compares two engines, FasterTransformer and Orca, on pipelines of GPUs that static "
+    "batches leave idle; here "
     "only the batching differs"
 )
 
@@ -29,20 +33,22 @@ WHY = (
 def run(folder: Path, quick: bool) -> Findings:
     rates = load.fewer(RATES) if quick else RATES
     count = f"workload.count={150 if quick else 600}"
-    found = load.by_rate(folder / "config.yaml", NAMES, rates, count, repeats=1 if quick else None)
-    target = TARGET * statistics.fmean(found[ORCA][0])
-    gain, single, more = (
-        load.gain(found, rates, target, above, below)
+    curves = load.by_rate(folder / "config.yaml", NAMES, rates, count, repeats=1 if quick else None)
+    target = TARGET * statistics.fmean(curves[ORCA][0])
+    gain, single, paged_gain = (
+        load.gain(curves, rates, target, above, below)
         for above, below in ((ORCA, WHOLE), (ORCA, STATIC), (PAGED, WHOLE))
     )
-    what = "rate of iterations over static batches, same latency"
-    claims = [Claim(PAPER, what, 36.9, gain, 1.5, "x", WHY)] if gain is not None else []
-    lines = load.lines(found, rates) | {"target": [(rates[0], target), (rates[-1], target)]}
+    quantity = "rate of iterations over static batches, same latency"
+    claims = [Claim(PAPER, quantity, 36.9, gain, 1.5, "x", WHY)] if gain is not None else []
+    lines = load.lines(curves, rates) | {"target": [(rates[0], target), (rates[-1], target)]}
     answer = [
-        f"At twice the latency of a single request ({1e3 * target:.0f} ms a token), batching by iterations "
+        f"At twice the latency of a single request ({1e3 * target:.0f} ms a token), batching by "
+        "iterations "
         f"serves {load.multiple(gain)} the rate of static batches with the same reservations, and "
-        f"{load.multiple(more)} with paging and chunks.",
-        f"If each member of a static batch were answered at its end, without further cost, iterations would serve "
+        f"{load.multiple(paged_gain)} with paging and chunks.",
+        "If each member of a static batch were answered at its end, without further cost, "
+        "iterations would serve "
         f"{load.multiple(single)} their rate.",
         f"The published factor is 36.9: {WHY}.",
     ]

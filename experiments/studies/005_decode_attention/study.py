@@ -37,7 +37,10 @@ from .timed import (
     step_times,
 )
 
-QUESTION = "What does a decode step cost without a KV cache, with a contiguous and with a paged one, and what binds it?"
+QUESTION = (
+    "What does a decode step cost without a KV cache, with a contiguous and with a paged "
+    "one, and what binds it?"
+)
 PAPER = "PagedAttention, Fig. 18a"
 FIG_18A = ((8, 64), (8, 128), (8, 256), (32, 64), (32, 128), (32, 256))  # batch and context
 LECTURE = "gpt2-xl, a lecture's example"
@@ -75,13 +78,15 @@ def demand(shape: Shape, work: Work) -> Demand:
     return Demand(operations, shape.read_bytes(work.tokens) + shape.token_bytes * work.context)
 
 
-# --- claims and answers -----------------------------------------------------------------------------------------------
+# --- claims and answers ---------------------------------------------------------------------------
 
 
 def lecture() -> list[Claim]:
     """gpt2-xl on an A100, calculated: operations per byte of a step over those of the chip."""
-    shape, chip = SHAPES["gpt2-xl"], CHIPS["a100-80g"]
-    ridge, whole = chip.rate / chip.bandwidth, shape.longest
+    shape = SHAPES["gpt2-xl"]
+    chip = CHIPS["a100-80g"]
+    ridge = chip.rate / chip.bandwidth
+    longest = shape.longest
     position = exactly(shape.token_bytes / 1e3)
     claims = [Claim(LECTURE, "keys and values of a position, 16 bit", 306.0, position, 1.01, "kB")]
     kinds = [
@@ -90,15 +95,18 @@ def lecture() -> list[Claim]:
         ("cache", 64, decode, (0.0, 1.0)),
     ]
     for name, batch, work, published in kinds:
-        share = exactly(demand(shape, work(batch, whole)).intensity / ridge)
+        share = exactly(demand(shape, work(batch, longest)).intensity / ridge)
         bound = "compute-bound" if published[0] else "memory-bound"
-        what = f"{name}, batch of {batch}, {whole:,} tokens: {bound}, operations a byte over an A100's {ridge:.0f}"
-        claims.append(Claim(LECTURE, what, published, share, 1.0, "x"))
+        quantity = (
+            f"{name}, batch of {batch}, {longest:,} tokens: {bound}, operations a byte over an "
+            f"A100's {ridge:.0f}"
+        )
+        claims.append(Claim(LECTURE, quantity, published, share, 1.0, "x"))
     return claims
 
 
 def crossing(shape: Shape, chip: Chip) -> int:
-    """The shortest context at which a step of one sequence without a cache is bound by arithmetic."""
+    """The shortest context at which arithmetic binds a step of one sequence without a cache."""
     ridge = chip.rate / chip.bandwidth
     return next(
         n for n in range(1, shape.longest + 1) if demand(shape, again(1, n)).intensity > ridge
@@ -126,21 +134,22 @@ def run(folder: Path, quick: bool) -> Findings:
     model = load_model(DEFAULT_MODEL, progress=False).model
     number = jnp.dtype(model.dtype).itemsize
     shape = shape_of(open_checkpoint(DEFAULT_MODEL).config, number, number)
-    device, alone = Device(model), {}
+    device = Device(model)
+    alone = {}
     for cell in grid.cells:
         alone[cell] = attention_times(model, cell, grid)
         device.measure()
-    then = device.chip()
+    attention_chip = device.chip()
     steps, packing = step_times(model, grid, device)
     chip = device.chip()
     roof = Roofline(shape, chip)
 
     kernel = paged_name(served(model, SIZES[0])[0], SIZES[0])
     cells = [cell for cell in FIG_18A if cell in alone]
-    kernels = kernel_claims(alone, cells, kernel, shape, then)
+    kernels = kernel_claims(alone, cells, kernel, shape, attention_chip)
     claims = [*kernels, packing_claim(packing, steps, grid), *lecture()]
     plots = {
-        "attention.svg": attention_figure(alone, grid, shape, then),
+        "attention.svg": attention_figure(alone, grid, shape, attention_chip),
         "steps.svg": steps_figure(steps, grid, roof),
         "roofline.svg": roofline_figure(steps, shape, chip),
     }
@@ -180,22 +189,25 @@ def kernel_claims(
     whys = {
         BEST: "the published pair are two GPU kernels, and ours are those of JAX on this device: "
         "the contiguous one reads at {:.0f} % of the bandwidth, the paged one at {:.0f} %",
-        ONE_BLOCK: "the published pair are two kernels of a GPU, and this is one: it reads at {:.0f} % of the "
-        "bandwidth if one block has the whole sequence, and at {:.0f} % if it follows a block table",
+        ONE_BLOCK: "the published pair are two kernels of a GPU, and this is one: it reads at "
+        "{:.0f} % of the bandwidth if one block has the whole sequence, and at {:.0f} % if it "
+        "follows a block table",
     }
     claims = []
     for name, why in whys.items():
         if all(name in alone[cell] for cell in cells):
-            what = f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts {spell(c[1] for c in cells)}"
-            ours = span(
-                slower(alone, cells, kernel, name)
-            )  # repeats of one process are not independent
+            quantity = (
+                f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts "
+                f"{spell(c[1] for c in cells)}"
+            )
+            # repeats of one process are not independent
+            slowdown = span(slower(alone, cells, kernel, name))
             claims.append(
                 Claim(
                     PAPER,
-                    what,
+                    quantity,
                     (1.20, 1.26),
-                    ours,
+                    slowdown,
                     1.1,
                     "x",
                     why.format(reached(name), reached(kernel)),
@@ -211,14 +223,15 @@ def spell(numbers: Any) -> str:
 def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     batch, context = grid.cells[-1]
     seconds = statistics.median(steps[grid.cells[-1]][CACHED])
-    what = (
+    quantity = (
         f"block tables and all other inputs of a decode step: batch of {batch}, context {context:,}"
     )
     why = (
-        f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; a row of a table is "
+        f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; "
+        "a row of a table is "
         "made when it grows, not in each step"
     )
-    return Claim("vAttention, block tables", what, (10.0, 30.0), span(shares), 1.1, "%", why)
+    return Claim("vAttention, block tables", quantity, (10.0, 30.0), span(shares), 1.1, "%", why)
 
 
 def answers(
@@ -229,35 +242,42 @@ def answers(
     ][-1]
     without, cached = (statistics.median(steps[last][name]) for name in (AGAIN, CACHED))
     ridge = chip.rate / chip.bandwidth
-    asked = [demand(shape, work(*last)) for work in (again, decode)]
-    rate, bandwidth = (
-        asked[0].operations / without / chip.rate,
-        asked[1].bytes / cached / chip.bandwidth,
-    )
-    xl, a100 = SHAPES["gpt2-xl"], CHIPS["a100-80g"]
+    demands = [demand(shape, work(*last)) for work in (again, decode)]
+    rate = demands[0].operations / without / chip.rate
+    bandwidth = demands[1].bytes / cached / chip.bandwidth
+    xl = SHAPES["gpt2-xl"]
+    a100 = CHIPS["a100-80g"]
     ratios = [
         f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}"
         for claim in kernels
     ]
 
-    def binds(one: Demand) -> str:
-        return "arithmetic" if one.intensity > ridge else "memory"
+    def binds(step_demand: Demand) -> str:
+        return "arithmetic" if step_demand.intensity > ridge else "memory"
 
     return [
-        f"A token that sees {context:,} takes {1e3 * without:,.0f} ms without a cache and {1e3 * cached:,.0f} ms with "
+        f"A token that sees {context:,} takes {1e3 * without:,.0f} ms without a cache and "
+        f"{1e3 * cached:,.0f} ms with "
         f"one, batch of {batch}.",
-        f"Without it a step asks for {asked[0].intensity:,.0f} operations a byte, which is bound by {binds(asked[0])}, "
-        f"with it for {asked[1].intensity:.2g}, which is bound by {binds(asked[1])}: this device can do {ridge:.0f} "
-        f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches {100 * rate:.0f} % of the "
-        f"rate of plain products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading weights.",
+        f"Without it a step asks for {demands[0].intensity:,.0f} operations a byte, which is bound "
+        f"by {binds(demands[0])}, "
+        f"with it for {demands[1].intensity:.2g}, which is bound by {binds(demands[1])}: this "
+        "device "
+        f"can do {ridge:.0f} "
+        f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches "
+        f"{100 * rate:.0f} % of the "
+        f"rate of plain products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of "
+        "reading weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
-        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} tokens on; below "
+        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} "
+        "tokens on; below "
         "that, by reading the weights.",
     ]
 
 
 def attention_figure(alone: Times, grid: Grid, shape: Shape, chip: Chip) -> str:
-    roof, panels = "the bandwidth", {}
+    roof = "the bandwidth"
+    panels = {}
     for batch in grid.batches:
         lines = {name: middles(alone, batch, name) for name in next(iter(alone.values()))}
         lines[roof] = [
@@ -268,7 +288,8 @@ def attention_figure(alone: Times, grid: Grid, shape: Shape, chip: Chip) -> str:
 
 
 def steps_figure(steps: Times, grid: Grid, roof: Roofline) -> str:
-    dashed, panels = (f"{AGAIN}, roofline", f"{CACHED}, roofline"), {}
+    dashed = (f"{AGAIN}, roofline", f"{CACHED}, roofline")
+    panels = {}
     for batch in grid.batches:
         lines = {name: middles(steps, batch, name) for name in (AGAIN, CACHED)}
         for name, work in zip(dashed, (again, decode), strict=True):
@@ -283,10 +304,10 @@ def roofline_figure(steps: Times, shape: Shape, chip: Chip) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for (batch, context), by in steps.items():
         for name, seconds in by.items():
-            asked = demand(shape, (again if name == AGAIN else decode)(batch, context))
+            step_demand = demand(shape, (again if name == AGAIN else decode)(batch, context))
             line = AGAIN if name == AGAIN else f"{CACHED}, batch of {batch}"
             lines.setdefault(line, []).append(
-                (asked.intensity, asked.operations / statistics.median(seconds) / 1e9)
+                (step_demand.intensity, step_demand.operations / statistics.median(seconds) / 1e9)
             )
     lines = {name: sorted(points) for name, points in lines.items()}
     every = [x for points in lines.values() for x, _ in points]

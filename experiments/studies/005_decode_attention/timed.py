@@ -1,7 +1,8 @@
-"""The timings of study 005: attention alone, in several implementations, and whole steps of the engine.
+"""The timings of study 005: attention alone, in several implementations, and whole steps of the
+engine.
 
-Plans come from the scheduler and batches from `pack`, so contexts need not be computed first: the time of a step does
-not depend on the content of keys and values.
+Plans come from the scheduler and batches from `pack`, so contexts need not be computed first: the
+time of a step does not depend on the content of keys and values.
 """
 
 from __future__ import annotations
@@ -40,28 +41,34 @@ BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
 SIZES = (16, 128)  # tokens a block
 TOGETHER = 10  # layers in a program of attention alone, which share the cost of its call
 WIDE = 256  # rows of the products that measure the rate of arithmetic
-AGAIN, CACHED = "no cache", "paged cache"
-BEST, ONE_BLOCK = "contiguous, XLA", "contiguous, the paged kernel"
+AGAIN = "no cache"
+CACHED = "paged cache"
+BEST = "contiguous, XLA"
+ONE_BLOCK = "contiguous, the paged kernel"
 
 Cell = tuple[int, int]  # batch, context
 Times = Mapping[Cell, Mapping[str, Sequence[float]]]  # seconds, one a repeat
 
 
 class Grid(NamedTuple):
-    """The measurement. Without a cache a step has batch x context tokens: at most `most`, repeated `few` times."""
+    """The measurement.
+
+    Without a cache a step has batch x context tokens. It is measured up to `most_tokens` tokens,
+    and repeated `again_repeats` times.
+    """
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
-    most: int
+    most_tokens: int
     repeats: int
-    few: int
+    again_repeats: int
 
     @property
     def cells(self) -> list[Cell]:
         return [(batch, context) for batch in self.batches for context in self.contexts]
 
     def computes(self, cell: Cell) -> bool:
-        return cell[0] * cell[1] <= self.most
+        return cell[0] * cell[1] <= self.most_tokens
 
 
 class Device:
@@ -69,40 +76,41 @@ class Device:
 
     def __init__(self, model: Model) -> None:
         weights = lower_bounds.weights_of(model)
-        self._read, self._multiply = (
-            lower_bounds.read_weights(model),
-            lower_bounds.weight_products(model, WIDE),
-        )
-        self._bytes, self._numbers = (
-            sum(w.nbytes for w, _ in weights),
-            sum(m.outputs * m.inputs for _, m in weights),
-        )
+        self._read = lower_bounds.read_weights(model)
+        self._multiply = lower_bounds.weight_products(model, WIDE)
+        self._bytes = sum(w.nbytes for w, _ in weights)
+        self._numbers = sum(m.outputs * m.inputs for _, m in weights)
         self._seconds: list[tuple[float, float]] = []
 
     def measure(self) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._read()
         read = time.perf_counter()
         self._multiply()
-        self._seconds.append((read - began, time.perf_counter() - read))
+        self._seconds.append((read - start, time.perf_counter() - read))
 
     def chip(self) -> Chip:
-        """Bytes/s of reading all weights once and operations/s of products with them: the best since the last call,
-        because a roofline is an upper bound."""
+        """The bytes/s of reading all weights once, and the operations/s of products with them.
+
+        They are the best ones since the last call, because a roofline is an upper bound.
+        """
         read, products = (min(column) for column in zip(*self._seconds, strict=True))
         self._seconds.clear()
         return Chip(self._bytes / read, 2 * WIDE * self._numbers / products, 0.0, launch=0.0)
 
 
-# --- attention alone --------------------------------------------------------------------------------------------------
+# --- attention alone ------------------------------------------------------------------------------
 
 
 class Contender(NamedTuple):
-    """A way to compute decode attention. attend: (q [B, N, D], keys, values, *rest) -> [B, N, D]."""
+    """A way to compute decode attention.
+
+    attend: (q [B, N, D], keys, values, *arguments) -> [B, N, D].
+    """
 
     attend: Callable[..., jax.Array]
     shape: tuple[int, ...]  # of a layer's keys, and of its values
-    rest: tuple[jax.Array, ...] = ()
+    arguments: tuple[jax.Array, ...] = ()
 
 
 def tokens_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
@@ -120,8 +128,9 @@ def heads_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.A
 
 
 def served(model: Model, block_size: int) -> list[str]:
-    """Implementations that can read the engine's cache on this device; the engine's own choice is the first."""
-    c, device = model.config, jax.devices()[0]
+    """The implementations that can read the engine's cache here. The engine's choice is first."""
+    c = model.config
+    device = jax.devices()[0]
     kind = {
         "dtype": model.dtype,
         "query_dtype": model.dtype,
@@ -129,17 +138,21 @@ def served(model: Model, block_size: int) -> list[str]:
         "block_size": block_size,
     }
     choose = partial(attention.choose, device=device, kv_heads=c.kv_heads, heads=c.heads, **kind)
-    found = [choose(None)]
+    impls = [choose(None)]
     for name in IMPLS:
         try:
-            found += [choose(name)] if name not in (found[0], "reference") else []
+            if name not in (impls[0], "reference"):
+                impls.append(choose(name))
         except ValueError:
             continue  # not supported on this device
-    return found
+    return impls
 
 
 def contenders(model: Model, batch: int, context: int, longest: int) -> list[dict[str, Contender]]:
-    """Groups by name; the fastest of a group is measured. Block tables have room for `longest` tokens."""
+    """Groups by name; the fastest of a group is measured.
+
+    Block tables have room for `longest` tokens.
+    """
     c = model.config
     minor = Contender(
         partial(tokens_minor, scale=c.attn_scale), (batch, c.kv_heads, context, c.head_dim)
@@ -147,14 +160,14 @@ def contenders(model: Model, batch: int, context: int, longest: int) -> list[dic
     major = Contender(
         partial(heads_minor, scale=c.attn_scale), (batch, context, c.kv_heads, c.head_dim)
     )
-    found = [{"einsum": minor, "dot_product_attention": major}]
-    own, *others = served(model, SIZES[0])
-    if own in served(
+    groups = [{"einsum": minor, "dot_product_attention": major}]
+    engine_impl, *other_impls = served(model, SIZES[0])
+    if engine_impl in served(
         model, context
     ):  # one block for the whole sequence: the same code without following a table
-        found.append({ONE_BLOCK: paged(model, own, batch, context, context, context)})
-    ways = [(own, size) for size in SIZES] + [(impl, SIZES[0]) for impl in others]
-    return found + [
+        groups.append({ONE_BLOCK: paged(model, engine_impl, batch, context, context, context)})
+    ways = [(engine_impl, size) for size in SIZES] + [(impl, SIZES[0]) for impl in other_impls]
+    return groups + [
         {paged_name(impl, size): paged(model, impl, batch, context, size, longest)}
         for impl, size in ways
     ]
@@ -166,12 +179,13 @@ def paged_name(impl: str, size: int) -> str:
 
 def paged(model: Model, impl: str, batch: int, context: int, size: int, longest: int) -> Contender:
     """Sequences share no block; blocks are in random order; block 0 is the trash block."""
-    c, width = model.config, -(-context // size)
+    c = model.config
+    width = -(-context // size)
     tables = np.zeros((batch, -(-longest // size)), np.int32)
     tables[:, :width] = (
         np.random.default_rng(0).permutation(batch * width).reshape(batch, width) + 1
     )
-    rest = (
+    arguments = (
         jnp.asarray(tables),
         jnp.full(batch, context, jnp.int32),
         jnp.arange(batch + 1, dtype=jnp.int32),
@@ -179,7 +193,7 @@ def paged(model: Model, impl: str, batch: int, context: int, size: int, longest:
     return Contender(
         attention.attend(impl, c.attn_scale),
         (batch * width + 1, c.kv_heads, size, c.head_dim),
-        rest,
+        arguments,
     )
 
 
@@ -192,15 +206,17 @@ class Program(NamedTuple):
     scale: float  # factor from seconds of all sets to seconds of all layers of the model
 
     def seconds(self) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready([self.compiled(self.q, numbers) for numbers in self.sets])
-        return self.scale * (time.perf_counter() - began)
+        return self.scale * (time.perf_counter() - start)
 
 
 def program(model: Model, batch: int, contender: Contender) -> Program:
-    """The layers run in sequence as in a model, each with its keys and values. Together they exceed the processor's
-    cache, because in a real step the weights pass through the cache between two layers."""
-    c, (attend, shape, rest) = model.config, contender
+    """The layers run in sequence as in a model, each with its keys and values. Together they exceed
+    the processor's cache, because in a real step the weights pass through the cache between two
+    layers."""
+    c = model.config
+    attend, shape, arguments = contender
     layer_bytes = 2 * math.prod(shape) * jnp.dtype(model.dtype).itemsize
     layers = min(TOGETHER, c.layers, -(-BEYOND_L2 // layer_bytes))
     count = -(-BEYOND_L2 // (layers * layer_bytes))
@@ -211,23 +227,25 @@ def program(model: Model, batch: int, contender: Contender) -> Program:
 
     def chained(q: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
         for k, v in zip(numbers[::2], numbers[1::2], strict=True):
-            q = attend(q, k, v, *rest)
+            q = attend(q, k, v, *arguments)
         return q
 
-    made = Program(
+    result = Program(
         jax.jit(chained).lower(q, sets[0]).compile(), q, sets, c.layers / (count * layers)
     )
-    jax.block_until_ready(made.compiled(q, sets[0]))
-    return made
+    jax.block_until_ready(result.compiled(q, sets[0]))
+    return result
 
 
 def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[float]]:
     """Seconds of the attention of all layers of a decode step."""
     programs = {}
     for together in contenders(model, *cell, max(grid.contexts)):
-        made = [program(model, cell[0], contender) for contender in together.values()]
+        candidates = [program(model, cell[0], contender) for contender in together.values()]
         name = next(iter(together)) if len(together) == 1 else BEST
-        programs[name] = made[0] if len(made) == 1 else min(made, key=Program.seconds)
+        programs[name] = (
+            candidates[0] if len(candidates) == 1 else min(candidates, key=Program.seconds)
+        )
     times: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(grid.repeats):
         for name in turned(list(programs), repeat):
@@ -250,7 +268,7 @@ def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[fl
     return [math.exp(statistics.fmean(column)) for column in zip(*pairs, strict=True)]
 
 
-# --- whole steps ------------------------------------------------------------------------------------------------------
+# --- whole steps ----------------------------------------------------------------------------------
 
 
 def planned(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
@@ -282,14 +300,18 @@ def sources(batch: int, length: int) -> dict[str, SequenceData]:
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
-    """Seconds of the engine's steps by cell, and the time of packing a batch as shares (%) of a decode step.
+    """Seconds of the engine's steps by cell, and the time of packing a batch as shares (%) of a
+    decode step.
 
-    The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other inputs of a step.
+    The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other
+    inputs of a step.
     """
     tokens = {batch for batch in grid.batches} | {
         b * c for b, c in grid.cells if grid.computes((b, c))
     }
-    longest, seqs, size = max(grid.contexts), max(grid.batches), SIZES[0]
+    longest = max(grid.contexts)
+    seqs = max(grid.batches)
+    size = SIZES[0]
     config = resolve(
         EngineConfig(
             block_size=size,
@@ -301,10 +323,8 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         ),
         model,
     )
-    fixed, attend = (
-        shapes(config, model),
-        attention.attend(config.attention_impl, model.config.attn_scale),
-    )
+    fixed = shapes(config, model)
+    attend = attention.attend(config.attention_impl, model.config.attn_scale)
     step = make_step(model, attend, config.seed, device_tile())
     blanks = {r: jax.device_put(blank_sampling(r)) for r in map(fixed.rows, fixed.tokens)}
     block = block_shape(size, model, config.kv_cache_dtype, config.attention_impl)
@@ -324,15 +344,17 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
     shares = []
     for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted
         device.measure()
-        for cell, name, make, batch in ways if repeat < grid.few else ways[: len(grid.cells)]:
-            began = time.perf_counter()
+        for cell, name, make, batch in (
+            ways if repeat < grid.again_repeats else ways[: len(grid.cells)]
+        ):
+            start = time.perf_counter()
             pages, output = step(model.leaves, pages, joined(batch))
             jax.block_until_ready(output)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             if repeat >= 0:
                 times[cell].setdefault(name, []).append(seconds)
             if repeat >= 0 and cell == grid.cells[-1] and name == CACHED:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 make()
-                shares.append(100 * (time.perf_counter() - began) / seconds)
+                shares.append(100 * (time.perf_counter() - start) / seconds)
     return times, shares

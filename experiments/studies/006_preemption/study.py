@@ -1,4 +1,5 @@
-"""006: swapping against recomputation, after Fig. 19 of the PagedAttention paper (Kwon et al. 2023)."""
+"""006: swapping against recomputation, after Fig. 19 of the PagedAttention paper (Kwon et al.
+2023)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from experiments.analysis import figures
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
 from experiments.studies.findings import Claim, Findings, exactly, markdown, over, simulated
 
-QUESTION = "Is it cheaper to move a preempted request's blocks to the host and back, or to compute them again?"
+QUESTION = (
+    "Is it cheaper to move a preempted request's blocks to the host and back, or to "
+    "compute them again?"
+)
 PAPER = "PagedAttention, Fig. 19"
 TOKENS = 1024  # tokens of the single sequence that is moved or computed again
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -18,24 +22,26 @@ COPIES = "how long a copy of a few kilobytes takes to start is our guess (5 us)"
 
 def alone(size: int) -> tuple[float, float, float]:
     """Milliseconds for one sequence of TOKENS: computed again, and moved out and back both ways."""
-    again = Roofline(SHAPES["opt-13b"], CHIPS["a100-40g"])
+    recomputing = Roofline(SHAPES["opt-13b"], CHIPS["a100-40g"])
     one_by_one, at_once = (
-        again._replace(block_size=size, batched_moves=batched) for batched in (False, True)
+        recomputing._replace(block_size=size, batched_moves=batched) for batched in (False, True)
     )
     blocks = -(-TOKENS // size)
-    seconds = again(Work(TOKENS, 1, 1, TOKENS, TOKENS * (TOKENS + 1) // 2)) - again.chip.launch
+    seconds = (
+        recomputing(Work(TOKENS, 1, 1, TOKENS, TOKENS * (TOKENS + 1) // 2))
+        - recomputing.chip.launch
+    )
     return 1e3 * seconds, 2e3 * one_by_one.move(blocks), 2e3 * at_once.move(blocks)
 
 
 def run(folder: Path, quick: bool) -> Findings:
     cost = {size: alone(size) for size in SIZES}
     lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
-    small, middle = (
-        cost[1][1] / cost[1][0],
-        [cost[size][1] / cost[size][0] for size in (16, 32, 64)],
-    )
+    small = cost[1][1] / cost[1][0]
+    middle = [cost[size][1] / cost[size][0] for size in (16, 32, 64)]
     claims = [
-        # the paper has curves; we read "much more" as at least three times, and "comparable" as within 1.5 times
+        # the paper has curves; we read "much more" as at least three times, and "comparable" as
+        # within 1.5 times
         Claim(
             PAPER,
             "swapping over recomputing, blocks of 1: much more",
@@ -47,31 +53,36 @@ def run(folder: Path, quick: bool) -> Findings:
         ),
     ]
     for size, ratio in zip((16, 32, 64), middle, strict=True):
-        what = f"swapping over recomputing, blocks of {size}: comparable"
-        claims.append(Claim(PAPER, what, (0.67, 1.5), exactly(ratio), 1.1, "x", COPIES))
+        quantity = f"swapping over recomputing, blocks of {size}: comparable"
+        claims.append(Claim(PAPER, quantity, (0.67, 1.5), exactly(ratio), 1.1, "x", COPIES))
 
-    rows, rates = [], {}
-    found = simulated(
+    rows = []
+    rates = {}
+    points = simulated(
         folder / "config.yaml",
         f"workload.count={80 if quick else 300}",
         *(("sweep.grid.engine.block_size=[4, 64]",) if quick else ()),
         repeats=1 if quick else None,
     )
-    for point, summaries in found:
-        engine, simulate = point.experiment.engine, point.experiment.simulate
+    for point, summaries in points:
+        engine = point.experiment.engine
+        simulate = point.experiment.simulate
         assert simulate is not None
         way = WAYS[0] if engine.preemption == "recompute" else WAYS[1 + simulate.batched_moves]
         rate = over(summaries, "output_tokens_per_s").middle
         rates.setdefault(way, {})[engine.block_size] = rate
         rows.append((engine.block_size, way, over(summaries, "preemptions").middle, rate))
-    least = min(rates[WAYS[0]])
-    again, one_by_one, at_once = (rates[way][least] for way in WAYS)
+    smallest = min(rates[WAYS[0]])
+    recomputed, one_by_one, at_once = (rates[way][smallest] for way in WAYS)
     answer = [
-        f"Alone, a sequence of {TOKENS:,} tokens takes {cost[16][0]:.0f} ms to compute again, whatever the block size; "
-        f"moved out and back block by block {cost[1][1]:.0f} ms with blocks of 1 and {cost[16][1]:.0f} with blocks of "
+        f"Alone, a sequence of {TOKENS:,} tokens takes {cost[16][0]:.0f} ms to compute again, "
+        "whatever the block size; "
+        f"moved out and back block by block {cost[1][1]:.0f} ms with blocks of 1 and "
+        f"{cost[16][1]:.0f} with blocks of "
         f"16, in one copy {cost[16][2]:.0f}.",
-        f"In a whole run with blocks of {least}, block by block makes {one_by_one / again:.2f} times the output of "
-        f"recomputing, and one copy {at_once / again:.2f} times.",
+        f"In a whole run with blocks of {smallest}, block by block makes "
+        f"{one_by_one / recomputed:.2f} times the output of "
+        f"recomputing, and one copy {at_once / recomputed:.2f} times.",
     ]
     figure = figures.curves(
         {f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10

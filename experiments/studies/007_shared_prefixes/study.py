@@ -13,21 +13,27 @@ QUESTION = (
 PAPER = "PagedAttention, Fig. 16"
 PUBLISHED = {80: 1.67, 341: 3.58}  # throughput over Orca (Oracle)
 NAMES = ("Orca (Oracle)", "paged", "paged, prefix shared")
-WHY = "the lengths of the translated sentences are not printed, and a roofline has the prefix computed at full speed"
+WHY = (
+    "the lengths of the translated sentences are not printed, and a roofline has the prefix "
+    "computed at full speed"
+)
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    claims, rows, lines = [], [], {name: [] for name in NAMES}
+    claims = []
+    rows = []
+    lines = {name: [] for name in NAMES}
     for prefix in (0, 80, 160, 341, 700) if not quick else PUBLISHED:
-        found = simulated(
+        points = simulated(
             folder / "config.yaml",
             f"workload.shared_prefix={prefix}",
             f"workload.count={300 if quick else 1500}",
             repeats=2 if quick else None,
         )
-        runs = dict(zip(NAMES, (summaries for _, summaries in found), strict=True))
+        runs = dict(zip(NAMES, (summaries for _, summaries in points), strict=True))
         for name, summaries in runs.items():
-            rate, hits = over(summaries, "requests_per_s"), over(summaries, "prefix_hit_share")
+            rate = over(summaries, "requests_per_s")
+            hits = over(summaries, "prefix_hit_share")
             lines[name].append((prefix, rate.middle))
             rows.append(
                 (
@@ -56,8 +62,10 @@ def run(folder: Path, quick: bool) -> Findings:
         prefix: b / a for (prefix, a), (_, b) in zip(lines[NAMES[0]], lines[NAMES[1]], strict=True)
     }
     answer = [
-        f"Behind a prefix of 341 tokens, sharing makes {claims[-1].ours.middle:.1f} times the throughput of "
-        f"reservations that know every length; paging alone makes {paged[341]:.1f}. The prefix is computed once "
+        f"Behind a prefix of 341 tokens, sharing makes {claims[-1].ours.middle:.1f} times the "
+        "throughput of "
+        f"reservations that know every length; paging alone makes {paged[341]:.1f}. The prefix is "
+        "computed once "
         "and stored once.",
     ]
     head = ("prefix", "engine", "requests/s", "tokens found, %", "sequences a step")

@@ -1,7 +1,9 @@
-"""008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et al. 2023).
+"""008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et
+al. 2023).
 
-No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on lengths like the paper's)
-and beams (beams of a real model on English text), with their own settings.
+No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on
+lengths like the paper's) and beams (beams of a real model on English text), with their own
+settings.
 """
 
 from __future__ import annotations
@@ -27,16 +29,20 @@ TITLES = {ALPACA.name: "Alpaca", SHAREGPT.name: "ShareGPT"}
 BLOCK = 16
 FACTOR = 1.25
 MEANS = (
-    "ours are exponential lengths with the data set's means, and means do not determine the prompt's share of a "
+    "ours are exponential lengths with the data set's means, and means do not determine the "
+    "prompt's share of a "
     "sequence"
 )
-BEAMS = "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not OPT-13B on instructions"
+BEAMS = (
+    "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not "
+    "OPT-13B on instructions"
+)
 
 Pair = tuple[Row, Row]  # branches with own lengths, and branches of one length
 
 
 def pairs(requests: int) -> list[Pair]:
-    """Both kinds of lengths for every data set and number of branches, in the order of the paper."""
+    """Measure both kinds of lengths, for each data set and number of branches as in the paper."""
 
     def row(data: sharing.Dataset, n: int, lengths: sharing.Lengths) -> Row:
         return sharing.measure(data, n, lengths, requests, BLOCK, 0, AT_ONCE)
@@ -48,23 +54,29 @@ def pairs(requests: int) -> list[Pair]:
     ]
 
 
-def between(own: float, same: float) -> Interval:
-    """From branches that end one by one to branches that end together, and the middle."""
-    return Interval(own, (own + same) / 2, same, "range")
+def between(own_lengths: float, same_length: float) -> Interval:
+    """The range from branches that end one by one to branches that end together."""
+    return Interval(own_lengths, (own_lengths + same_length) / 2, same_length, "range")
 
 
-def sampling_claim(own: Row, same: Row) -> Claim | None:
+def sampling_claim(own_row: Row, same_row: Row) -> Claim | None:
     """The claim, or None if the paper prints no number."""
-    if same.paper is None:
+    if same_row.paper is None:
         return None
-    what = f"{TITLES[same.dataset]}, {same.n} samples: blocks saved, from lengths of their own to one length"
-    side = "outside" if not own.saved <= same.paper <= same.saved else "inside"
+    quantity = (
+        f"{TITLES[same_row.dataset]}, {same_row.n} samples: blocks saved, "
+        "from lengths of their own to one length"
+    )
+    side = "outside" if not own_row.saved <= same_row.paper <= same_row.saved else "inside"
     why = f"the published value lies {side} of the range; {MEANS}"
-    return Claim(PAPER, what, same.paper, between(own.saved, same.saved), FACTOR, "%", why)
+    return Claim(
+        PAPER, quantity, same_row.paper, between(own_row.saved, same_row.saved), FACTOR, "%", why
+    )
 
 
 def constant(saved: Mapping[int, float | None]) -> float:
-    """c of saved = (n - 1) / n * c, per cent: the common part of n branches of one length, mean over n."""
+    """c of saved = (n - 1) / n * c, per cent: the common part of n branches of one length, mean
+    over n."""
     return statistics.fmean(share * n / (n - 1) for n, share in saved.items() if share is not None)
 
 
@@ -88,35 +100,41 @@ def run(folder: Path, quick: bool) -> Findings:
     for width, shares in searched.items():
         published = ALPACA.beams[width]
         assert published is not None, "all values of Alpaca are printed"
-        what = f"Alpaca, beams of {width}: blocks saved"
-        claims.append(Claim(PAPER, what, published, interval(shares), FACTOR, "%", BEAMS))
+        quantity = f"Alpaca, beams of {width}: blocks saved"
+        claims.append(Claim(PAPER, quantity, published, interval(shares), FACTOR, "%", BEAMS))
 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     sentences = []
     for data in (ALPACA, SHAREGPT):
         rows = [pair for pair in sampled if pair[0].dataset == data.name]
-        same = {one.n: one.saved for _, one in rows}
+        one_length = {row.n: row.saved for _, row in rows}
         title = TITLES[data.name]
         panels[f"{title}, parallel sampling"] = {
-            "branches of one length": list(same.items()),
-            "lengths of their own": [(own.n, own.saved) for own, _ in rows],
+            "branches of one length": list(one_length.items()),
+            "lengths of their own": [(own_row.n, own_row.saved) for own_row, _ in rows],
             "published": [(n, share) for n, share in data.paper.items() if share is not None],
         }
-        given = f"(published values give {constant(data.paper):.0f})"
-        sentences.append(f"{constant(same):.0f} % with {title}'s lengths {given}")
+        sentences.append(
+            f"{constant(one_length):.0f} % with {title}'s lengths "
+            f"(published values give {constant(data.paper):.0f})"
+        )
     panels["Alpaca, beam search"] = {
         "beams of a real model": [
             (width, statistics.fmean(shares)) for width, shares in searched.items()
         ],
         "published": [(width, share) for width, share in ALPACA.beams.items() if share is not None],
     }
-    low, high = min(searched), max(searched)
-    shown = f"{low} beams save {statistics.fmean(searched[low]):.0f} %"
-    shown += f" and {high} beams {statistics.fmean(searched[high]):.0f} %" if high > low else ""
+    low = min(searched)
+    high = max(searched)
+    beam_text = f"{low} beams save {statistics.fmean(searched[low]):.0f} %"
+    if high > low:
+        beam_text += f" and {high} beams {statistics.fmean(searched[high]):.0f} %"
     answer = [
-        f"n samples of one length save (n - 1) / n of what they have in common, {' and '.join(sentences)}; samples "
+        "n samples of one length save (n - 1) / n of what they have in common, "
+        f"{' and '.join(sentences)}; samples "
         "that end one by one save less, because the last runs alone.",
-        f"Beams continue from each other in every step and share more: {shown} of the blocks with Alpaca's lengths.",
+        f"Beams continue from each other in every step and share more: {beam_text} of the blocks "
+        "with Alpaca's lengths.",
     ]
     table = markdown(
         (
@@ -130,15 +148,15 @@ def run(folder: Path, quick: bool) -> Findings:
         ),
         [
             (
-                TITLES[own.dataset],
-                own.n,
-                same.saved,
-                same.error,
-                own.saved,
-                own.error,
-                same.paper or "-",
+                TITLES[own_row.dataset],
+                own_row.n,
+                same_row.saved,
+                same_row.error,
+                own_row.saved,
+                own_row.error,
+                same_row.paper or "-",
             )
-            for own, same in sampled
+            for own_row, same_row in sampled
         ],
     )
     figure = figures.curves(

@@ -14,16 +14,18 @@ QUESTION = (
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    found = simulated(
+    points = simulated(
         folder / "config.yaml",
         f"workload.count={200 if quick else 1000}",
         *(("sweep.grid.workload.arrivals.rate=[4.0, 8.0]",) if quick else ()),
         repeats=2 if quick else None,
     )
     lines: dict[str, list[tuple[float, float]]] = {}
-    rows, runs = [], {}
-    for point, summaries in found:
-        policy, rate = point.experiment.engine.policy, point.swept["workload.arrivals.rate"]
+    rows = []
+    runs = {}
+    for point, summaries in points:
+        policy = point.experiment.engine.policy
+        rate = point.swept["workload.arrivals.rate"]
         share = over(summaries, "goodput.share")
         runs[policy, rate] = summaries
         lines.setdefault(policy, []).append((rate, 100 * share.middle))
@@ -45,29 +47,34 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def gained(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
-    """The largest gain of the shorter prompt first, and the rates at which first come, first served has no goodput."""
+    """The largest gain of the shorter prompt first, and the rates at which first come, first served
+    has no goodput."""
     gains = {
         rate: ratios(runs["shortest", rate], runs["fcfs", rate], "goodput.share")
         for _, rate in runs
     }
-    known = {rate: gain for rate, gain in gains.items() if gain is not None}
-    none = [f"{rate:g}" for rate in gains if rate not in known]
+    finite = {rate: gain for rate, gain in gains.items() if gain is not None}
+    none = [f"{rate:g}" for rate in gains if rate not in finite]
     none_kept = (
         [
-            f"At {' and '.join(none)} requests a second first come, first served keeps none, in some seed."
+            f"At {' and '.join(none)} requests a second first come, first served keeps none, in "
+            "some seed."
         ]
         if none
         else []
     )
-    if not known:
+    if not finite:
         return none_kept
-    rate, best = max(known.items(), key=lambda one: one[1].middle)
+    rate, best = max(finite.items(), key=lambda item: item[1].middle)
     worst = {
         policy: over(runs[policy, rate], "ttft_s.p99").middle for policy in ("fcfs", "shortest")
     }
     first = (
-        f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 s and 60 ms as first "
-        f"come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} requests a second); its 99th "
-        f"percentile of the first token is {worst['shortest']:.1f} s instead of {worst['fcfs']:.1f}."
+        f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 "
+        "s and 60 ms as first "
+        f"come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} requests a second); "
+        "its 99th "
+        f"percentile of the first token is {worst['shortest']:.1f} s instead of "
+        f"{worst['fcfs']:.1f}."
     )
     return [first, *none_kept]

@@ -1,4 +1,5 @@
-"""010: runs predicted by a simulation against the same runs measured, after Vidur (Agrawal et al. 2024)."""
+"""010: runs predicted by a simulation against the same runs measured, after Vidur (Agrawal et al.
+2024)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from pagedjax import LLM, load_model
 from pagedjax.device.models import Model
 from pagedjax.weights.locate import open_checkpoint
 
-QUESTION = "How well does a simulation predict runs that were not measured, and how well does a machine repeat itself?"
+QUESTION = (
+    "How well does a simulation predict runs that were not measured, and how well does a "
+    "machine repeat itself?"
+)
 PAPER = "Vidur (arXiv 2405.05465)"
 WITHIN = (0.0, 9.0)  # per cent
 METRICS = {
@@ -39,7 +43,8 @@ METRICS = {
     "duration, s": "duration_s",
 }
 PRODUCT_ROWS = 256  # rows of the products that measure the rate of arithmetic: the budget of a step
-FITTED, ROOFLINE = "fitted", "roofline"
+FITTED = "fitted"
+ROOFLINE = "roofline"
 FIT = "all at once"  # the run whose steps are fitted
 
 
@@ -55,22 +60,25 @@ class Compared(NamedTuple):
 
 
 def cases(rate: float, quick: bool) -> dict[str, tuple[str, ...]]:
-    """Runs that differ from the fitted one in one key, by name. `rate`: requests/s that the fitted run served."""
+    """Runs that differ from the fitted one in one key, by name.
+
+    `rate`: requests/s that the fitted run served.
+    """
 
     def poisson(share: float) -> str:
         return f"workload.arrivals={{process: poisson, rate: {share * rate:.3f}}}"
 
-    found = {
+    overrides_by_name = {
         "four fifths of the load": (poisson(0.8),),
         "budget of 64": ("engine.max_num_batched_tokens=64", "engine.token_buckets=[16, 64]"),
     }
     if not quick:
-        found |= {
+        overrides_by_name |= {
             "other requests": ("seed=1",),
             "half the load": (poisson(0.5),),
             "blocks of 128": ("engine.block_size=128",),
         }
-    return found
+    return overrides_by_name
 
 
 def point_of(file: Path, *overrides: str) -> Point:
@@ -78,24 +86,28 @@ def point_of(file: Path, *overrides: str) -> Point:
     return point
 
 
-def measured(engines: Engines, point: Point, repeat: int) -> Measured:
-    """One repeat of a point. Raises RuntimeError if the run failed."""
-    found = measure(engines.get(point.experiment), point, repeat)
-    if found.failed:
-        raise RuntimeError(f"{point.label}: {found.failed}")
-    return found
+def run_point(engines: Engines, point: Point, repeat: int) -> Measured:
+    """Run one repeat of a point. Raises RuntimeError if the run failed."""
+    result = measure(engines.get(point.experiment), point, repeat)
+    if result.failed:
+        raise RuntimeError(f"{point.label}: {result.failed}")
+    return result
 
 
-def predicted(
+def predict(
     file: Path,
     overrides: Sequence[str],
     folder: Path,
     repeat: int,
     step_time: StepTime | None = None,
 ) -> Summary:
-    """A run's summary, simulated: by a fit to the steps in `folder`, or by another model of step times."""
+    """Simulate a run, by a fit to the steps in `folder`, or by another model of step times.
+
+    Returns the summary.
+    """
     point = point_of(file, *overrides, f"simulate={{fit: {folder}}}")
-    experiment, simulate = point.experiment, point.experiment.simulate
+    experiment = point.experiment
+    simulate = point.experiment.simulate
     assert simulate is not None, "the override sets it"
     llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
     if step_time is not None:
@@ -107,31 +119,32 @@ def predicted(
 
 
 def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
-    """A function that measures the roofline of this device: bytes/s of reading all weights once, operations/s of
-    products with them. The two programs are compiled once."""
+    """Compile two programs. Returns a function that measures the roofline of this device with them.
+
+    The roofline has the bytes/s of reading all weights once, and the operations/s of products with
+    them.
+    """
     weights = lower_bounds.weights_of(model)
-    read, multiply = (
-        lower_bounds.read_weights(model),
-        lower_bounds.weight_products(model, PRODUCT_ROWS),
-    )
+    read = lower_bounds.read_weights(model)
+    multiply = lower_bounds.weight_products(model, PRODUCT_ROWS)
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
 
-    def measured_now() -> Roofline:
+    def measure_roofline() -> Roofline:
         bandwidth = sum(w.nbytes for w, _ in weights) / seconds(read)
         rate = 2 * PRODUCT_ROWS * sum(m.outputs * m.inputs for _, m in weights) / seconds(multiply)
         return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
 
-    return measured_now
+    return measure_roofline
 
 
 def seconds(work: lower_bounds.Run) -> float:
     """The median of three times, after a first call that may compile."""
     times = []
     for _ in range(4):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
@@ -142,27 +155,29 @@ def compare(
     quick: bool,
     *,
     only: Sequence[str] | None = None,
-    keep: Callable[[Mapping[str, Compared], float], None] = lambda found, error: None,
+    keep: Callable[[Mapping[str, Compared], float], None] = lambda runs, error: None,
 ) -> tuple[dict[str, Compared], float]:
-    """Measure and predict every run `repeats` times, in turn, because machines drift. `overrides` apply to all runs.
+    """Measure and predict every run `repeats` times, in turn, because machines drift.
 
     Args:
+        overrides: of all runs.
         only: names of `cases`, if not all of them are measured beside the fitted run.
         keep: is given the result so far after each repeat.
 
-    Returns the runs, and the median difference in per cent between the steps of the fitted runs and the fit. The
-    prediction of a repeat uses the fitted run of that repeat only.
+    Returns the runs, and the median difference in per cent between the steps of the fitted runs and
+    the fit. The prediction of a repeat uses the fitted run of that repeat only.
     """
     engines = Engines(3, partial(load_model, progress=False), partial(LLM, progress=False))
     first = point_of(file, *overrides)
     engines.get(first.experiment)  # compiles and allocates before the rate is measured
-    rate = measured(engines, first, 0).summary["requests_per_s"]
-    others = {
-        name: more for name, more in cases(rate, quick).items() if only is None or name in only
-    }
-    runs = {FIT: tuple(overrides), **{name: (*overrides, *more) for name, more in others.items()}}
+    rate = run_point(engines, first, 0).summary["requests_per_s"]
+    runs = {FIT: tuple(overrides)}
+    for name, case in cases(rate, quick).items():
+        if only is None or name in only:
+            runs[name] = (*overrides, *case)
     roofline = rooflines(engines.get(first.experiment).engine.model, first.experiment.model)
-    found, fit_errors = {name: Compared([], [], []) for name in runs}, []
+    results = {name: Compared([], [], []) for name in runs}
+    fit_errors = []
     with tempfile.TemporaryDirectory() as place:
         for repeat in range(repeats):
             folder = Path(place) / str(repeat)
@@ -171,16 +186,16 @@ def compare(
             step_time = roofline()
             for name, of_run in runs.items():
                 point = point_of(file, *of_run)
-                result = measured(engines, point, repeat)
-                found[name].measured.append(result.summary)
+                result = run_point(engines, point, repeat)
+                results[name].measured.append(result.summary)
                 if name == FIT:
                     steps = run_files(Run(point, repeat, 0), llm, result)[cost.STEPS]
                     (folder / cost.STEPS).write_text(steps, encoding="utf-8")
                     fit_errors.append(100 * cost.fit(cost.read_steps(steps)).error)
-                found[name].fitted.append(predicted(file, of_run, folder, repeat))
-                found[name].roofline.append(predicted(file, of_run, folder, repeat, step_time))
-            keep(found, statistics.median(fit_errors))
-    return found, statistics.median(fit_errors)
+                results[name].fitted.append(predict(file, of_run, folder, repeat))
+                results[name].roofline.append(predict(file, of_run, folder, repeat, step_time))
+            keep(results, statistics.median(fit_errors))
+    return results, statistics.median(fit_errors)
 
 
 def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
@@ -188,20 +203,23 @@ def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> l
     return [100 * abs(dig(g, path) / dig(t, path) - 1) for g, t in zip(guesses, truth, strict=True)]
 
 
-def held_out(found: Mapping[str, Compared], method: str, path: str) -> list[float]:
+def held_out(results: Mapping[str, Compared], method: str, path: str) -> list[float]:
     """Errors of all runs and repeats except the fitted run."""
     return [
-        e
-        for name, runs in found.items()
+        error
+        for name, runs in results.items()
         if name != FIT
-        for e in errors(runs.predicted(method), runs.measured, path)
+        for error in errors(runs.predicted(method), runs.measured, path)
     ]
 
 
-def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
-    """The difference in per cent of each repeat of a run from the one before: a lower bound of prediction errors."""
+def repeated(results: Mapping[str, Compared], path: str) -> list[float]:
+    """The difference in per cent of each repeat of a run from the one before.
+
+    It is a lower bound of prediction errors.
+    """
     pairs = [
-        pair for name, runs in found.items() if name != FIT for pair in pairwise(runs.measured)
+        pair for name, runs in results.items() if name != FIT for pair in pairwise(runs.measured)
     ]
     return [error for before, after in pairs for error in errors([before], [after], path)]
 
@@ -211,34 +229,47 @@ def reason(error: float, repeat_error: float, fit_error: float) -> str:
     if error <= 1.5 * repeat_error:
         return f"this machine's own repeats of a run differ by {repeat_error:.1f} %"
     return (
-        f"repeats of a run differ by {repeat_error:.1f} % here, and steps from the fit to them by {fit_error:.0f} % "
+        f"repeats of a run differ by {repeat_error:.1f} % here, and steps from the fit to them by "
+        f"{fit_error:.0f} % "
         "(median), where every simulated step takes the time that is typical of its size"
     )
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    """Measure and predict the runs of config.yaml in `folder`. `quick`: fewer requests, repeats and runs."""
+    """Measure and predict the runs of config.yaml in `folder`.
+
+    `quick`: fewer requests, repeats and runs.
+    """
     file = folder / "config.yaml"
     overrides = ("workload.count=12",) if quick else ()
-    found, fit_error = compare(
+    results, fit_error = compare(
         file, overrides, 2 if quick else point_of(file).experiment.repeats, quick
     )
-    claims, rows = [], []
+    claims = []
+    rows = []
     for metric, path in METRICS.items():
-        ours, repeat_error = (
-            span(held_out(found, FITTED, path)),
-            statistics.fmean(repeated(found, path)),
-        )
-        what = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
+        error_range = span(held_out(results, FITTED, path))
+        repeat_error = statistics.fmean(repeated(results, path))
+        quantity = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
         claims.append(
-            Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, repeat_error, fit_error))
+            Claim(
+                PAPER,
+                quantity,
+                WITHIN,
+                error_range,
+                1.0,
+                "%",
+                reason(error_range.middle, repeat_error, fit_error),
+            )
         )
-        fitted_run_error = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))
-        roofline_error = statistics.fmean(held_out(found, ROOFLINE, path))
+        fitted_run_error = statistics.fmean(
+            errors(results[FIT].fitted, results[FIT].measured, path)
+        )
+        roofline_error = statistics.fmean(held_out(results, ROOFLINE, path))
         rows.append(
             (
                 metric.removesuffix(", s"),
-                ours.middle,
+                error_range.middle,
                 fitted_run_error,
                 roofline_error,
                 repeat_error,
@@ -253,28 +284,35 @@ def run(folder: Path, quick: bool) -> Findings:
     )
     tables = [
         markdown(head, rows),
-        markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(found)),
+        markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(results)),
     ]
-    rate, gap = rows[0], rows[3]
+    rate = rows[0]
+    gap = rows[3]
     answer = [
-        f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output tokens/s and by "
-        f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(found) - 1} other runs; the same run again "
+        f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output "
+        "tokens/s and by "
+        f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(results) - 1} other "
+        "runs; the same run again "
         f"is off by {rate[4]:.1f} and {gap[4]:.1f} %.",
-        f"A roofline that knows only the device's bandwidth and arithmetic is off by {rate[3]:.0f} and {gap[3]:.0f} %: "
+        "A roofline that knows only the device's bandwidth and arithmetic is off by "
+        f"{rate[3]:.0f} and {gap[3]:.0f} %: "
         "it is a bound, which does not include the losses of a step.",
     ]
-    return Findings(claims, answer, {"predicted.svg": figure(found)}, tables)
+    return Findings(claims, answer, {"predicted.svg": figure(results)}, tables)
 
 
-def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
+def side_by_side(results: Mapping[str, Compared]) -> list[tuple[str, ...]]:
     """Means over repeats, and the range of the measured values."""
     rows = []
-    for name, runs in found.items():
+    for name, runs in results.items():
         for metric, path in METRICS.items():
             values, by_fit, by_roofline = (
-                [dig(one, path) for one in summaries] for summaries in runs
+                [dig(summary, path) for summary in summaries] for summaries in runs
             )
-            spread = f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to {rounded(max(values))})"
+            spread = (
+                f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to "
+                f"{rounded(max(values))})"
+            )
             rows.append(
                 (
                     name,
@@ -287,14 +325,17 @@ def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
     return rows
 
 
-def figure(found: Mapping[str, Compared]) -> str:
+def figure(results: Mapping[str, Compared]) -> str:
     """Predicted over measured, one point for each run except the fitted one."""
     panels = {}
     for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
         path = METRICS[metric]
-        runs = [compared for name, compared in found.items() if name != FIT]
+        runs = [compared for name, compared in results.items() if name != FIT]
         means = [
-            [statistics.fmean(dig(one, path) for one in summaries) for summaries in compared]
+            [
+                statistics.fmean(dig(summary, path) for summary in summaries)
+                for summaries in compared
+            ]
             for compared in runs
         ]
         truth = sorted(truth for truth, _, _ in means)

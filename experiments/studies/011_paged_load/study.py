@@ -1,4 +1,5 @@
-"""011: the load that a paged cache serves, after Fig. 12 of the PagedAttention paper (Kwon et al. 2023)."""
+"""011: the load that a paged cache serves, after Fig. 12 of the PagedAttention paper (Kwon et al.
+2023)."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ RATES = {  # from rates at which every engine meets each target to rates at whic
     "Alpaca": (4.0, 5.0, 7.0, 20.0, 40.0, 50.0, 60.0, 70.0, 85.0, 100.0, 130.0),
 }
 REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # with fewer requests, none waits long at any rate
-TARGET = 0.1  # seconds a token, about five times that of a single request: the paper's curves turn upwards there
+# seconds a token, about five times that of a single request: the paper's curves turn upwards there
+TARGET = 0.1
 OTHERS = (0.05, 0.2)
 PUBLISHED = {
     ORACLE: (1.7, 2.7),
     MAX: (2.7, 8.0),
 }  # ShareGPT, over models of 13 to 175 billion parameters
 STEPS = (
-    "Where it serves less, the cause is the steps and not the cache: the paged engine computes prompts in separate "
+    "Where it serves less, the cause is the steps and not the cache: the paged engine computes "
+    "prompts in separate "
     "steps, as the paper's did, and decodes wait for them."
 )
 
@@ -34,11 +37,14 @@ Gains = Mapping[float, Mapping[str, Interval | None]]  # of paged over each othe
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    panels, rows, claims, answer = {}, [], [], []
-    for data, every in RATES.items():
+    panels = {}
+    rows = []
+    claims = []
+    answer = []
+    for data, rates_of_paper in RATES.items():
         count = 150 if quick else REQUESTS[data]
-        rates = load.fewer(every) if quick else every
-        found = load.by_rate(
+        rates = load.fewer(rates_of_paper) if quick else rates_of_paper
+        curves = load.by_rate(
             folder / "config.yaml",
             NAMES,
             rates,
@@ -50,12 +56,12 @@ def run(folder: Path, quick: bool) -> Findings:
         )
         gains = {
             target: {
-                name: load.gain(found, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)
+                name: load.gain(curves, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)
             }
             for target in (TARGET, *OTHERS)
         }
         for target, by in gains.items():
-            served = (load.reached(found, rates, target, name) for name in NAMES)
+            served = (load.reached(curves, rates, target, name) for name in NAMES)
             rows.append(
                 (
                     data,
@@ -67,7 +73,7 @@ def run(folder: Path, quick: bool) -> Findings:
         if data == "ShareGPT":
             claims = claimed(data, gains)
         answer.append(sentence(data, gains))
-        panels[f"OPT-13B, A100, lengths like {data}"] = load.lines(found, rates) | {
+        panels[f"OPT-13B, A100, lengths like {data}"] = load.lines(curves, rates) | {
             "target": [(rates[0], TARGET), (rates[-1], TARGET)]
         }
     labels = "requests a second", "seconds a token, mean"
@@ -85,31 +91,39 @@ def claimed(data: str, gains: Gains) -> list[Claim]:
     """The published factors for which both rates were found, and our factors at other latencies."""
     claims = []
     for name, published in PUBLISHED.items():
-        ours = gains[TARGET][name]
-        what = f"{data}: rate of paged over {name}, {1e3 * TARGET:.0f} ms a token"
-        why = f"the paper does not print the latency of its factor (ours is {elsewhere(gains, name)}); {MEANS_ALONE}"
-        if ours is not None:
-            claims.append(Claim(PAPER, what, published, ours, 1.1, "x", why))
+        gain = gains[TARGET][name]
+        quantity = f"{data}: rate of paged over {name}, {1e3 * TARGET:.0f} ms a token"
+        why = (
+            "the paper does not print the latency of its factor (ours is "
+            f"{elsewhere(gains, name)}); {MEANS_ALONE}"
+        )
+        if gain is not None:
+            claims.append(Claim(PAPER, quantity, published, gain, 1.1, "x", why))
     return claims
 
 
 def elsewhere(gains: Gains, name: str) -> str:
     """The factor at the other latencies."""
-    found = ((target, gains[target][name]) for target in OTHERS)
+    pairs = ((target, gains[target][name]) for target in OTHERS)
     return " and ".join(
-        f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in found
+        f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in pairs
     )
 
 
 def sentence(data: str, gains: Gains) -> str:
     by = gains[TARGET]
     text = (
-        f"With {data}'s lengths a paged cache serves {load.multiple(by[ORACLE])} the rate of reservations that know "
-        f"every length ({elsewhere(gains, ORACLE)}), {load.multiple(by[POW2])} that of reservations for the next power "
-        f"of two and {load.multiple(by[MAX])} that of reservations for the longest possible length, at "
+        f"With {data}'s lengths a paged cache serves {load.multiple(by[ORACLE])} the rate of "
+        "reservations that know "
+        f"every length ({elsewhere(gains, ORACLE)}), {load.multiple(by[POW2])} that of "
+        "reservations for the next power "
+        f"of two and {load.multiple(by[MAX])} that of reservations for the longest possible "
+        "length, at "
         f"{1e3 * TARGET:.0f} ms a token."
     )
-    less = any(
-        gain is not None and gain.middle < 1 for each in gains.values() for gain in each.values()
+    any_loss = any(
+        gain is not None and gain.middle < 1
+        for gains_by_name in gains.values()
+        for gain in gains_by_name.values()
     )
-    return text + f" {STEPS}" * less
+    return text + f" {STEPS}" * any_loss

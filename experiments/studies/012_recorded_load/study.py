@@ -1,4 +1,7 @@
-"""012: goodput of the queue's order on recorded requests. No published number; the question is ours, as in 009."""
+"""012: goodput of the queue's order on recorded requests.
+
+No published number; the question is ours, as in 009.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +33,31 @@ SHARE = "goodput.share"
 
 
 def trace_file(traces: Path, name: str) -> Path:
-    """The trace in a folder whose file name contains the key of `name`. Raises NoTraces if there is none."""
-    found = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
-    if not found:
+    """The trace in a folder whose file name contains the key of `name`.
+
+    Raises NoTraces if there is none.
+    """
+    files = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
+    if not files:
         raise NoTraces(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {FETCH}")
-    return found[0]
+    return files[0]
 
 
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    panels, rows, answer = {}, [], []
+    panels = {}
+    rows = []
+    answer = []
     for name in TRACES:
         runs = windows(folder, trace_file(traces, name), quick)
         panels[name] = {
             policy: [
-                (rate, 100 * over(found, "goodput.share").middle)
-                for (kind, rate), found in runs.items()
+                (rate, 100 * over(summaries, "goodput.share").middle)
+                for (kind, rate), summaries in runs.items()
                 if kind == policy
             ]
             for policy in POLICIES
         }
-        for (policy, rate), found in runs.items():
+        for (policy, rate), summaries in runs.items():
             paths = (
                 "goodput.share",
                 "ttft_s.p50",
@@ -57,7 +65,7 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
                 "itl_s.p99",
                 "output_tokens_per_s",
             )
-            share, *cells = (over(found, path).middle for path in paths)
+            share, *cells = (over(summaries, path).middle for path in paths)
             rows.append((name, policy, rate, 100 * share, *cells))
         answer.append(sentence(name, runs))
     head = (
@@ -78,37 +86,46 @@ def windows(
     folder: Path, file: Path, quick: bool, *overrides: str
 ) -> dict[tuple[str, float], list[Summary]]:
     """Summaries by policy and load, one for each window of the trace."""
-    few = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
-    found: dict[tuple[str, float], list[Summary]] = {}
+    fewer = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
+    summaries: dict[tuple[str, float], list[Summary]] = {}
     for point, (summary,) in simulated(
-        folder / "config.yaml", f"workload.file={file.resolve()}", *few, *overrides
+        folder / "config.yaml", f"workload.file={file.resolve()}", *fewer, *overrides
     ):
         key = point.experiment.engine.policy, 1 / point.swept["workload.time_scale"]
-        found.setdefault(key, []).append(summary)
-    return found
+        summaries.setdefault(key, []).append(summary)
+    return summaries
 
 
 def sentence(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
     rates = [rate for policy, rate in runs if policy == "fcfs"]
     gains = {rate: gain(runs["shortest", rate], runs["fcfs", rate]) for rate in rates}
-    known = {rate: found for rate, found in gains.items() if found is not None}
-    if not known:
-        return f"On {name}, first come, first served keeps none within 2 s and 60 ms in some window, at any load."
-    rate, best = max(known.items(), key=lambda one: one[1].middle)
-    kept = {policy: 100 * over(runs[policy, rate], "goodput.share").middle for policy in POLICIES}
+    finite = {rate: ratio for rate, ratio in gains.items() if ratio is not None}
+    if not finite:
+        return (
+            f"On {name}, first come, first served keeps none within 2 s and 60 ms in some "
+            "window, at any load."
+        )
+    rate, best = max(finite.items(), key=lambda item: item[1].middle)
+    shares = {policy: 100 * over(runs[policy, rate], "goodput.share").middle for policy in POLICIES}
     last = {
-        policy: statistics.median(one["ttft_s"]["p99"] for one in runs[policy, rate])
+        policy: statistics.median(summary["ttft_s"]["p99"] for summary in runs[policy, rate])
         for policy in POLICIES
     }
     return (
-        f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: it keeps "
-        f"{kept['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first served {kept['fcfs']:.0f} % "
-        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the 99th percentile of the first "
+        f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: "
+        "it keeps "
+        f"{shares['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first "
+        f"served {shares['fcfs']:.0f} % "
+        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the 99th percentile of "
+        "the first "
         f"token is {last['shortest']:.1f} s instead of {last['fcfs']:.1f}."
     )
 
 
 def gain(above: Sequence[Summary], below: Sequence[Summary]) -> Interval | None:
-    """The ratios by window, as scenarios of one trace. None if a window of `below` has no goodput."""
-    found = [(dig(a, SHARE), dig(b, SHARE)) for a, b in zip(above, below, strict=True)]
-    return span([a / b for a, b in found]) if all(b for _, b in found) else None
+    """The ratios by window, as scenarios of one trace.
+
+    None if a window of `below` has no goodput.
+    """
+    pairs = [(dig(a, SHARE), dig(b, SHARE)) for a, b in zip(above, below, strict=True)]
+    return span([a / b for a, b in pairs]) if all(b for _, b in pairs) else None

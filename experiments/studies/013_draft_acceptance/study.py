@@ -1,6 +1,8 @@
-"""013: tokens of a step with drafts of a known acceptance, after Leviathan et al. 2023 (arXiv 2211.17192).
+"""013: tokens of a step with drafts of a known acceptance, after Leviathan et al. 2023 (arXiv
+2211.17192).
 
-The numbers are counted in runs of the engine's scheduler. The paper's formulas are only what they are compared with.
+The numbers are counted in runs of the engine's scheduler. The paper's formulas are only what they
+are compared with.
 """
 
 from __future__ import annotations
@@ -76,7 +78,10 @@ def factor(setting: Setting) -> float:
 
 
 def counted(folder: Path, setting: Setting | None, count: int) -> Run:
-    """What `count` requests of the config took, one at a time. None: plain decoding, with the rate of one request."""
+    """What `count` requests of the config took, one at a time.
+
+    None: plain decoding, with the rate of one request.
+    """
     overrides = [f"workload.count={count}"]
     if setting is not None:
         overrides += [
@@ -96,28 +101,30 @@ def counted(folder: Path, setting: Setting | None, count: int) -> Run:
 def rates_of(measured: Measured) -> list[float]:
     """Output tokens/s of each request from its first step on."""
     return [
-        one.max_tokens / (one.arrival + one.e2e - one.first_scheduled)
-        for one in measured.requests
-        if one.e2e is not None and one.first_scheduled is not None
+        request.max_tokens / (request.arrival + request.e2e - request.first_scheduled)
+        for request in measured.requests
+        if request.e2e is not None and request.first_scheduled is not None
     ]
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    count, few = (2, 1) if quick else (32, 2)
+    count, curve_count = (2, 1) if quick else (32, 2)
     plain = counted(folder, None, 1).faster.middle  # tokens/s; every request has the same
-    found = {one: over(counted(folder, one, count), plain) for one in (*TABLE_1, *COSTLY)}
+    runs = {
+        setting: over(counted(folder, setting, count), plain) for setting in (*TABLE_1, *COSTLY)
+    }
     drawn = {
         cost: {
             a: [
-                (g, over(counted(folder, Setting(a, g, cost), few), plain).faster.middle)
+                (g, over(counted(folder, Setting(a, g, cost), curve_count), plain).faster.middle)
                 for g in CURVES["drafts"]
             ]
             for a in CURVES["acceptances"]
         }
         for cost in CURVES["costs"]
     }
-    claims = [*table_claims(found), *theorem_claims(found)]
-    return Findings(claims, answer(found), {"factor.svg": figure(drawn)})
+    claims = [*table_claims(runs), *theorem_claims(runs)]
+    return Findings(claims, answer(runs), {"factor.svg": figure(drawn)})
 
 
 def over(run: Run, plain: float) -> Run:
@@ -126,16 +133,16 @@ def over(run: Run, plain: float) -> Run:
     return run._replace(faster=Interval(low / plain, middle / plain, high / plain, kind, n))
 
 
-def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
+def table_claims(runs: Mapping[Setting, Run]) -> list[Claim]:
     claims = []
     for setting, (faster, operations) in TABLE_1.items():
-        ours = found[setting]
+        run = runs[setting]
         claims += [
             Claim(
                 f"{PAPER}, table 1",
                 f"{setting.text}: times as fast",
                 faster,
-                ours.faster,
+                run.faster,
                 WITHIN,
                 "x",
             ),
@@ -143,7 +150,7 @@ def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
                 f"{PAPER}, table 1",
                 f"{setting.text}: tokens computed for each token kept",
                 operations,
-                exactly(ours.operations),
+                exactly(run.operations),
                 WITHIN,
                 "x",
             ),
@@ -151,24 +158,36 @@ def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
     return claims
 
 
-def theorem_claims(found: Mapping[Setting, Run]) -> list[Claim]:
+def theorem_claims(runs: Mapping[Setting, Run]) -> list[Claim]:
     source = f"{PAPER}, theorem 3.8"
     return [
-        Claim(source, f"{one.text}: times as fast", factor(one), found[one].faster, WITHIN, "x")
-        for one in COSTLY
+        Claim(
+            source,
+            f"{setting.text}: times as fast",
+            factor(setting),
+            runs[setting].faster,
+            WITHIN,
+            "x",
+        )
+        for setting in COSTLY
     ]
 
 
-def answer(found: Mapping[Setting, Run]) -> list[str]:
-    cheap, costly = found[Setting(0.8, 5)].faster.middle, found[Setting(0.8, 5, 0.1)].faster.middle
-    slow = found[COSTLY[-1]].faster.middle
-    worst = max(abs(run.faster.middle / factor(one) - 1) for one, run in found.items())
+def answer(runs: Mapping[Setting, Run]) -> list[str]:
+    cheap = runs[Setting(0.8, 5)].faster.middle
+    costly = runs[Setting(0.8, 5, 0.1)].faster.middle
+    slow = runs[COSTLY[-1]].faster.middle
+    worst = max(abs(run.faster.middle / factor(setting) - 1) for setting, run in runs.items())
     return [
-        f"With 5 drafts that are accepted with probability 0.8, the scheduler gives {rounded(cheap)} tokens a step; if "
-        f"a draft token costs a tenth of a step, it is {rounded(costly)} times as fast. With {COSTLY[-1].text} drafts "
-        f"do not pay: {rounded(slow)} times as fast. Over {len(found)} settings, the largest difference from the "
+        "With 5 drafts that are accepted with probability 0.8, the scheduler gives "
+        f"{rounded(cheap)} tokens a step; if "
+        f"a draft token costs a tenth of a step, it is {rounded(costly)} times as fast. With "
+        f"{COSTLY[-1].text} drafts "
+        f"do not pay: {rounded(slow)} times as fast. Over {len(runs)} settings, the largest "
+        "difference from the "
         f"paper's formulas is {100 * worst:.2f} %.",
-        "Each request has 8,000 tokens: its first token, which has no drafts, and its last steps, which have fewer, "
+        "Each request has 8,000 tokens: its first token, which has no drafts, and its last steps, "
+        "which have fewer, "
         "are counted and are less than 0.5 % of its steps.",
     ]
 

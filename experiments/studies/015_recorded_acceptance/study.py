@@ -1,7 +1,9 @@
-"""015: recorded acceptance of drafts in this engine's scheduler, after SpecDecode-Bench (arXiv 2601.11580).
+"""015: recorded acceptance of drafts in this engine's scheduler, after SpecDecode-Bench (arXiv
+2601.11580).
 
-The benchmark recorded, at every output token of real requests, how many tokens a step with drafts would give there. Its
-own simulator turns them into speed-ups. Here the scheduler plans the steps, with the same fitted times.
+The benchmark recorded, at every output token of real requests, how many tokens a step with drafts
+would give there. Its own simulator turns them into speed-ups. Here the scheduler plans the steps,
+with the same fitted times.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ QUESTION = "How much faster is an engine with the recorded acceptance of EAGLE a
 PAPER = "SpecDecode-Bench (arXiv 2601.11580), its simulator"
 TRACES = {"gsm8k": "combined_gsm8k.jsonl", "instructcoder": "combined_instructcoder.jsonl"}
 FETCH = (
-    f"Fetch {' and '.join(TRACES.values())} from data/llama3.1-8B of github.com/SpecDecode-Bench/simulator, and give "
+    f"Fetch {' and '.join(TRACES.values())} from data/llama3.1-8B of "
+    "github.com/SpecDecode-Bench/simulator, and give "
     "their folder"
 )
-PUBLISHED = {  # with 3 drafts, by data, drafter and batch: what the benchmark's simulator gives for its traces
+# with 3 drafts, by data, drafter and batch: what the benchmark's simulator gives for its traces
+PUBLISHED = {
     ("gsm8k", EAGLE): {1: 1.81, 32: 1.52},
     ("gsm8k", NGRAM): {1: 1.15, 32: 1.08},
     ("instructcoder", EAGLE): {1: 2.03, 32: 1.65},
@@ -43,11 +47,15 @@ DRAFTS = 3
 ADAPTIVE = "adaptive"
 BATCHES = (1, 8, 32)
 WITHIN = 1.02
-WHY = "the scheduler drafts no token beyond a request's end, and its batch shares each step's time of drafting"
+WHY = (
+    "the scheduler drafts no token beyond a request's end, and its batch shares each step's "
+    "time of drafting"
+)
 
 
 class Recorded(NamedTuple):
-    """A request. `gains`: by drafter and output position, the tokens of a step with enough drafts, at least 1."""
+    """A request. `gains`: by drafter and output position, the tokens of a step with enough drafts,
+    at least 1."""
 
     prompt: int
     gains: Mapping[str, tuple[int, ...]]
@@ -60,11 +68,11 @@ class Setting(NamedTuple):
     adaptive: bool = False
 
 
-# --- recorded files ---------------------------------------------------------------------------------------------------
+# --- recorded files -------------------------------------------------------------------------------
 
 
-def read(traces: Path, data: str, most: int) -> list[Recorded]:
-    """The first `most` requests of a recorded file.
+def read(traces: Path, data: str, count: int) -> list[Recorded]:
+    """The first `count` requests of a recorded file.
 
     Raises:
         NoTraces: the folder does not have the file.
@@ -76,34 +84,33 @@ def read(traces: Path, data: str, most: int) -> list[Recorded]:
     with file.open(encoding="utf-8") as lines:
         return [
             request(line, f"{file.name}, line {n}")
-            for n, line in zip(range(1, most + 1), lines, strict=False)
+            for n, line in zip(range(1, count + 1), lines, strict=False)
         ]
 
 
-def request(line: str, where: str) -> Recorded:
-    """The request of a line. Raises ValueError that says what is wrong `where`."""
+def request(line: str, place: str) -> Recorded:
+    """The request of a line. Raises ValueError if it is not of the format. place: of the line."""
     try:
         row = json.loads(line)
         gains = {method: tuple(row[f"acc_{method}"]["acc_len"]) for method in (EAGLE, NGRAM)}
-        found = Recorded(len(row["prompt_token_ids"]), gains)
+        recording = Recorded(len(row["prompt_token_ids"]), gains)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{where}: {type(error).__name__} {error}; it must be a JSON object with prompt_token_ids, "
+            f"{place}: {type(error).__name__} {error}; it must be a JSON object with "
+            "prompt_token_ids, "
             f"acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
         ) from None
-    for method, several in gains.items():
-        wrong = [gain for gain in several if not isinstance(gain, int) or gain < 1]
-        if wrong or not several:
-            what = (
-                f"acc_{method}.acc_len has {wrong[0]!r}"
-                if wrong
-                else f"acc_{method}.acc_len is empty"
+    for method, lengths in gains.items():
+        wrong = [length for length in lengths if not isinstance(length, int) or length < 1]
+        if wrong or not lengths:
+            fault = f"has {wrong[0]!r}" if wrong else "is empty"
+            raise ValueError(
+                f"{place}: acc_{method}.acc_len {fault}; a step gives at least 1 token. {FETCH}"
             )
-            raise ValueError(f"{where}: {what}; a step gives at least 1 token. {FETCH}")
-    return found
+    return recording
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
@@ -131,7 +138,8 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
     sizes = [f"engine.max_num_seqs={batch}", f"engine.max_num_batched_tokens={batch * longest}"]
     blocks = f"engine.num_blocks={batch * (longest // 128 + 2)}"
     (point,) = config.load(folder / "config.yaml", (*sizes, *drafts, blocks))
-    simulate, shape = point.experiment.simulate, SHAPES[point.experiment.model]
+    simulate = point.experiment.simulate
+    shape = SHAPES[point.experiment.model]
     assert simulate is not None, "the config has it"
     return SimulatedEngine(
         resolved(point.experiment.engine_config, shape, None),
@@ -146,9 +154,10 @@ def rates(
     engine: SimulatedEngine, records: Sequence[Recorded], method: str, batch: int
 ) -> list[float]:
     """Output tokens/s of a batch of each record, one after the other."""
-    found = []
+    rates_of_records = []
     for i, record in enumerate(records):
-        began, output = engine.now, len(record.gains[method])
+        start = engine.now
+        output = len(record.gains[method])
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         for copy in range(batch):
             engine.add(f"{i}-{copy}", [0] * record.prompt, params)
@@ -157,49 +166,56 @@ def rates(
             result = engine.step()
             assert result is not None, "there is work"
             ends += [
-                result.finished - began for event in result.events if isinstance(event, Finished)
+                result.finished - start for event in result.events if isinstance(event, Finished)
             ]
-        found.append(batch * output / statistics.fmean(ends))
-    return found
+        rates_of_records.append(batch * output / statistics.fmean(ends))
+    return rates_of_records
 
 
 def faster(folder: Path, records: Sequence[Recorded], settings: Sequence[Setting]) -> list[float]:
-    """Mean output tokens/s with drafts over that of plain decoding. The settings differ in `adaptive` only."""
-    method, batch = settings[0].method, settings[0].batch
+    """The mean output tokens/s with drafts over that of plain decoding, for each setting.
+
+    The settings differ in `adaptive` only.
+    """
+    method = settings[0].method
+    batch = settings[0].batch
     assert method is not None, "plain decoding is what they are compared with"
-    plain, *found = (
-        statistics.fmean(rates(engine(folder, one, records), records, method, batch))
-        for one in (settings[0]._replace(method=None), *settings)
+    plain, *with_drafts = (
+        statistics.fmean(rates(engine(folder, setting, records), records, method, batch))
+        for setting in (settings[0]._replace(method=None), *settings)
     )
-    return [one / plain for one in found]
+    return [rate / plain for rate in with_drafts]
 
 
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    most, few = (6, 3) if quick else (300, 30)
-    read_files = {data: read(traces, data, most) for data in TRACES}
+    count, table_count = (6, 3) if quick else (300, 30)
+    read_files = {data: read(traces, data, count) for data in TRACES}
     claims = [
         Claim(
             PAPER,
             f"{data}, {method}, {DRAFTS} drafts, batch {batch}",
             published,
-            exactly(ours),
+            exactly(ratio),
             WITHIN,
             "x",
             WHY,
         )
         for (data, method), by in PUBLISHED.items()
         for batch, published in by.items()
-        for ours in faster(folder, read_files[data], [Setting(data, method, batch)])
+        for ratio in faster(folder, read_files[data], [Setting(data, method, batch)])
     ]
-    rows, panels = [], {}
+    rows = []
+    panels = {}
     for data, method in PUBLISHED:
         lines: dict[str, list[tuple[float, float]]] = {f"{DRAFTS} drafts": [], ADAPTIVE: []}
         for batch in BATCHES:
             settings = [Setting(data, method, batch, name == ADAPTIVE) for name in lines]
-            for line, ours in zip(
-                lines.values(), faster(folder, read_files[data][:few], settings), strict=True
+            for line, ratio in zip(
+                lines.values(),
+                faster(folder, read_files[data][:table_count], settings),
+                strict=True,
             ):
-                line.append((batch, ours))
+                line.append((batch, ratio))
         panels[f"{data}, {method}"] = lines | {"plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)]}
         rows += [
             (data, method, batch, fixed, chosen)
@@ -216,17 +232,20 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         f"adaptive, at most {DRAFTS}",
     )
     return Findings(
-        claims, answer(claims, rows, few), {"faster.svg": figure}, [markdown(head, rows)]
+        claims, answer(claims, rows, table_count), {"faster.svg": figure}, [markdown(head, rows)]
     )
 
 
-def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], few: int) -> list[str]:
+def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], table_count: int) -> list[str]:
     worst = max(abs((claim.ratio or 0.0) - 1) for claim in claims)
-    least = min(rows, key=lambda row: row[4])
+    slowest = min(rows, key=lambda row: row[4])
     return [
-        f"With the recorded acceptance and the fitted times, the scheduler's speed-ups differ from the benchmark's "
+        "With the recorded acceptance and the fitted times, the scheduler's speed-ups differ "
+        "from the benchmark's "
         f"simulator by {100 * worst:.1f} % at most.",
-        f"In the table, of the first {few} requests of each file, adaptive drafts are never less than "
-        f"{rounded(least[4])} times as fast as none ({least[0]}, {least[1]}, batch {least[2]}).",
+        f"In the table, of the first {table_count} requests of each file, adaptive drafts are "
+        "never less than "
+        f"{rounded(slowest[4])} times as fast as none ({slowest[0]}, {slowest[1]}, batch "
+        f"{slowest[2]}).",
         f"The recordings are not shipped here. {FETCH} with `--traces`.",
     ]

@@ -1,6 +1,8 @@
-"""A drafter that knows every output and errs with a known probability, independently at each position.
+"""A drafter that knows every output and errs with a known probability, independently at each
+position.
 
-study.py copies this file beside a known.json: {"acceptance": a, "outputs": {sequence id: [prompt tokens, [tokens]]}}.
+study.py copies this file beside a known.json: {"acceptance": a, "outputs": {sequence id: [prompt
+tokens, [tokens]]}}.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ def known() -> dict[str, Any]:
 
 
 def propose(memory: dict[str, Any], sequence_id: str, tokens: np.ndarray, k: int) -> list[int]:
-    """The next tokens of the output; where a draw says so, another token. The draws are those of a simulation."""
+    """The next tokens of the output; where a draw says so, another token.
+
+    The draws are those of a simulation.
+    """
     prompt, output = memory["outputs"][sequence_id]
     length = len(tokens)
     right = output[length - prompt : length - prompt + k]

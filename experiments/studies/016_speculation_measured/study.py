@@ -1,4 +1,5 @@
-"""016: up to how many sequences drafts pay, measured on JAX's device with drafts of a known acceptance.
+"""016: up to how many sequences drafts pay, measured on JAX's device with drafts of a known
+acceptance.
 
 No config, because experiments.bench.speculation serves; it checks that drafts change no token.
 """
@@ -27,7 +28,8 @@ PAPER = "Speculative decoding (Leviathan et al. 2023), equation 1"
 DRAFTS = 3
 PROMPT = 64  # tokens
 BUDGET = 256
-FIXED, ADAPTIVE = f"{DRAFTS} drafts", "adaptive"
+FIXED = f"{DRAFTS} drafts"
+ADAPTIVE = "adaptive"
 WITHIN = 1.05
 WHY = "outputs are short, and a request's last steps have fewer drafts"
 
@@ -75,7 +77,8 @@ def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
 
 
 def measured(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Row]:
-    """The rows of experiments.bench.speculation for a batch, with the acceptance of each engine's drafter."""
+    """The rows of experiments.bench.speculation for a batch, with the acceptance of each engine's
+    drafter."""
     work = work_of(model.tokenizer.encode, batch, size.output)
     engines = {"plain": LLM(model, progress=False, compilation="eager", **work.engine)}
     plain = serve(engines["plain"], work)
@@ -103,7 +106,7 @@ def run(folder: Path, quick: bool) -> Findings:
     return Findings(claimed(rows), answer(rows), {"faster.svg": figure(rows)}, [table(rows)])
 
 
-# --- findings ---------------------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 def claimed(rows: Sequence[Row]) -> list[Claim]:
@@ -117,12 +120,12 @@ def claimed(rows: Sequence[Row]) -> list[Claim]:
             PAPER,
             f"tokens of a step, a = {a:g}, g = {DRAFTS}",
             expected(a),
-            span(several),
+            span(tokens_of_steps),
             WITHIN,
             "",
             WHY,
         )
-        for a, several in by.items()
+        for a, tokens_of_steps in by.items()
     ]
 
 
@@ -132,21 +135,21 @@ def expected(acceptance: float) -> float:
 
 def lines(rows: Sequence[Row]) -> Mapping[str, list[tuple[float, float]]]:
     """Times as fast by batch, of each engine with drafts."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["acceptance"] is not None:
-            found.setdefault(row["engine"], []).append((row["batch"], row["ratio"]))
-    return found
+            points.setdefault(row["engine"], []).append((row["batch"], row["ratio"]))
+    return points
 
 
 def answer(rows: Sequence[Row]) -> list[str]:
     sentences = []
     for name, points in lines(rows).items():
         paying = [batch for batch, ratio in points if ratio > 1]
-        where = f"batches of {', '.join(map(str, paying))}" if paying else "no batch"
+        batches = f"batches of {', '.join(map(str, paying))}" if paying else "no batch"
         low, high = (f(ratio for _, ratio in points) for f in (min, max))
         sentences.append(
-            f"{name}: faster with {where}; {rounded(low)} to {rounded(high)} times as fast."
+            f"{name}: faster with {batches}; {rounded(low)} to {rounded(high)} times as fast."
         )
     middle = statistics.median(
         row["most"] / row["least"] for row in rows if row["acceptance"] is not None
@@ -158,9 +161,9 @@ def answer(rows: Sequence[Row]) -> list[str]:
 
 
 def figure(rows: Sequence[Row]) -> str:
-    found = lines(rows)
-    batches = [batch for batch, _ in next(iter(found.values()))]
-    panel = {**found, "without drafts": [(batches[0], 1.0), (batches[-1], 1.0)]}
+    curves = lines(rows)
+    batches = [batch for batch, _ in next(iter(curves.values()))]
+    panel = {**curves, "without drafts": [(batches[0], 1.0), (batches[-1], 1.0)]}
     labels = "sequences at once", "times as fast"
     return figures.curves(
         {"measured": panel}, *labels, log_x=2, lowest=0, dashed=("without drafts",)

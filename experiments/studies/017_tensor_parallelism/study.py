@@ -1,7 +1,9 @@
-"""017: when tensor parallelism pays: latency per token against throughput per chip, on 1 to 8 chips. Simulated.
+"""017: when tensor parallelism pays: latency per token against throughput per chip, on 1 to 8
+chips. Simulated.
 
-Sources: https://nvidia.github.io/TensorRT-LLM/0.20.0/performance/perf-overview.html, table "Llama 3.3 70B FP8", and
-https://jax-ml.github.io/scaling-book (Austin et al. 2025, as of February 2025), parts 5 and 8.
+Sources: https://nvidia.github.io/TensorRT-LLM/0.20.0/performance/perf-overview.html, table "Llama
+3.3 70B FP8", and https://jax-ml.github.io/scaling-book (Austin et al. 2025, as of February 2025),
+parts 5 and 8.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Wo
 from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, simulated
 from pagedjax.config import MeshConfig
 
-QUESTION = "When does tensor parallelism pay: what do 2, 4 or 8 chips for one model do to latency and throughput?"
+QUESTION = (
+    "When does tensor parallelism pay: what do 2, 4 or 8 chips for one model do to latency "
+    "and throughput?"
+)
 BOOK = "How to Scale Your Model (Austin et al. 2025), applied inference"
 BOOK_TRAINING = "How to Scale Your Model (Austin et al. 2025), training and applied inference"
 TABLE = "TensorRT-LLM v0.20, performance overview, Llama 3.3 70B FP8"
-MODELS, SIZES = ("llama-3-8b", "llama-3-70b"), (1, 2, 4, 8)
+MODELS = ("llama-3-8b", "llama-3-70b")
+SIZES: tuple[int, ...] = (1, 2, 4, 8)
 SERVED = ("h100", "tpu-v5e")  # chips of the figure
 CONTEXT = 1024
 BATCHES = tuple(2**i for i in range(11))
@@ -29,7 +35,8 @@ LIMITS_MS = (5.0, 10.0, 20.0, 50.0)
 WITHIN = 1.25
 BASE = 2  # chips that others are compared with: the fewest on which every chip's cache has room
 
-# Output tokens/s by (input, output) tokens and chip, on 1, 2, 4 and 8 chips; and the requests of each pair of lengths.
+# Output tokens/s by (input, output) tokens and chip, on 1, 2, 4 and 8 chips; and the requests of
+# each pair of lengths.
 PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] = {
     (1000, 1000): {
         "h200": (2744.32, 5119.72, 8685.44, 12744.51),
@@ -48,14 +55,16 @@ LONG = Work(
     tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192
 )  # the book's step
 WHY_MEMORY = (
-    "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one H100 has room for "
+    "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one "
+    "H100 has room for "
     "fewer tokens than ours beside the weights"
 )
 WHY_EXCHANGES = (
     "the source counts no time of exchanges; ours has two sums a layer in float32, and their hops"
 )
 WHY_KEYS = (
-    "the source halves the time of 8 chips, as if the cache were split 16 ways; 8 key heads are split 8 ways, and each "
+    "the source halves the time of 8 chips, as if the cache were split 16 ways; 8 key heads are "
+    "split 8 ways, and each "
     "is kept twice. It counts no exchanges either"
 )
 WHY_TABLE = (
@@ -64,7 +73,8 @@ WHY_TABLE = (
 
 
 class Decode(NamedTuple):
-    """A decode step: seconds for each token, output tokens/s of a chip, and the share of exchanges in its time."""
+    """A decode step: seconds for each token, output tokens/s of a chip, and the share of exchanges
+    in its time."""
 
     batch: int
     latency: float
@@ -88,14 +98,15 @@ def needed(roof: Roofline, tokens: int) -> float:
 
 def decodes(model: str, chip: str, n: int) -> list[Decode]:
     """Decode steps of the batches that fit, by batch; CONTEXT tokens of context each."""
-    roof, found = roofline(model, chip, n), []
+    roof = roofline(model, chip, n)
+    steps = []
     for batch in BATCHES:
         if needed(roof, batch * CONTEXT) > roof.chip.memory:
             break
         work = Work(batch, batch, batch, batch * CONTEXT, batch * CONTEXT)
         seconds = roof(work)
-        found.append(Decode(batch, seconds, batch / seconds / n, roof.exchange(work) / seconds))
-    return found
+        steps.append(Decode(batch, seconds, batch / seconds / n, roof.exchange(work) / seconds))
+    return steps
 
 
 Rates = Mapping[tuple[tuple[int, int], str], Sequence[float]]  # tokens/s by lengths and chip
@@ -107,25 +118,30 @@ def grid() -> Grid:
     return {at: steps for at, steps in every.items() if steps}
 
 
-def best(found: Grid, model: str, chip: str, limit_s: float) -> tuple[int, Decode] | None:
-    """The number of chips, and the step, with most tokens/s of a chip among steps within the limit."""
+def best(steps_by_mesh: Grid, model: str, chip: str, limit_s: float) -> tuple[int, Decode] | None:
+    """The number of chips and the step with most tokens/s of a chip, within the limit."""
     within = [
-        (n, s) for (m, c, n), steps in found.items() if (m, c) == (model, chip) for s in steps
+        (n, s)
+        for (m, c, n), steps in steps_by_mesh.items()
+        if (m, c) == (model, chip)
+        for s in steps
     ]
     return max(
-        (one for one in within if one[1].latency <= limit_s),
-        key=lambda one: one[1].per_chip,
+        (choice for choice in within if choice[1].latency <= limit_s),
+        key=lambda choice: choice[1].per_chip,
         default=None,
     )
 
 
 def crossing(shape: Shape, chip: Chip) -> float:
-    """Chips from which the sum of an MLP's outputs takes longer than its products, by bytes and operations alone.
+    """Chips from which the sum of an MLP's outputs takes longer than its products, by bytes and
+    operations alone.
 
     The ratio of the two times is linear in n - 1, from three chips on (two chips have one link).
     """
     assert chip.network is not None, "of a chip that has one"
-    tokens, n = 4096, 4
+    tokens = 4096
+    n = 4
     products = (
         2 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate * tokens / n / chip.rate
     )
@@ -135,31 +151,54 @@ def crossing(shape: Shape, chip: Chip) -> float:
 
 def book_claims() -> list[Claim]:
     """The book's step: Llama-3-70B in 8 bits on TPU v5e, 32 sequences of 8,192 tokens."""
-    what = "Llama-3-70B, 8 bits, 32 sequences of 8,192 tokens on TPU v5e"
+    step_name = "Llama-3-70B, 8 bits, 32 sequences of 8,192 tokens on TPU v5e"
     eight, sixteen = (roofline("llama-3-70b", "tpu-v5e", n) for n in (8, 16))
     memory = exactly(8 * needed(eight, LONG.context) / 1e9)
     alone = (eight(LONG) - eight.exchange(LONG)) * 1e3
-    whole, more = eight(LONG), sixteen(LONG)
+    step_of_8 = eight(LONG)
+    step_of_16 = sixteen(LONG)
     edge = exactly(crossing(SHAPES["llama-3-70b"], CHIPS["tpu-v5p"]))
     return [
-        Claim(BOOK, f"{what}: memory of weights and cache", 112.0, memory, 1.1, "GB"),
-        Claim(BOOK, f"{what}: step of 8 chips, without exchanges", 17.0, exactly(alone), 1.1, "ms"),
+        Claim(BOOK, f"{step_name}: memory of weights and cache", 112.0, memory, 1.1, "GB"),
         Claim(
-            BOOK, f"{what}: step of 8 chips", 17.0, exactly(whole * 1e3), 1.1, "ms", WHY_EXCHANGES
+            BOOK,
+            f"{step_name}: step of 8 chips, without exchanges",
+            17.0,
+            exactly(alone),
+            1.1,
+            "ms",
         ),
         Claim(
             BOOK,
-            f"{what}: tokens/s of each of 8 chips",
+            f"{step_name}: step of 8 chips",
+            17.0,
+            exactly(step_of_8 * 1e3),
+            1.1,
+            "ms",
+            WHY_EXCHANGES,
+        ),
+        Claim(
+            BOOK,
+            f"{step_name}: tokens/s of each of 8 chips",
             235.0,
-            exactly(32 / whole / 8),
+            exactly(32 / step_of_8 / 8),
             1.1,
             "tokens/s",
             WHY_EXCHANGES,
         ),
-        Claim(BOOK, f"{what}: step of 16 chips", 8.5, exactly(more * 1e3), 1.1, "ms", WHY_KEYS),
+        Claim(
+            BOOK,
+            f"{step_name}: step of 16 chips",
+            8.5,
+            exactly(step_of_16 * 1e3),
+            1.1,
+            "ms",
+            WHY_KEYS,
+        ),
         Claim(
             BOOK_TRAINING,
-            "Llama-3-70B, 16 bits on TPU v5p, one axis: chips from which an MLP's exchanges take longer than its "
+            "Llama-3-70B, 16 bits on TPU v5p, one axis: chips from which an MLP's exchanges take "
+            "longer than its "
             "products, F / 2,550",
             28672 / 2550,
             edge,
@@ -172,41 +211,51 @@ def book_claims() -> list[Claim]:
 def rates(
     folder: Path, lengths: tuple[int, int], chip: str, count: int, *, exchanges: bool = True
 ) -> list[float]:
-    """Output tokens/s of the whole run, by number of chips. Without exchanges, chips share the model without a cost."""
+    """Output tokens/s of the whole run, by number of chips.
+
+    Without exchanges, chips share the model without a cost.
+    """
     prompt, output = lengths
     meshes = f"sweep.grid.simulate.mesh=[{', '.join(f'{{tensor: {n}}}' for n in SIZES)}]"
     shared = ("simulate.mesh=null", f"sweep.grid.simulate.chips={list(SIZES)}")
-    found = simulated(
+    points = simulated(
         folder / "config.yaml",
         f"simulate.chip={chip}",
         *((meshes,) if exchanges else shared),
         f"workload={{kind: synthetic, count: {count}, prompt: {{dist: fixed, value: {prompt}}}, "
         f"output: {{dist: fixed, value: {output}}}}}",
     )
-    return [runs[0]["output_tokens_per_s"] for _, runs in found]
+    return [runs[0]["output_tokens_per_s"] for _, runs in points]
 
 
-def of_base(several: Sequence[float], n: int) -> float:
+def of_base(rates_by_size: Sequence[float], n: int) -> float:
     """Throughput of a chip on n chips, over that on BASE chips."""
-    at = dict(zip(SIZES, several, strict=True))
+    at = dict(zip(SIZES, rates_by_size, strict=True))
     return (at[n] / n) / (at[BASE] / BASE)
 
 
-def table_claims(found: Rates) -> list[Claim]:
+def table_claims(rates_by_chip: Rates) -> list[Claim]:
     claims = []
-    for (lengths, chip), ours in found.items():
+    for (lengths, chip), chip_rates in rates_by_chip.items():
         published = PUBLISHED[lengths][chip]
         for n in SIZES:
             if n == BASE:
                 continue
-            what = (
-                f"{chip.upper()}, {lengths[0]} tokens in, {lengths[1]} out: throughput of a chip on {n}, over that on "
+            quantity = (
+                f"{chip.upper()}, {lengths[0]} tokens in, {lengths[1]} out: throughput of a chip "
+                f"on {n}, over that on "
                 f"{BASE}"
             )
             why = WHY_MEMORY if chip == "h100" and n < BASE else WHY_TABLE
             claims.append(
                 Claim(
-                    TABLE, what, of_base(published, n), exactly(of_base(ours, n)), WITHIN, "x", why
+                    TABLE,
+                    quantity,
+                    of_base(published, n),
+                    exactly(of_base(chip_rates, n)),
+                    WITHIN,
+                    "x",
+                    why,
                 )
             )
     return claims
@@ -214,7 +263,7 @@ def table_claims(found: Rates) -> list[Claim]:
 
 def run(folder: Path, quick: bool) -> Findings:
     steps = grid()
-    found: Rates = {
+    rates_by_chip: Rates = {
         (lengths, chip): rates(folder, lengths, chip, FEW_REQUESTS if quick else REQUESTS[lengths])
         for lengths, chips in PUBLISHED.items()
         for chip in chips
@@ -229,21 +278,22 @@ def run(folder: Path, quick: bool) -> Findings:
         panel(steps, model, chip): lines(steps, model, chip) for model in MODELS for chip in SERVED
     }
     figure = figures.curves(panels, "ms a token", "tokens/s of a chip", log_x=2, log_y=10)
-    claims = [*table_claims(found), *book_claims()]
+    claims = [*table_claims(rates_by_chip), *book_claims()]
     return Findings(
         claims,
         answer(steps, free),
         {"pays.svg": figure},
-        [decode_table(steps), rate_table(found, free)],
+        [decode_table(steps), rate_table(rates_by_chip, free)],
     )
 
 
 def lines(steps: Grid, model: str, chip: str) -> dict[str, list[tuple[float, float]]]:
-    """Tokens/s of a chip by milliseconds a token, for each number of chips that has room for the model."""
+    """Tokens/s of a chip by milliseconds a token, for each number of chips that has room for the
+    model."""
     at = {n: steps[model, chip, n] for n in SIZES if (model, chip, n) in steps}
     return {
-        counted(n): [(1e3 * step.latency, step.per_chip) for step in found]
-        for n, found in at.items()
+        counted(n): [(1e3 * step.latency, step.per_chip) for step in chip_steps]
+        for n, chip_steps in at.items()
     }
 
 
@@ -260,29 +310,40 @@ def counted(n: int) -> str:
 def answer(steps: Grid, free: Rates) -> list[str]:
     sentences = []
     for model, chip in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-8b", "tpu-v5e")):
-        one, eight = steps[model, chip, 1], steps[model, chip, 8]
-        faster = rounded(one[0].latency / eight[0].latency)
-        share = rounded(eight[-1].per_chip / one[-1].per_chip)
+        steps_of_1 = steps[model, chip, 1]
+        steps_of_8 = steps[model, chip, 8]
+        faster = rounded(steps_of_1[0].latency / steps_of_8[0].latency)
+        share = rounded(steps_of_8[-1].per_chip / steps_of_1[-1].per_chip)
         sentences.append(
-            f"{model} on {chip}: eight chips decode one sequence {faster} times as fast as one. At the largest batch "
-            f"that fits, of up to {BATCHES[-1]} sequences (eight chips: {eight[-1].batch}, one chip: "
-            f"{one[-1].batch}), a chip of eight gives {share} times the tokens/s of one alone."
+            f"{model} on {chip}: eight chips decode one sequence {faster} times as fast as one. "
+            "At the largest batch "
+            f"that fits, of up to {BATCHES[-1]} sequences (eight chips: {steps_of_8[-1].batch}, "
+            "one chip: "
+            f"{steps_of_1[-1].batch}), a chip of eight gives {share} times the tokens/s of one "
+            "alone."
         )
     ideal = " and ".join(
-        f"{rounded(of_base(several, 8))} ({chip})" for (_, chip), several in free.items()
+        f"{rounded(of_base(chip_rates, 8))} ({chip})" for (_, chip), chip_rates in free.items()
     )
     return [
-        "It pays where the weights leave a chip little memory, or where a token must come sooner than one chip can "
+        "It pays where the weights leave a chip little memory, or where a token must come sooner "
+        "than one chip can "
         "give it. Where neither holds, an engine for each chip gives more tokens/s.",
         *sentences,
-        f"If exchanges took no time, the throughput of a chip on 8, over that on {BASE}, would be {ideal} with "
+        f"If exchanges took no time, the throughput of a chip on 8, over that on {BASE}, would be "
+        f"{ideal} with "
         f"{ALSO_FREE[0]} tokens in and {ALSO_FREE[1]} out; the claims have it with exchanges.",
-        "Ours differs from TensorRT-LLM in both directions. Its products are of 8 bits and twice as fast, and its sums "
-        "are of 16 bits, where ours are of float32 and carry twice the bytes. Its kernels and links reach less than "
-        "their data sheets, which a roofline does. Ratios of numbers of chips are claims for that reason, and tokens/s "
+        "Ours differs from TensorRT-LLM in both directions. Its products are of 8 bits and twice "
+        "as fast, and its sums "
+        "are of 16 bits, where ours are of float32 and carry twice the bytes. Its kernels and "
+        "links reach less than "
+        "their data sheets, which a roofline does. Ratios of numbers of chips are claims for that "
+        "reason, and tokens/s "
         "are not; and that they agree does not show that links reach what ours do.",
-        "Hops of NVLink take no time here, because no data sheet gives it: times on GPUs are lower bounds.",
-        "No source that we could verify gives latency against throughput for both models on 1 to 8 chips, so the "
+        "Hops of NVLink take no time here, because no data sheet gives it: times on GPUs are "
+        "lower bounds.",
+        "No source that we could verify gives latency against throughput for both models on 1 to "
+        "8 chips, so the "
         "figure and the first table are results without a claim.",
     ]
 
@@ -293,11 +354,11 @@ def decode_table(steps: Grid) -> str:
     for model in MODELS:
         for chip in SERVED:
             for limit in LIMITS_MS:
-                one = best(steps, model, chip, limit / 1e3)
+                choice = best(steps, model, chip, limit / 1e3)
                 cells = (
                     ("none", "", "", "")
-                    if one is None
-                    else (str(one[0]), str(one[1].batch), *of_step(one[1]))
+                    if choice is None
+                    else (str(choice[0]), str(choice[1].batch), *of_step(choice[1]))
                 )
                 rows.append((model, chip, f"{limit:g}", *cells))
     head = (
@@ -316,17 +377,17 @@ def of_step(step: Decode) -> tuple[str, str]:
     return rounded(step.per_chip), rounded(100 * step.exchanged, 2)
 
 
-def rate_table(found: Rates, free: Rates) -> str:
+def rate_table(rates_by_chip: Rates, free: Rates) -> str:
     rows = [
         (
             chip,
             f"{lengths[0]} / {lengths[1]}",
             n,
             rounded(PUBLISHED[lengths][chip][i]),
-            rounded(ours[i]),
+            rounded(chip_rates[i]),
             rounded(free[lengths, chip][i]) if (lengths, chip) in free else "",
         )
-        for (lengths, chip), ours in found.items()
+        for (lengths, chip), chip_rates in rates_by_chip.items()
         for i, n in enumerate(SIZES)
     ]
     head = (

@@ -1,7 +1,8 @@
 """018: what queries that read less cost in quality, and save in memory and time.
 
-Sources: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), tables 1 and 2; Quest (Tang et al. 2024, arXiv 2406.10774),
-table 1 and section 3. No config: it measures log-probabilities of text, answers, and the time of attention alone.
+Sources: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), tables 1 and 2; Quest (Tang et al. 2024,
+arXiv 2406.10774), table 1 and section 3. No config: it measures log-probabilities of text, answers,
+and the time of attention alone.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ QUESTION = "What do KV policies cost in quality, and what do they save?"
 STREAMING = "StreamingLLM (Xiao et al. 2023), {}"
 QUEST = "Quest (Tang et al. 2024), {}"
 SINKS = 4
-SMALL, PAGE = (
-    4,
-    16,
-)  # tokens of a block: for streaming, so that 4 sinks are a block; and as in Quest's paper
+# tokens of a block
+SMALL = 4  # for streaming, so that 4 sinks are a block
+PAGE = 16  # as in Quest's paper
 NEEDLE = " The pass key is {0}. Remember it. {0} is the pass key. "
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
@@ -50,13 +50,18 @@ FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
 TAIL = "\nWhat is the pass key? The pass key is "
-WHY_MODEL = "how much a model relies on its first tokens differs from model to model, and ours is SmolLM2-135M"
+WHY_MODEL = (
+    "how much a model relies on its first tokens differs from model to model, and ours is "
+    "SmolLM2-135M"
+)
 WHY_RECOMPUTED = (
     "here keys keep their positions and the sinks stay far away; the paper numbers the tokens anew"
 )
 WHY_KEYS = (
-    "64 tokens are 4 blocks of a model of 135M, where the paper's are 32 blocks of one of 7B; a selection for each "
-    "query head, as in the paper, found as few in 128 tokens, and 90 % in 512, where ours found 70 %"
+    "64 tokens are 4 blocks of a model of 135M, where the paper's are 32 blocks of one of 7B; a "
+    "selection for each "
+    "query head, as in the paper, found as few in 128 tokens, and 90 % in 512, where ours found "
+    "70 %"
 )
 WHY_TIME = (
     "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
@@ -69,7 +74,8 @@ class Size(NamedTuple):
     windows, length: of the text. Log-probabilities count behind its first half.
     sizes: tokens that a query reads at most.
     fixed: the one of them for the claims about sinks.
-    recomputed: tokens whose log-probabilities come from the last `fixed` tokens alone, computed anew.
+    recomputed: tokens whose log-probabilities come from the last `fixed` tokens alone, computed
+    anew.
     keys, hidden: prompts with a pass key, and their tokens.
     budgets: tokens that a query reads of them.
     contexts, batch, rounds, read: of the time of attention.
@@ -137,22 +143,22 @@ def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> L
 
 
 def logprobs(llm: LLM, windows: Sequence[Sequence[int]], last: int) -> np.ndarray:
-    """[windows, last] of the last tokens of each window."""
+    """The log-probabilities [windows, last] of the last tokens of each window."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    found = []
+    values = []
     for output, window in zip(
         llm.generate([list(w) for w in windows], params, use_tqdm=False), windows, strict=True
     ):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = output.prompt_logprobs[-last:]
-        found.append(
+        values.append(
             [
                 row[token].logprob
                 for row, token in zip(rows, window[-last:], strict=True)
                 if row is not None
             ]
         )
-    return np.array(found)
+    return np.array(values)
 
 
 class Texts(NamedTuple):
@@ -175,7 +181,7 @@ def texts(model: LoadedModel, size: Size) -> Texts:
     def under(options: Mapping[str, Any]) -> np.ndarray:
         return logprobs(engine(model, size.length + 1, size.windows, **options), windows, half)
 
-    some = {tokens: under(streaming(tokens)) for tokens in size.sizes}
+    streamed = {tokens: under(streaming(tokens)) for tokens in size.sizes}
     places = np.linspace(0, size.windows * half - 1, size.recomputed).astype(int)
     pieces = [
         windows[at // half][half + at % half + 1 - size.fixed : half + at % half + 1]
@@ -184,17 +190,17 @@ def texts(model: LoadedModel, size: Size) -> Texts:
     anew = logprobs(engine(model, size.fixed + 1, size.windows), pieces, 1)
     return Texts(
         full=logprobs(plain, windows, half),
-        streaming=some,
+        streaming=streamed,
         quest={tokens: under(quest(tokens, dense_prompts=False)) for tokens in size.sizes},
         window=under(streaming(size.fixed, 0)),
         more_sinks=under(streaming(size.fixed, 2 * SINKS)),
         recomputed=anew[:, 0],
-        of_recomputed=some[size.fixed].reshape(-1)[places],
+        of_recomputed=streamed[size.fixed].reshape(-1)[places],
     )
 
 
-def perplexity(found: np.ndarray) -> float:
-    return math.exp(-found.mean())
+def perplexity(logprobs: np.ndarray) -> float:
+    return math.exp(-logprobs.mean())
 
 
 def over(above: np.ndarray, below: np.ndarray) -> Interval:
@@ -202,7 +208,7 @@ def over(above: np.ndarray, below: np.ndarray) -> Interval:
     return interval([math.exp(b.mean() - a.mean()) for a, b in zip(above, below, strict=True)])
 
 
-# --- pass keys --------------------------------------------------------------------------------------------------------
+# --- pass keys ------------------------------------------------------------------------------------
 
 
 def pass_key(encode: Any, tokens: int, draw: random.Random) -> tuple[list[int], str]:
@@ -219,7 +225,8 @@ def pass_key(encode: Any, tokens: int, draw: random.Random) -> tuple[list[int], 
 
 def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> float:
     """Per cent of the keys that an engine repeats."""
-    draw, encode = random.Random(0), model.tokenizer.encode
+    draw = random.Random(0)
+    encode = model.tokenizer.encode
     drawn = [pass_key(encode, size.hidden, draw) for _ in range(size.keys)]
     llm = engine(model, size.hidden + 16, min(size.keys, 5), **options)
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -233,18 +240,19 @@ def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> fl
 
 def keys(model: LoadedModel, size: Size) -> dict[str, float]:
     """Per cent found, by policy."""
-    found = {"full": found_keys(model, size, {})}
+    shares = {"full": found_keys(model, size, {})}
     for tokens in size.budgets:
-        found[f"quest, {tokens}"] = found_keys(model, size, quest(tokens, dense_prompts=True))
-        found[f"streaming, {tokens}"] = found_keys(model, size, streaming(tokens))
-    return found
+        shares[f"quest, {tokens}"] = found_keys(model, size, quest(tokens, dense_prompts=True))
+        shares[f"streaming, {tokens}"] = found_keys(model, size, streaming(tokens))
+    return shares
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def bytes_read(context: int, tokens: int) -> float:
-    """Bytes of keys and values that full attention reads, over those that a selection reads, its bounds included."""
+    """Bytes of keys and values that full attention reads, over those that a selection reads, its
+    bounds included."""
     sizes: dict[str, Any] = {
         "layers": 1,
         "block_size": PAGE,
@@ -257,14 +265,16 @@ def bytes_read(context: int, tokens: int) -> float:
     return context * block / (context * bounds + tokens * block)
 
 
-# --- findings ---------------------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 @compilations.disk_cache()
 def run(folder: Path, quick: bool) -> Findings:
     size = QUICK if quick else FULL
     model = load_model(DEFAULT_MODEL)
-    read, hidden, times = texts(model, size), keys(model, size), timed.times(model.model, size)
+    read = texts(model, size)
+    hidden = keys(model, size)
+    times = timed.times(model.model, size)
     return Findings(
         claims(read, hidden, times, size),
         answers(read, hidden, times, size),
@@ -276,32 +286,35 @@ def run(folder: Path, quick: bool) -> Findings:
 def claims(
     read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size
 ) -> list[Claim]:
-    kept, tokens, longest = read.streaming[size.fixed], size.budgets[0], size.contexts[-1]
+    streamed = read.streaming[size.fixed]
+    tokens = size.budgets[0]
+    longest = size.contexts[-1]
     alike = math.exp(float(read.recomputed.mean() - read.of_recomputed.mean()))
-    seen = f"{size.fixed} of {size.length} tokens"
+    tokens_read = f"{size.fixed} of {size.length} tokens"
     share = f"{tokens} of {size.hidden} tokens"
     return [
         Claim(
             STREAMING.format("tables 1 and 2"),
-            f"perplexity of a window alone, over that of {SINKS} sinks and a window: {seen}",
+            f"perplexity of a window alone, over that of {SINKS} sinks and a window: {tokens_read}",
             (17.90 / 12.12, 5158.07 / 5.40),
-            over(read.window, kept),
+            over(read.window, streamed),
             1.1,
             "x",
             WHY_MODEL,
         ),
         Claim(
             STREAMING.format("table 2"),
-            f"perplexity of {2 * SINKS} sinks, over that of {SINKS}: {seen}",
+            f"perplexity of {2 * SINKS} sinks, over that of {SINKS}: {tokens_read}",
             (12.02 / 12.09, 1.0),
-            over(read.more_sinks, kept),
+            over(read.more_sinks, streamed),
             1.02,
             "x",
             WHY_MODEL,
         ),
         Claim(
             STREAMING.format("table 1"),
-            f"perplexity of {SINKS} sinks and a window, over that of a window computed anew: {seen}",
+            f"perplexity of {SINKS} sinks and a window, over that of a window computed anew: "
+            f"{tokens_read}",
             5.40 / 5.43,
             exactly(alike),
             1.05,
@@ -349,41 +362,48 @@ def claims(
 def answers(
     read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size
 ) -> list[str]:
-    full, fixed, longest = perplexity(read.full), size.fixed, size.contexts[-1]
+    full = perplexity(read.full)
+    fixed = size.fixed
+    longest = size.contexts[-1]
 
-    def more(found: np.ndarray) -> str:
-        return f"{100 * (perplexity(found) / full - 1):.1f} %"
+    def increase(logprobs: np.ndarray) -> str:
+        return f"{100 * (perplexity(logprobs) / full - 1):.1f} %"
 
     alone = rounded(perplexity(read.window) / full)
-    found = ", ".join(f"{name}: {share:.0f} %" for name, share in hidden.items())
+    key_shares = ", ".join(f"{name}: {share:.0f} %" for name, share in hidden.items())
     return [
-        f"A query that reads {fixed} of up to {size.length:,} tokens of Python's documentation costs "
-        f"{more(read.quest[fixed])} of perplexity if they are the best blocks (quest), and "
-        f"{more(read.streaming[fixed])} if they are the first {SINKS} and the last ones (streaming). Without the first "
+        f"A query that reads {fixed} of up to {size.length:,} tokens of Python's documentation "
+        "costs "
+        f"{increase(read.quest[fixed])} of perplexity if they are the best blocks (quest), and "
+        f"{increase(read.streaming[fixed])} if they are the first {SINKS} and the last ones "
+        "(streaming). Without the first "
         f"ones, perplexity is {alone} times as high as with all tokens.",
-        f"Pass keys in {size.hidden:,} tokens that are found: {found}. The first digit comes from the prompt's last "
+        f"Pass keys in {size.hidden:,} tokens that are found: {key_shares}. The first digit comes "
+        "from the prompt's last "
         "query, which reads everything under quest.",
-        f"Attention to {longest:,} tokens takes {times[longest].middle:.2f} times as long as quest's to {size.read:,} "
-        f"of them, scores included ({times[longest].impl}, batch of {size.batch}). Streaming gives blocks back, and "
+        f"Attention to {longest:,} tokens takes {times[longest].middle:.2f} times as long as "
+        f"quest's to {size.read:,} "
+        f"of them, scores included ({times[longest].impl}, batch of {size.batch}). Streaming "
+        "gives blocks back, and "
         "quest keeps all.",
     ]
 
 
 def perplexities(read: Texts, size: Size) -> str:
-    def cells(name: str, tokens: Any, found: np.ndarray) -> tuple[Any, ...]:
-        ratio = over(found, read.full)
+    def cells(name: str, tokens: Any, values: np.ndarray) -> tuple[Any, ...]:
+        ratio = over(values, read.full)
         return (
             name,
             tokens,
-            f"{perplexity(found):.2f}",
+            f"{perplexity(values):.2f}",
             f"{ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
         )
 
     rows = [cells("full", size.length, read.full)]
-    rows += [cells("quest", tokens, found) for tokens, found in read.quest.items()]
+    rows += [cells("quest", tokens, values) for tokens, values in read.quest.items()]
     rows += [
-        cells(f"streaming, {SINKS} sinks", tokens, found)
-        for tokens, found in read.streaming.items()
+        cells(f"streaming, {SINKS} sinks", tokens, values)
+        for tokens, values in read.streaming.items()
     ]
     rows += [cells(f"streaming, {2 * SINKS} sinks", size.fixed, read.more_sinks)]
     rows += [cells("window alone", size.fixed, read.window)]
@@ -396,8 +416,13 @@ def key_table(hidden: Mapping[str, float], size: Size) -> str:
 
 def time_table(times: Mapping[int, Times], size: Size) -> str:
     rows = [
-        (f"{n:,}", 1e3 * one.full, 1e3 * one.selected, f"{one.middle:.2f}")
-        for n, one in times.items()
+        (
+            f"{n:,}",
+            1e3 * times_of_context.full,
+            1e3 * times_of_context.selected,
+            f"{times_of_context.middle:.2f}",
+        )
+        for n, times_of_context in times.items()
     ]
     return markdown(
         ("context", "full, ms a layer", f"{size.read:,} selected tokens, ms", "times as long"), rows
@@ -406,8 +431,8 @@ def time_table(times: Mapping[int, Times], size: Size) -> str:
 
 def figure(read: Texts, size: Size) -> str:
     lines = {
-        "quest": [(tokens, perplexity(found)) for tokens, found in read.quest.items()],
-        "streaming": [(tokens, perplexity(found)) for tokens, found in read.streaming.items()],
+        "quest": [(tokens, perplexity(values)) for tokens, values in read.quest.items()],
+        "streaming": [(tokens, perplexity(values)) for tokens, values in read.streaming.items()],
         "full": [(tokens, perplexity(read.full)) for tokens in (size.sizes[0], size.sizes[-1])],
     }
     return figures.curves(

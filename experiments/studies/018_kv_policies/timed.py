@@ -1,4 +1,5 @@
-"""The time of attention alone in study 018: one layer, single queries, full and with a selection of blocks."""
+"""The time of attention alone in study 018: one layer, single queries, full and with a selection of
+blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Times(NamedTuple):
 def times(model: Model, size: Any) -> dict[int, Times]:
     """By context; the two kinds take turns."""
     return {
-        context: _measured(model, context, size.batch, size.read, size.rounds)
+        context: _measure(model, context, size.batch, size.read, size.rounds)
         for context in size.contexts
     }
 
@@ -49,18 +50,20 @@ def batch_of(batch: int, context: int, tokens: int) -> Batch:
     """Rows of one query each, whose blocks are anywhere in the cache."""
     width = context // PAGE
     order = np.random.default_rng(0).permutation(batch * width) + 1
-    lens, offsets = jnp.full(batch, context, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)
+    lens = jnp.full(batch, context, jnp.int32)
+    offsets = jnp.arange(batch + 1, dtype=jnp.int32)
     selecting = Selecting(Selection(tokens // PAGE, 0, True), jnp.ones(batch, bool))
-    nothing: Any = None
+    absent: Any = None
     tables = jnp.asarray(order.reshape(batch, width), jnp.int32)
     rows = {"block_tables": tables, "seq_lens": lens, "cu_q_lens": offsets, "selecting": selecting}
-    others = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
-    return Batch(**dict.fromkeys(others, nothing), **rows)
+    unused = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
+    return Batch(**dict.fromkeys(unused, absent), **rows)
 
 
 def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
-    """Compiled functions without arguments: the attention of one layer to random keys and values."""
-    c, rows = model.config, batch_of(batch, context, tokens)
+    """Compiled calls, by name: the attention of one layer to random keys and values."""
+    c = model.config
+    rows = batch_of(batch, context, tokens)
     draw = np.random.default_rng(1)
     shape = batch * context // PAGE + 1, c.kv_heads, PAGE, c.head_dim
     k, v = (jnp.asarray(draw.standard_normal(shape, np.float32)) for _ in "kv")
@@ -82,7 +85,7 @@ def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -
     }
 
 
-def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) -> Times:
+def _measure(model: Model, context: int, batch: int, tokens: int, rounds: int) -> Times:
     c = model.config
     sizes: dict[str, Any] = {
         "head_dim": c.head_dim,
@@ -91,14 +94,14 @@ def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) 
         "heads": c.heads,
     }
     impl = attention.choose(None, jax.devices()[0], dtype="float32", query_dtype="float32", **sizes)
-    both = contenders(model, impl, batch, context, tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in both}
+    calls = contenders(model, impl, batch, context, tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):  # the first round compiles
-        for name, one in both.items():
-            began = time.perf_counter()
-            jax.block_until_ready(one())
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
             if i:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start)
     ratios = [a / b for a, b in zip(seconds["full"], seconds["selected"], strict=True)]
     return Times(
         impl, statistics.median(seconds["full"]), statistics.median(seconds["selected"]), ratios

@@ -1,17 +1,21 @@
-"""019: the load of engines for prompts and others for decodes, after DistServe (Zhong et al. 2024, arXiv 2401.09670).
+"""019: the load of engines for prompts and others for decodes, after DistServe (Zhong et al. 2024,
+arXiv 2401.09670).
 
-Its repository (https://github.com/LLMServe/DistServe, commit 82831f1, Apache-2.0) has a simulator with fitted times of
-steps, which are used here (simulation/profiles.py), the result of an example (simdistserve/README.md), and a notebook
-with printed results of measurements on A100s (evaluation/2-benchmark-serving/plot.ipynb): DistServe's rate over those
-of vLLM and DeepSpeed-MII, and the shares of vLLM's and DeepSpeed-MII's requests within the targets, by rate. vLLM has
-90 % at 0.5 requests/s, so DistServe's rate is 4.6 times that; DeepSpeed-MII's factor of 7.36 gives the same rate.
+Its repository (https://github.com/LLMServe/DistServe, commit 82831f1, Apache-2.0) has a simulator
+with fitted times of steps, which are used here (simulation/profiles.py), the result of an example
+(simdistserve/README.md), and a notebook with printed results of measurements on A100s
+(evaluation/2-benchmark-serving/plot.ipynb): DistServe's rate over those of vLLM and DeepSpeed-MII,
+and the shares of vLLM's and DeepSpeed-MII's requests within the targets, by rate. vLLM has 90 % at
+0.5 requests/s, so DistServe's rate is 4.6 times that; DeepSpeed-MII's factor of 7.36 gives the same
+rate.
 
-The data set (conversations of ShareGPT) is not used: nothing we may use has its lengths. Two kinds of lengths stand for
-it. *First turns* are those of the PagedAttention paper. The prompts of DistServe contain earlier turns too, so they are
-longer (evaluation/2-benchmark-serving/0-prepare-dataset.py). *Conversations* are exponential prompts of which a tenth
-is so long that one GPU with vLLM's coefficients needs more than 250 ms for it alone: the notebook's vLLM misses its
-targets for a tenth of the requests even at 0.25 requests/s, where nothing waits. That is an estimate from two published
-facts, and not from a number that is compared.
+The data set (conversations of ShareGPT) is not used: nothing we may use has its lengths. Two kinds
+of lengths stand for it. *First turns* are those of the PagedAttention paper. The prompts of
+DistServe contain earlier turns too, so they are longer
+(evaluation/2-benchmark-serving/0-prepare-dataset.py). *Conversations* are exponential prompts of
+which a tenth is so long that one GPU with vLLM's coefficients needs more than 250 ms for it alone:
+the notebook's vLLM misses its targets for a tenth of the requests even at 0.25 requests/s, where
+nothing waits. That is an estimate from two published facts, and not from a number that is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ from experiments.studies.findings import (
     simulated,
 )
 
-QUESTION = "What load do engines for prompts and others for decodes serve within targets for both, and with what throughput?"
+QUESTION = (
+    "What load do engines for prompts and others for decodes serve within targets for "
+    "both, and with what throughput?"
+)
 EXAMPLE = "DistServe, simdistserve/README.md"
 NOTEBOOK = "DistServe, plot.ipynb"
 VLLM = "vLLM documentation, disaggregated prefilling"
@@ -48,10 +55,8 @@ PLACEMENTS = (
     (1, 2),
     (2, 2),
 )  # GPUs of an engine for prompts and of one for decodes; the first is theirs
-HIGHEST, WITHIN = (
-    5.0,
-    0.05,
-)  # requests/s of a GPU: the example's upper end, and how close two probes come
+HIGHEST = 5.0
+WITHIN = 0.05  # requests/s of a GPU: the example's upper end, and how close two probes come
 EXAMPLES_WITHIN = (
     0.25  # of the example, which gives the last rate that met the targets: the lower end
 )
@@ -102,7 +107,8 @@ SLO = ("slo={ttft: 0.25, itl: 0.1}",)
 
 
 def slow_prompt(seconds: float) -> int:
-    """Tokens of the longest prompt that one GPU with vLLM's coefficients computes alone within a time."""
+    """Tokens of the longest prompt that one GPU with vLLM's coefficients computes alone within a
+    time."""
     profile = PROFILES["vllm/opt-13b/tp1"]
     tokens = 1
     while profile(Work(tokens, 1, 1, tokens, tokens * (tokens + 1) // 2)) <= seconds:
@@ -158,7 +164,7 @@ ENGINES = {
 }  # GPUs, overrides
 
 
-class Found(NamedTuple):
+class Highest(NamedTuple):
     """Requests/s of a GPU, one for each seed. bound: all probes met the targets."""
 
     rates: tuple[float, ...]
@@ -177,15 +183,17 @@ def highest(
     count: int,
     *overrides: str,
     within: float = WITHIN,
-) -> Found:
-    """The highest rate of a GPU that met a criterion, by halves from 0 to HIGHEST, as the example searches it.
+) -> Highest:
+    """The highest rate of a GPU that met a criterion, by halves from 0 to HIGHEST, as the example
+    searches it.
 
     Args:
         within: requests/s of a GPU between that rate and the lowest one that did not meet it.
     """
     rates = []
     for seed in range(seeds):
-        low, high = 0.0, HIGHEST
+        low = 0.0
+        high = HIGHEST
         while high - low > within:
             rate = (low + high) / 2
             options = (
@@ -196,26 +204,27 @@ def highest(
             ((_, (summary,)),) = simulated(folder / "config.yaml", *options, *overrides)
             low, high = (rate, high) if met(summary) else (low, rate)
         rates.append(low)
-    return Found(tuple(rates), min(rates) >= HIGHEST - within)
+    return Highest(tuple(rates), min(rates) >= HIGHEST - within)
 
 
-def reason(why: str, ours: Interval, published: float) -> str:
+def reason(why: str, interval_of_ours: Interval, published: float) -> str:
     """Why ours may differ; no cause is given for what chance explains."""
-    return WHY_NOISE if ours.low <= published <= ours.high else why
+    return WHY_NOISE if interval_of_ours.low <= published <= interval_of_ours.high else why
 
 
 class Throughput(NamedTuple):
-    """Tokens/s of prompts and answers on four GPUs, all requests at once, one number for each seed."""
+    """Tokens/s of prompts and answers on four GPUs, all requests at once, one number for each
+    seed."""
 
     pools: Mapping[tuple[int, int], Sequence[float]]
     chunked: Sequence[float]  # four engines that do both, with chunks of prompts beside decodes
-    whole: Sequence[float]  # whole prompts first
+    whole_prompts: Sequence[float]  # whole prompts first
 
 
 def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Throughput:
-    one = f"simulate: {profile('distserve', 1)}, cache_tokens: {CACHE[1]}"
+    engine = f"simulate: {profile('distserve', 1)}, cache_tokens: {CACHE[1]}"
 
-    def of(*overrides: str) -> list[float]:
+    def rates_of(*overrides: str) -> list[float]:
         options = (
             "workload.arrivals={process: at_once}",
             f"workload.count={count}",
@@ -228,27 +237,31 @@ def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> T
     four = "replicas={count: 4, router: least_loaded}"
     return Throughput(
         {
-            (a, b): of(f"pools={{prefill: {{count: {a}, {one}}}, decode: {{count: {b}, {one}}}}}")
+            (a, b): rates_of(
+                f"pools={{prefill: {{count: {a}, {engine}}}, decode: {{count: {b}, {engine}}}}}"
+            )
             for a, b in SPLITS
         },
-        of(*CHUNKED, four),
-        of(*alone("distserve", 1), four),
+        rates_of(*CHUNKED, four),
+        rates_of(*alone("distserve", 1), four),
     )
 
 
-def best(found: Throughput) -> tuple[int, int]:
-    return max(found.pools, key=lambda split: sum(found.pools[split]))
+def best(speeds: Throughput) -> tuple[int, int]:
+    """The division of four GPUs into pools with most tokens/s."""
+    return max(speeds.pools, key=lambda split: sum(speeds.pools[split]))
 
 
-def over(found: Throughput, below: Sequence[float]) -> Interval:
+def over(speeds: Throughput, below: Sequence[float]) -> Interval:
     """The best pools over engines that do both, seed by seed."""
-    return interval([a / b for a, b in zip(found.pools[best(found)], below, strict=True)])
+    return interval([a / b for a, b in zip(speeds.pools[best(speeds)], below, strict=True)])
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    seeds, few, one = (2, 1, 1) if quick else (5, 3, 2)
+    seeds, fewer_seeds, turn_seeds = (2, 1, 1) if quick else (5, 3, 2)
     count = 60 if quick else 300  # the example's
-    talks, first = kinds()["conversations"], kinds()["first turns"]
+    talks = kinds()["conversations"]
+    first = kinds()["first turns"]
     served = {
         place: highest(
             folder,
@@ -260,78 +273,104 @@ def run(folder: Path, quick: bool) -> Findings:
             *talks,
             within=EXAMPLES_WITHIN,
         )
-        for place, n in zip(PLACEMENTS, (seeds, few, few, few), strict=True)
+        for place, n in zip(PLACEMENTS, (seeds, fewer_seeds, fewer_seeds, fewer_seeds), strict=True)
     }
     turns = highest(
-        folder, 3, each_in_time, one, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN
+        folder, 3, each_in_time, turn_seeds, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN
     )
-    both = {
-        (share, name): highest(folder, gpus, both_in_time(share), few, count, *SLO, *place, *talks)
+    in_time = {
+        (share, name): highest(
+            folder, gpus, both_in_time(share), fewer_seeds, count, *SLO, *place, *talks
+        )
         for share in SHARES
         for name, (gpus, place) in ENGINES.items()
         if share < 0.9 or name != "vLLM"
     }
-    attained = {name: shares(folder, few, 30 if quick else 100, name, talks) for name in ENGINES}
-    speeds = {
-        kind: throughput(folder, few, 150 if quick else 500, of) for kind, of in kinds().items()
+    attained = {
+        name: shares(folder, fewer_seeds, 30 if quick else 100, name, talks) for name in ENGINES
     }
-    claims = [*example_claims(served), *notebook_claims(both, attained), *throughput_claims(speeds)]
+    speeds = {
+        kind: throughput(folder, fewer_seeds, 150 if quick else 500, of)
+        for kind, of in kinds().items()
+    }
+    claims = [
+        *example_claims(served),
+        *notebook_claims(in_time, attained),
+        *throughput_claims(speeds),
+    ]
     panels = {"conversations": attained | {"vLLM, measured": list(VLLM_SHARES.items())}}
     lines = {
         title: {NAMES.get(name, name): points(of) for name, of in by.items()}
         for title, by in panels.items()
     }
     figure = figures.curves(lines, "requests/s of a GPU", "% within both targets", lowest=0)
-    tables = [rate_table(served, turns, both), speed_table(speeds)]
-    return Findings(claims, answer(served, turns, both, speeds), {"attainment.svg": figure}, tables)
+    tables = [rate_table(served, turns, in_time), speed_table(speeds)]
+    return Findings(
+        claims, answer(served, turns, in_time, speeds), {"attainment.svg": figure}, tables
+    )
 
 
 Attained = Sequence[tuple[float, Interval]]  # % of requests by rate of a GPU
 
 
 def points(attained: Sequence[tuple[float, Interval | float]]) -> list[tuple[float, float]]:
-    return [(rate, one.middle if isinstance(one, Interval) else one) for rate, one in attained]
+    return [
+        (rate, share.middle if isinstance(share, Interval) else share) for rate, share in attained
+    ]
 
 
-Served = Mapping[tuple[int, int], Found]
-Both = Mapping[tuple[float, str], Found]
+Served = Mapping[tuple[int, int], Highest]
+Both = Mapping[tuple[float, str], Highest]
 
 
 def example_claims(served: Served) -> list[Claim]:
-    what = "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 ms: requests/s of a GPU"
-    theirs, *others = (served[place].rates for place in PLACEMENTS)
-    seeds = min(map(len, others))  # the same ones
-    best = max(interval(rates).middle for rates in others)
+    quantity = (
+        "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 "
+        "ms: requests/s of a GPU"
+    )
+    theirs, *other_rates = (served[place].rates for place in PLACEMENTS)
+    seeds = min(map(len, other_rates))  # the same ones
+    best = max(interval(rates).middle for rates in other_rates)
     ratio = interval([rate / best for rate in theirs[:seeds]])
     return [
-        Claim(EXAMPLE, what, 1.56, interval(theirs), 1.1, "requests/s", WHY_DATA),
+        Claim(EXAMPLE, quantity, 1.56, interval(theirs), 1.1, "requests/s", WHY_DATA),
         Claim(
-            *(
-                EXAMPLE,
-                "OPT-13B, conversations: 2 + 1 GPUs over the best of 1 + 1, 1 + 2, 2 + 2: requests/s of a GPU",
-            ),
-            *((1.0, 1000.0), ratio, 1.0, "x", reason(WHY_DATA, ratio, 1.0)),
+            EXAMPLE,
+            "OPT-13B, conversations: 2 + 1 GPUs over the best of 1 + 1, 1 + 2, 2 + 2: "
+            "requests/s of a GPU",
+            (1.0, 1000.0),
+            ratio,
+            1.0,
+            "x",
+            reason(WHY_DATA, ratio, 1.0),
         ),
     ]
 
 
-def notebook_claims(both: Both, attained: Mapping[str, Attained]) -> list[Claim]:
+def notebook_claims(in_time: Both, attained: Mapping[str, Attained]) -> list[Claim]:
     """No claim at 0.25 and 0.5 requests/s of vLLM: lengths were estimated from these."""
-    what, rates = "OPT-13B, conversations, 250 and 100 ms", (1.0, 2.0, 3.0)
+    setting = "OPT-13B, conversations, 250 and 100 ms"
+    rates = (1.0, 2.0, 3.0)
     by_rate = dict(attained["vLLM"])
     return [
         Claim(
-            *(NOTEBOOK, f"{what}: requests/s of a GPU with 90 % within both, 2 + 1 GPUs", MEASURED),
-            *(both[0.9, "pools"].interval, 1.1, "requests/s", WHY_REAL),
+            NOTEBOOK,
+            f"{setting}: requests/s of a GPU with 90 % within both, 2 + 1 GPUs",
+            MEASURED,
+            in_time[0.9, "pools"].interval,
+            1.1,
+            "requests/s",
+            WHY_REAL,
         ),
         *(
             Claim(
-                *(
-                    NOTEBOOK,
-                    f"{what}: requests within both, vLLM at {rate:g} requests/s",
-                    VLLM_SHARES[rate],
-                ),
-                *(by_rate[rate], 1.1, "%", reason(WHY_SHARE, by_rate[rate], VLLM_SHARES[rate])),
+                NOTEBOOK,
+                f"{setting}: requests within both, vLLM at {rate:g} requests/s",
+                VLLM_SHARES[rate],
+                by_rate[rate],
+                1.1,
+                "%",
+                reason(WHY_SHARE, by_rate[rate], VLLM_SHARES[rate]),
             )
             for rate in rates
         ),
@@ -339,115 +378,145 @@ def notebook_claims(both: Both, attained: Mapping[str, Attained]) -> list[Claim]
 
 
 def throughput_claims(speeds: Mapping[str, Throughput]) -> list[Claim]:
-    what = "tokens/s of the best pools of 4 GPUs over 4 engines"
+    quantity = "tokens/s of the best pools of 4 GPUs over 4 engines"
     return [
         Claim(
             VLLM,
-            f"OPT-13B, {kind}, saturated: {what} {how}",
+            f"OPT-13B, {kind}, saturated: {quantity} {how}",
             (0.0, 1.0),
-            over(found, below),
+            over(throughputs, below),
             1.05,
             "x",
             WHY_SPEED,
         )
-        for kind, found in speeds.items()
+        for kind, throughputs in speeds.items()
         for how, below in (
-            ("with chunked prefill", found.chunked),
-            ("with whole prompts first", found.whole),
+            ("with chunked prefill", throughputs.chunked),
+            ("with whole prompts first", throughputs.whole_prompts),
         )
     ]
 
 
 def shares(
-    folder: Path, seeds: int, each: int, name: str, kind: tuple[str, ...]
+    folder: Path, seeds: int, count: int, name: str, kind: tuple[str, ...]
 ) -> list[tuple[float, Interval]]:
-    """% of requests within 250 and 100 ms by rate, of `each` requests a GPU, as measured."""
-    (gpus, place), found = ENGINES[name], []
+    """% of requests within 250 and 100 ms by rate, of `count` requests a GPU, as measured."""
+    (gpus, place) = ENGINES[name]
+    shares_by_rate = []
     for rate in VLLM_SHARES:
         options = (
             f"workload.arrivals.rate={rate * gpus}",
-            f"workload.count={each * gpus}",
+            f"workload.count={count * gpus}",
             "reseed=true",
         )
         ((_, runs),) = simulated(
             folder / "config.yaml", *options, *SLO, *place, *kind, repeats=seeds
         )
-        one = interval([100 * dig(run, "goodput.share") for run in runs])
-        found.append(
-            (rate, one._replace(high=min(one.high, 100.0)))
-        )  # Student's t knows no largest share
-    return found
+        share = interval([100 * dig(run, "goodput.share") for run in runs])
+        # Student's t knows no largest share
+        shares_by_rate.append((rate, share._replace(high=min(share.high, 100.0))))
+    return shares_by_rate
 
 
-def said(found: Found) -> str:
+def rate_text(highest_rate: Highest) -> str:
     return (
-        f"at least {rounded(found.interval.low)}" if found.bound else rounded(found.interval.middle)
+        f"at least {rounded(highest_rate.interval.low)}"
+        if highest_rate.bound
+        else rounded(highest_rate.interval.middle)
     )
 
 
-def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throughput]) -> list[str]:
+def answer(
+    served: Served, turns: Highest, in_time: Both, speeds: Mapping[str, Throughput]
+) -> list[str]:
     talks = kinds()["conversations"][0].split("mean: ")[1].split(",")[0]
     parts = [
-        f"{kind}: {rounded(over(one, one.chunked).middle)} times those of engines with chunked prefill, "
-        f"{rounded(over(one, one.whole).middle)} times those of engines that compute whole prompts first"
-        for kind, one in speeds.items()
+        f"{kind}: {rounded(over(speed, speed.chunked).middle)} times those of engines with chunked "
+        "prefill, "
+        f"{rounded(over(speed, speed.whole_prompts).middle)} times those of engines that compute "
+        "whole "
+        "prompts first"
+        for kind, speed in speeds.items()
     ]
     slower = all(
-        over(one, below).middle < 1 for one in speeds.values() for below in (one.chunked, one.whole)
+        over(speed, below).middle < 1
+        for speed in speeds.values()
+        for below in (speed.chunked, speed.whole_prompts)
     )
     gpu = "; ".join(
         f"{100 * share:.0f} % within, "
         + ", ".join(
-            f"{name} {said(both[share, key])}"
+            f"{name} {rate_text(in_time[share, key])}"
             for key, name in NAMES.items()
-            if (share, key) in both
+            if (share, key) in in_time
         )
         for share in SHARES
     )
     return [
-        f"Two GPUs for prompts and one for decodes serve {said(served[PLACEMENTS[0]])} requests/s of a GPU with "
-        "conversations as they are estimated here; DistServe's simulator says 1.56 with the real ones. With first "
-        f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue "
+        f"Two GPUs for prompts and one for decodes serve {rate_text(served[PLACEMENTS[0]])} "
+        "requests/s "
+        "of a GPU with "
+        "conversations as they are estimated here; DistServe's simulator says 1.56 with the real "
+        "ones. With first "
+        f"turns alone it is {rate_text(turns)}, where the example's search ends: its 300 requests "
+        "are "
+        "too few for a queue "
         "there. So the lengths decide, and they are what is unknown.",
-        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little or no time to wait, "
+        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little "
+        "or no time to wait, "
         "so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
         + " So pools give no throughput, as vLLM's documentation says." * slower,
-        "In that comparison all engines have the coefficients of DistServe's, and pages move in no time. Steps with "
-        "chunks and decodes have an assumed time (profiles.py), the best case for them; whole prompts first need no "
+        "In that comparison all engines have the coefficients of DistServe's, and pages move in "
+        "no time. Steps with "
+        "chunks and decodes have an assumed time (profiles.py), the best case for them; whole "
+        "prompts first need no "
         "assumption.",
-        "Not compared: DistServe's rate over vLLM's at 90 % (the notebook prints 4.6, the blog says up to 4.48 without "
-        "a setting). A tenth of the prompts alone take vLLM 250 ms, so single requests decide at what rate it meets "
-        "90 %, and lengths were estimated from that. The paper's factor of 7.4 is over DeepSpeed-MII (the notebook: "
+        "Not compared: DistServe's rate over vLLM's at 90 % (the notebook prints 4.6, the blog "
+        "says up to 4.48 without "
+        "a setting). A tenth of the prompts alone take vLLM 250 ms, so single requests decide at "
+        "what rate it meets "
+        "90 %, and lengths were estimated from that. The paper's factor of 7.4 is over "
+        "DeepSpeed-MII (the notebook: "
         "7.36), for which no coefficients are published.",
-        "Unknown: the lengths of ShareGPT's conversations and their order (prompts of conversations here are "
-        f"exponential with a mean of {talks} tokens before they are cut at 1,536, and outputs have the mean of first "
-        "turns before they are cut at 511), the seeds, and what moving pages cost in the measurements. A request of "
-        "DistServe's simulator has one decode step more than here, and an engine there decodes contexts of at most "
+        "Unknown: the lengths of ShareGPT's conversations and their order (prompts of "
+        "conversations here are "
+        f"exponential with a mean of {talks} tokens before they are cut at 1,536, and outputs "
+        "have the mean of first "
+        "turns before they are cut at 511), the seeds, and what moving pages cost in the "
+        "measurements. A request of "
+        "DistServe's simulator has one decode step more than here, and an engine there decodes "
+        "contexts of at most "
         "50,000 tokens at a time; here its cache decides.",
     ]
 
 
-def rate_table(served: Served, turns: Found, both: Both) -> str:
-    each = "each P90 within 200 and 100 ms"
+def rate_table(served: Served, turns: Highest, in_time: Both) -> str:
+    target = "each P90 within 200 and 100 ms"
     rows = [
-        (each, f"{a} + {b} GPUs", "conversations", said(found)) for (a, b), found in served.items()
+        (target, f"{a} + {b} GPUs", "conversations", rate_text(rate))
+        for (a, b), rate in served.items()
     ]
-    rows.append((each, "2 + 1 GPUs", "first turns", said(turns)))
+    rows.append((target, "2 + 1 GPUs", "first turns", rate_text(turns)))
     rows += [
-        (f"{100 * share:.0f} % within 250 and 100 ms", NAMES[name], "conversations", said(found))
-        for (share, name), found in both.items()
+        (
+            f"{100 * share:.0f} % within 250 and 100 ms",
+            NAMES[name],
+            "conversations",
+            rate_text(rate),
+        )
+        for (share, name), rate in in_time.items()
     ]
     return markdown(("targets", "engines", "lengths", "requests/s of a GPU"), rows)
 
 
 def speed_table(speeds: Mapping[str, Throughput]) -> str:
     rows = []
-    for kind, found in speeds.items():
-        every = {f"pools, {a} + {b}": speed for (a, b), speed in found.pools.items()}
+    for kind, throughput_of_kind in speeds.items():
+        every = {f"pools, {a} + {b}": speed for (a, b), speed in throughput_of_kind.pools.items()}
         every |= {
-            "4 that do both, chunked prefill": found.chunked,
-            "4 that do both, whole prompts": found.whole,
+            "4 that do both, chunked prefill": throughput_of_kind.chunked,
+            "4 that do both, whole prompts": throughput_of_kind.whole_prompts,
         }
         rows += [(kind, name, rounded(interval(speed).middle)) for name, speed in every.items()]
     return markdown(("lengths", "engines of one GPU", "tokens/s, saturated"), rows)

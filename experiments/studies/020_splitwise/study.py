@@ -1,22 +1,28 @@
-"""020: the load of machines for prompts and others for tokens, after Splitwise (Patel et al. 2024, arXiv 2311.18677).
+"""020: the load of machines for prompts and others for tokens, after Splitwise (Patel et al. 2024,
+arXiv 2311.18677).
 
 Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the conversation trace:
 
-    VI-B  equal power: "Compared to Baseline-A100, Splitwise-AA delivers 2.15x more throughput at the same power and
-          cost. Splitwise-HA delivers 1.18x more throughput at 10% lower cost and the same power."
-    VI-C  equal cost: "Splitwise-AA provides the best throughput for the same cost, namely 1.4x more throughput than
-          Baseline-H100". The sentence names no trace; its neighbour in Fig. 18 is of conversations.
-    VI-E  without targets: "Baseline-A100 and Splitwise-AA have the best throughput per cost at 0.89 RPS/$", and
-          Splitwise-HH and Baseline-H100 "achieve 0.75 RPS/$".
+    VI-B  equal power: "Compared to Baseline-A100, Splitwise-AA delivers 2.15x more throughput at
+          the same power and cost. Splitwise-HA delivers 1.18x more throughput at 10% lower cost and
+          the same power."
+    VI-C  equal cost: "Splitwise-AA provides the best throughput for the same cost, namely 1.4x more
+          throughput than Baseline-H100". The sentence names no trace; its neighbour in Fig. 18 is
+          of conversations.
+    VI-E  without targets: "Baseline-A100 and Splitwise-AA have the best throughput per cost at 0.89
+          RPS/$", and Splitwise-HH and Baseline-H100 "achieve 0.75 RPS/$".
 
-1.18 is compared with Baseline-H100: by the prices, Splitwise-HA costs less than that, and more than Baseline-A100.
+1.18 is compared with Baseline-H100: by the prices, Splitwise-HA costs less than that, and more than
+Baseline-A100.
 
-Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a fifth of the paper's
-machines (splitwise_machines.py). Splitwise's simulator comes with the measured times that it interpolates, but it takes
-decodes from them in a way of its own (simulation/measured.py). So everything is computed twice: with its decodes, and
-with decodes as measured.
+Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a
+fifth of the paper's machines (splitwise_machines.py). Splitwise's simulator comes with the measured
+times that it interpolates, but it takes decodes from them in a way of its own
+(simulation/measured.py). So everything is computed twice: with its decodes, and with decodes as
+measured.
 
-The paper was read in copies that others made of its text: two have the sentences of VI-C and VI-E, one those of VI-B.
+The paper was read in copies that others made of its text: two have the sentences of VI-C and VI-E,
+one those of VI-B.
 """
 
 from __future__ import annotations
@@ -43,40 +49,49 @@ from experiments.studies.findings import (
     simulated,
 )
 
-QUESTION = "What load do machines for prompts and others for tokens serve at the cost or power of machines that do both?"
+QUESTION = (
+    "What load do machines for prompts and others for tokens serve at the cost or power of "
+    "machines that do both?"
+)
 TRACES = {"conversations": "conv", "code": "code"}
 FETCH = AZURE
 POWER, COST, STRESS = (f"Splitwise, section VI-{part}" for part in "BCE")
 TIMES = {"splitwise-sim": "decodes as its simulator takes them", "splitwise": "decodes as measured"}
-HIGHEST, WITHIN = (
-    40.0,
-    0.625,
-)  # requests/s of a fifth of a cluster: where the search ends, and how close it comes
-SEEDS, SECONDS = 3, 40.0  # of arrivals at each rate
-STRESSED, STRESSED_SECONDS = (
-    180.0,
-    600.0,
-)  # requests/s of a whole cluster, and how long: notebooks/plots.ipynb
+# requests/s of a fifth of a cluster: where the search ends, and how close it comes
+HIGHEST = 40.0
+WITHIN = 0.625
+SEEDS = 3
+SECONDS = 40.0  # of arrivals at each rate
+# requests/s of a whole cluster, and how long: notebooks/plots.ipynb
+STRESSED = 180.0
+STRESSED_SECONDS = 600.0
 WHY_FIXED = (
-    "not known; here pools are fixed (Splitwise's mixed pool moves machines between them), and clusters have a fifth "
+    "not known; here pools are fixed (Splitwise's mixed pool moves machines between them), and "
+    "clusters have a fifth "
     "of the machines"
 )
 WHY_DECODES = (
-    "64 decodes take up to 2 times as long as one in the measurements, and hardly longer in Splitwise's simulator; "
+    "64 decodes take up to 2 times as long as one in the measurements, and hardly longer in "
+    "Splitwise's simulator; "
     "pools are fixed here"
 )
-WHY_STRESS = "not known; the published simulator stops decodes for prompts and reserves memory for whole answers"
-WHYS = {
-    "splitwise-sim": (WHY_FIXED, WHY_STRESS),
-    "splitwise": (WHY_DECODES, WHY_DECODES),
-}  # within targets, stressed
+WHY_STRESS = (
+    "not known; the published simulator stops decodes for prompts and reserves memory "
+    "for whole answers"
+)
+# within targets, stressed
+WHYS = {"splitwise-sim": (WHY_FIXED, WHY_STRESS), "splitwise": (WHY_DECODES, WHY_DECODES)}
 
 
 def systems(kind: str) -> dict[str, tuple[str, Sequence[machines.Design], int]]:
-    """The systems that are compared on a trace, by name: their budget, their divisions into pools by machines for
-    prompts, and the index of the division that the notebook has for that budget and trace, where a search begins.
+    """The systems that are compared on a trace, by name.
+
+    Each has its budget, its divisions into pools by machines for prompts, and the index of the
+    division that the notebook has for that budget and trace, where a search begins.
     """
-    talks, a100s, priced = kind == "conversations", machines.A100S, machines.PRICED_A100S
+    talks = kind == "conversations"
+    a100s = machines.A100S
+    priced = machines.PRICED_A100S
     return {
         "baseline a100": ("equal power", (machines.BASELINE_A100,), 0),
         "baseline h100": ("equal power and cost", (machines.BASELINE_H100,), 0),
@@ -86,51 +101,61 @@ def systems(kind: str) -> dict[str, tuple[str, Sequence[machines.Design], int]]:
     }
 
 
-class Found(NamedTuple):
-    """The highest rate of a design with one trace of requests. failed: the targets that the next rate missed."""
+class Highest(NamedTuple):
+    """The highest rate of a design with one trace of requests.
+
+    failed: the targets that the next rate missed.
+    """
 
     rate: float
     design: machines.Design
     failed: tuple[str, ...]
 
 
-Missed = Callable[
-    [machines.Design, float], tuple[str, ...]
-]  # the targets that a design misses at a rate
+# the targets that a design misses at a rate
+Missed = Callable[[machines.Design, float], tuple[str, ...]]
 
 
-def highest(missed: Missed, design: machines.Design, within: float, served: float = 0.0) -> Found:
+def highest(missed: Missed, design: machines.Design, within: float, served: float = 0.0) -> Highest:
     """The highest rate of a design above one that it serves, by halves."""
-    low, high, failed = served, HIGHEST, ()
+    low = served
+    high = HIGHEST
+    failed = ()
     while high - low > within:
         rate = (low + high) / 2
         if served and not failed:  # a division serves little more than its neighbour
             rate = min(rate, low + 4 * within)
-        if wrong := missed(design, rate):
-            high, failed = rate, wrong
+        targets = missed(design, rate)
+        if targets:
+            high = rate
+            failed = targets
         else:
             low = rate
-    return Found(low, design, failed)
+    return Highest(low, design, failed)
 
 
-def best(missed: Missed, designs: Sequence[machines.Design], within: float, first: int) -> Found:
-    """The division that serves most: from one of them, a machine more for prompts, or one less, while that helps."""
-    found, where = highest(missed, designs[first], within), first
+def best(missed: Missed, designs: Sequence[machines.Design], within: float, first: int) -> Highest:
+    """The division that serves most.
+
+    The search begins at `first` and gives prompts a machine more, or one less, while that helps.
+    """
+    result = highest(missed, designs[first], within)
+    index = first
     for step in (1, -1):
-        while 0 <= where + step < len(designs):
-            more = found.rate + within
-            if more > HIGHEST or missed(designs[where + step], more):
+        while 0 <= index + step < len(designs):
+            rate = result.rate + within
+            if rate > HIGHEST or missed(designs[index + step], rate):
                 break
-            where += step
-            found = highest(missed, designs[where], within, more)
-    return found
+            index += step
+            result = highest(missed, designs[index], within, rate)
+    return result
 
 
-Best = Mapping[str, Sequence[Found]]  # system -> one for each seed
+Best = Mapping[str, Sequence[Highest]]  # system -> one for each seed
 
 
 class Run(NamedTuple):
-    """What all runs of the study share. place: a folder for traces of requests."""
+    """The settings that all runs of the study share. place: a folder for traces of requests."""
 
     config: Path
     place: Path
@@ -138,10 +163,14 @@ class Run(NamedTuple):
     within: float = WITHIN
 
     def requests(self, trace: Path, rate: float, seed: int) -> Path:
-        """A file of the requests of `seconds` at a rate, of which lower rates take the first ones."""
+        """Write the requests of `seconds` at a rate.
+
+        Lower rates take the first ones of the file.
+        """
         return requests.write(trace, self.place, max(1, round(rate * self.seconds)), seed)
 
-    def measured(self, design: machines.Design, times: str, file: Path, rate: float) -> Measured:
+    def run(self, design: machines.Design, times: str, file: Path, rate: float) -> Measured:
+        """Run the requests of a file at a rate."""
         runs: list[Measured] = []
         limit = max(1, round(rate * self.seconds))
         options = (
@@ -153,13 +182,13 @@ class Run(NamedTuple):
             self.config,
             *options,
             *design.overrides(times),
-            also=lambda point, one: runs.append(one),
+            also=lambda point, measured: runs.append(measured),
         )
         return runs[0]
 
-    def searched(self, kind: str, times: str, trace: Path, seeds: int) -> Best:
-        """Every system's best rates, one for each seed."""
-        found: dict[str, list[Found]] = {}
+    def best_rates(self, kind: str, times: str, trace: Path, seeds: int) -> Best:
+        """Search every system's best division and its rate, once for each seed."""
+        results: dict[str, list[Highest]] = {}
         for name, (_, designs, first) in systems(kind).items():
             for seed in range(seeds):
                 file = self.requests(trace, HIGHEST, seed)
@@ -167,66 +196,80 @@ class Run(NamedTuple):
                 def missed(
                     design: machines.Design, rate: float, file: Path = file
                 ) -> tuple[str, ...]:
-                    return requests.missed(
-                        requests.slowdowns(self.measured(design, times, file, rate).requests)
-                    )
+                    measured = self.run(design, times, file, rate)
+                    return requests.missed(requests.slowdowns(measured.requests))
 
-                one = best(missed, designs, self.within, first)
-                first = designs.index(one.design)
-                found.setdefault(name, []).append(one)
-        return found
+                result = best(missed, designs, self.within, first)
+                first = designs.index(result.design)
+                results.setdefault(name, []).append(result)
+        return results
 
-    def stressed(self, kind: str, times: str, trace: Path, seeds: int) -> list[float]:
-        """Requests/s of one machine that ends fewer than arrive, for each $ of its price; one number for each seed.
+    def stress(self, kind: str, times: str, trace: Path, seeds: int) -> list[float]:
+        """Give a machine more requests than it can end. Returns requests/s for each $ of its price.
 
-        It gets its share of STRESSED. Ends count from a tenth of the time to nine tenths of it, as in the notebook.
+        There is one number for each seed. The machine gets its share of STRESSED. Ends count from a
+        tenth of the time to nine tenths of it, as in the notebook.
         """
         count = {"a100": machines.A100S, "h100": machines.H100S}[kind] * machines.SCALE
-        rate, design, found = STRESSED / count, machines.Design("", (kind, 1)), []
+        rate = STRESSED / count
+        design = machines.Design("", (kind, 1))
+        rates = []
         for seed in range(seeds):
-            records = self.measured(
-                design, times, self.requests(trace, rate, 100 + seed), rate
-            ).requests
-            ends = [one.arrival + (one.e2e or 0.0) for one in records]
+            file = self.requests(trace, rate, 100 + seed)
+            records = self.run(design, times, file, rate).requests
+            ends = [record.arrival + (record.e2e or 0.0) for record in records]
             within = sum(self.seconds / 10 <= end < self.seconds * 9 / 10 for end in ends)
-            found.append(within / (self.seconds * 8 / 10) / design.price)
-        return found
+            rates.append(within / (self.seconds * 8 / 10) / design.price)
+        return rates
 
 
-def over(above: Sequence[Found], below: Sequence[Found]) -> Interval:
+def over(above: Sequence[Highest], below: Sequence[Highest]) -> Interval:
     """The ratio of two systems' rates, seed by seed."""
     return interval([a.rate / b.rate for a, b in zip(above, below, strict=True)])
 
 
-def claims_of(times: str, found: Best, stress: Mapping[str, Sequence[float]]) -> list[Claim]:
+def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) -> list[Claim]:
     """The published factors, with one of TIMES."""
-    of, (why, why_stress) = f"BLOOM-176B, conversations, {TIMES[times]}: ", WHYS[times]
+    of = f"BLOOM-176B, conversations, {TIMES[times]}: "
+    why, why_stress = WHYS[times]
     within = "requests/s within the targets"
     return [
         Claim(
-            *(
-                POWER,
-                f"{of}{within}, Splitwise-AA over Baseline-A100 at equal power and cost",
-                2.15,
-            ),
-            *(over(found["aa"], found["baseline a100"]), 1.1, "x", why),
+            POWER,
+            f"{of}{within}, Splitwise-AA over Baseline-A100 at equal power and cost",
+            2.15,
+            over(rates["aa"], rates["baseline a100"]),
+            1.1,
+            "x",
+            why,
         ),
         Claim(
-            *(POWER, f"{of}{within}, Splitwise-HA over Baseline-H100 at equal power", 1.18),
-            *(over(found["ha"], found["baseline h100"]), 1.1, "x", why),
+            POWER,
+            f"{of}{within}, Splitwise-HA over Baseline-H100 at equal power",
+            1.18,
+            over(rates["ha"], rates["baseline h100"]),
+            1.1,
+            "x",
+            why,
         ),
         Claim(
-            *(COST, f"{of}{within}, Splitwise-AA over Baseline-H100 at equal cost", 1.4),
-            *(over(found["aa, cost"], found["baseline h100"]), 1.1, "x", why),
+            COST,
+            f"{of}{within}, Splitwise-AA over Baseline-H100 at equal cost",
+            1.4,
+            over(rates["aa, cost"], rates["baseline h100"]),
+            1.1,
+            "x",
+            why,
         ),
         *(
             Claim(
-                *(
-                    STRESS,
-                    f"{of}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}",
-                    published,
-                ),
-                *(interval(stress[kind]), 1.1, "RPS/$", why_stress),
+                STRESS,
+                f"{of}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}",
+                published,
+                interval(stress[kind]),
+                1.1,
+                "RPS/$",
+                why_stress,
             )
             for kind, published in (("a100", 0.89), ("h100", 0.75))
         ),
@@ -248,8 +291,8 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
     with tempfile.TemporaryDirectory() as name:
         short = Run(folder / "config.yaml", Path(name), seconds, 8 * WITHIN if quick else WITHIN)
         long = short._replace(seconds=20.0 if quick else STRESSED_SECONDS)
-        found = {
-            (kind, times): short.searched(
+        rates = {
+            (kind, times): short.best_rates(
                 kind, times, file, seeds if kind == "conversations" else 1
             )
             for kind, file in files.items()
@@ -257,44 +300,48 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         }
         stress = {
             times: {
-                one: long.stressed(one, times, talks, min(seeds, 2)) for one in ("a100", "h100")
+                machine: long.stress(machine, times, talks, min(seeds, 2))
+                for machine in ("a100", "h100")
             }
             for times in TIMES
         }
     claims = [
         claim
         for times in TIMES
-        for claim in claims_of(times, found["conversations", times], stress[times])
+        for claim in claims_of(times, rates["conversations", times], stress[times])
     ]
     return Findings(
-        claims, answer(found, stress, claims), {"rates.svg": figure(found)}, [table(found)]
+        claims, answer(rates, stress, claims), {"rates.svg": figure(rates)}, [table(rates)]
     )
 
 
 All = Mapping[tuple[str, str], Best]
 
 
-def middle(found: Sequence[Found]) -> float:
-    return interval([one.rate for one in found]).middle
+def middle(results: Sequence[Highest]) -> float:
+    """The mean rate over the seeds."""
+    return interval([result.rate for result in results]).middle
 
 
-def usual(found: Sequence[Found]) -> machines.Design:
+def usual(results: Sequence[Highest]) -> machines.Design:
     """The design that most seeds chose."""
-    return Counter(one.design for one in found).most_common(1)[0][0]
+    return Counter(result.design for result in results).most_common(1)[0][0]
 
 
-def figure(found: All) -> str:
+def figure(best_rates: All) -> str:
     panels = {
         title: {
-            one.replace(" ", "\n").replace(",", ""): {"requests/s": machines.SCALE * middle(rates)}
-            for one, rates in found["conversations", times].items()
+            system.replace(" ", "\n").replace(",", ""): {
+                "requests/s": machines.SCALE * middle(results)
+            }
+            for system, results in best_rates["conversations", times].items()
         }
         for times, title in TIMES.items()
     }
     return figures.stacks(panels, "requests/s of a whole cluster")
 
 
-def table(found: All) -> str:
+def table(best_rates: All) -> str:
     head = (
         "trace",
         "times",
@@ -306,76 +353,98 @@ def table(found: All) -> str:
         "missed beyond",
     )
     rows = []
-    for (kind, times), systems_found in found.items():
-        for name, rates in systems_found.items():
-            design = usual(rates)
-            failed = Counter(what for one in rates for what in one.failed)
+    for (kind, times), results_by_system in best_rates.items():
+        for name, results in results_by_system.items():
+            design = usual(results)
+            failed = Counter(target for result in results for target in result.failed)
             rows.append(
                 (
-                    *(
-                        kind,
-                        TIMES[times],
-                        systems(kind)[name][0],
-                        design.name,
-                        design.price,
-                        design.power,
-                    ),
-                    *(middle(rates), ", ".join(what for what, _ in failed.most_common(2))),
+                    kind,
+                    TIMES[times],
+                    systems(kind)[name][0],
+                    design.name,
+                    design.price,
+                    design.power,
+                    middle(results),
+                    ", ".join(target for target, _ in failed.most_common(2)),
                 )
             )
     return markdown(head, rows)
 
 
 def answer(
-    found: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
+    best_rates: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
 ) -> list[str]:
-    theirs, measured = (found["conversations", times] for times in TIMES)
+    theirs, measured = (best_rates["conversations", times] for times in TIMES)
 
-    def factors(one: Best) -> tuple[str, str, str]:
+    def factors(rates: Best) -> tuple[str, str, str]:
         pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
-        a, b, c = (rounded(over(one[above], one[below]).middle) for above, below in pairs)
+        a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
         return a, b, c
 
     a, b, c = factors(theirs)
     x, y, z = factors(measured)
-    code, code_measured = (factors(found["code", times]) for times in TIMES)
-    counts = [sum(one.agrees for one in claims if TIMES[times] in one.what) for times in TIMES]
-    each = len(claims) // len(TIMES)
-    agreeing = f"{counts[0]} of {each} published numbers agree with these decodes, and {counts[1]} with measured ones."
+    code, code_measured = (factors(best_rates["code", times]) for times in TIMES)
+    counts = [
+        sum(claim.agrees for claim in claims if TIMES[times] in claim.what) for times in TIMES
+    ]
+    agreeing = (
+        f"{counts[0]} of {len(claims) // len(TIMES)} published numbers agree with these decodes, "
+        f"and {counts[1]} with measured ones."
+    )
     ha = usual(theirs["ha"])
     costs = {
-        name: ha.price / one.price - 1
-        for name, one in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
+        name: ha.price / baseline.price - 1
+        for name, baseline in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
     }
-    same = {
-        times: rounded(interval(one["a100"]).middle / interval(one["h100"]).middle)
-        for times, one in stress.items()
+    stress_ratios = {
+        times: rounded(interval(rates["a100"]).middle / interval(rates["h100"]).middle)
+        for times, rates in stress.items()
     }
     return [
-        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the load of Baseline-A100 at "
-        f"the same power and cost (published: 2.15), Splitwise-HA {b} times that of Baseline-H100 at the same power "
-        f"(1.18), and Splitwise-AA {c} times that of Baseline-H100 at the same cost (1.4). {agreeing}",
-        f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That simulator looks up a step of "
-        "n decodes where a prompt of n tokens was measured, so a batch of decodes takes hardly longer than one, and a "
-        "few machines for tokens are enough. In the measurements 32 decodes of an A100 take 1.34 times as long as one "
-        "and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one request alone. "
+        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the "
+        "load of Baseline-A100 at "
+        f"the same power and cost (published: 2.15), Splitwise-HA {b} times that of Baseline-H100 "
+        "at the same power "
+        f"(1.18), and Splitwise-AA {c} times that of Baseline-H100 at the same cost (1.4). "
+        f"{agreeing}",
+        f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That "
+        "simulator looks up a step of "
+        "n decodes where a prompt of n tokens was measured, so a batch of decodes takes hardly "
+        "longer than one, and a "
+        "few machines for tokens are enough. In the measurements 32 decodes of an A100 take 1.34 "
+        "times as long as one "
+        "and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one request "
+        "alone. "
         "Splitwise's mixed pool, which is not simulated, could raise these factors.",
-        f"On code, whose answers are short, and with one seed, the same factors are {', '.join(code)} with its "
+        "On code, whose answers are short, and with one seed, the same factors are "
+        f"{', '.join(code)} with its "
         f"decodes, and {', '.join(code_measured)} with measured ones.",
         "Without targets, $ for $, machines with A100s end "
-        f"{same['splitwise-sim']} times as many requests as those with H100s with its decodes, and "
-        f"{same['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). Splitwise-AA and -HH have no "
-        "number here: under stress their mixed pool makes them the baselines, and it is not simulated.",
-        "Not compared: the abstract's factors, 1.4 at 20 % lower cost and 2.35 at the same cost and power. No sentence "
-        "of the evaluation that we found has them: 1.4 is there at equal cost, and 2.35 is in Table V as the cost of a "
-        "DGX-H100 over that of a DGX-A100. Nor are Splitwise-HH and -HHcap, designs at equal throughput (VI-C), and a "
+        f"{stress_ratios['splitwise-sim']} times as many requests as those with H100s with its "
+        "decodes, and "
+        f"{stress_ratios['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). "
+        "Splitwise-AA and -HH have no "
+        "number here: under stress their mixed pool makes them the baselines, and it is not "
+        "simulated.",
+        "Not compared: the abstract's factors, 1.4 at 20 % lower cost and 2.35 at the same cost "
+        "and power. No sentence "
+        "of the evaluation that we found has them: 1.4 is there at equal cost, and 2.35 is in "
+        "Table V as the cost of a "
+        "DGX-H100 over that of a DGX-A100. Nor are Splitwise-HH and -HHcap, designs at equal "
+        "throughput (VI-C), and a "
         "changed load or model (VI-D).",
-        "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the machines found here "
-        f"Splitwise-HA costs {100 * costs['h']:+.0f} % over Baseline-H100 and {100 * costs['a']:+.0f} % over "
+        "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the "
+        "machines found here "
+        f"Splitwise-HA costs {100 * costs['h']:+.0f} % over Baseline-H100 and "
+        f"{100 * costs['a']:+.0f} % over "
         "Baseline-A100. Costs are the notebook's, 4.76 and 2.21 $/h of a GPU.",
-        "Different here: a fifth of the machines; pools are fixed, and the best division into pools counts; a request "
-        "goes to the machine with the fewest requests, there with the fewest tokens; decodes go on beside prompts; "
+        "Different here: a fifth of the machines; pools are fixed, and the best division into "
+        "pools counts; a request "
+        "goes to the machine with the fewest requests, there with the fewest tokens; decodes go "
+        "on beside prompts; "
         "memory is taken in blocks and not for whole answers; "
-        f"arrivals last {SECONDS:.0f} s, there 600. A step with prompts and decodes takes 1.1 times the time of "
+        f"arrivals last {SECONDS:.0f} s, there 600. A step with prompts and decodes takes 1.1 "
+        "times the time of "
         "prompts, as there.",
     ]

@@ -1,8 +1,9 @@
-"""021: when prefix routing pays: eight replicas, and prefixes that fit or do not fit into a cache. Simulated.
+"""021: when prefix routing pays: eight replicas, and prefixes that fit or do not fit into a cache.
+Simulated.
 
-Source: A. Golubev, "How llm-d Prefix-Cache Routing Made Qwen 7B on EKS 2.3x Faster" (26 June 2026), andygolubev.com,
-also on dev.to. It gives the load in full (`vllm bench serve`, data set prefix_repetition), and of the engine the block
-size.
+Source: A. Golubev, "How llm-d Prefix-Cache Routing Made Qwen 7B on EKS 2.3x Faster" (26 June 2026),
+andygolubev.com, also on dev.to. It gives the load in full (`vllm bench serve`, data set
+prefix_repetition), and of the engine the block size.
 """
 
 from __future__ import annotations
@@ -19,33 +20,41 @@ from experiments.studies.findings import Claim, Findings, markdown, rounded, sim
 QUESTION = "When does it pay to send a request to the replica that has its prefix?"
 SOURCE = "Golubev 2026 (blog), llm-d, 8 x A10G, Qwen2.5-7B, 512 clients"
 SETTING = "150 prefixes of 2,048 tokens"
-REPLICAS, CACHE, PREFIX = 8, 110_592, 2048  # of config.yaml; CACHE in tokens of a replica
-CACHES = (
-    90_112,
-    CACHE,
-    131_072,
-)  # about 85, 90 and 95 % of the memory less the weights; the source does not give it
+# of config.yaml
+REPLICAS = 8
+CACHE = 110_592  # tokens of a replica
+PREFIX = 2048
+# about 85, 90 and 95 % of the memory less the weights; the source does not give it
+CACHES = (90_112, CACHE, 131_072)
 PLAIN, LOADED, AWARE = ROUTERS = ("round_robin", "least_loaded", "prefix")
 PREFIXES = (8, 32, 64, 150, 300, 432, 864)
 CLIENTS = (8, 64)  # the other runs have 512
-AT, MANY = 150, 512  # prefixes and clients of the source
-TURNS, LEAST = 12, 3000  # requests of each prefix, and requests of a run at least
+AT = 150  # prefixes of the source
+MANY = 512  # clients of the source
+TURNS = 12  # requests of each prefix
+LEAST = 3000  # requests of a run at least
 MEASURED = 6423 / 2742  # output tokens/s of prefix routing over round robin
 WITHIN = 1.25
 
 WHY_SHARE = (
-    "kernels reach less than the data sheet's bandwidth and arithmetic, and here a step costs the host 0.2 ms in all; "
+    "kernels reach less than the data sheet's bandwidth and arithmetic, and here a step costs the "
+    "host 0.2 ms in all; "
     "the source's server, router and network take time too"
 )
 WHY_FOUND = (
-    "not explained: the source's cache may be smaller than all of ours; sequences that enter again after a preemption "
+    "not explained: the source's cache may be smaller than all of ours; sequences that enter "
+    "again after a preemption "
     "find their own blocks, which is a small part of the difference"
 )
 WHY_FIRST = (
-    "a mean has the first prompts in it, which no cache has; by a roofline they are computed faster, and their queue "
+    "a mean has the first prompts in it, which no cache has; by a roofline they are computed "
+    "faster, and their queue "
     "is shorter"
 )
-WHY_QUEUE = "with round robin ours finds more tokens in the cache, and computes the others faster: its queue is shorter"
+WHY_QUEUE = (
+    "with round robin ours finds more tokens in the cache, and computes the others "
+    "faster: its queue is shorter"
+)
 
 
 class Run(NamedTuple):
@@ -53,8 +62,8 @@ class Run(NamedTuple):
 
     rate: float  # output tokens/s
     first: float  # mean time to the first token
-    each: float  # mean time of a token after the first
-    found: float  # share of admitted tokens that were found in a cache
+    token: float  # mean time of a token after the first
+    hits: float  # share of admitted tokens that were found in a cache
     used: float  # share of the blocks that running requests hold
     waiting: float  # requests that wait, mean over time
     uneven: float  # requests of the busiest replica over the mean
@@ -63,10 +72,11 @@ class Run(NamedTuple):
 Runs = Mapping[str, Run]  # by router
 
 
-def reduced(measured: Measured) -> Run:
+def run_of(measured: Measured) -> Run:
+    """The numbers of a run that are compared."""
     summary = measured.summary
     waits = sum(step.waiting * step.seconds for step in measured.steps) / summary["duration_s"]
-    asked = summary["replicas"]["requests"]
+    requests = summary["replicas"]["requests"]
     return Run(
         summary["output_tokens_per_s"],
         summary["ttft_s"]["mean"],
@@ -74,29 +84,29 @@ def reduced(measured: Measured) -> Run:
         summary["prefix_hit_share"],
         summary["blocks_used"]["mean"] / summary["blocks_total"],
         waits,
-        asked["most"] / asked["mean"],
+        requests["most"] / requests["mean"],
     )
 
 
 def runs(folder: Path, *overrides: str) -> Runs:
-    """One run for each router of the config."""
-    found: dict[str, Run] = {}
+    """Make a run for each router of the config."""
+    run_by_router: dict[str, Run] = {}
 
     def also(point: Point, measured: Measured) -> None:
-        found[point.swept["replicas.router"]] = reduced(measured)
+        run_by_router[point.swept["replicas.router"]] = run_of(measured)
 
     simulated(folder / "config.yaml", *overrides, also=also)
-    return found
+    return run_by_router
 
 
-def gain(one: Runs, router: str = AWARE, over: str = PLAIN) -> float:
+def gain(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
     """Output tokens/s of a router over those of another one."""
-    return one[router].rate / one[over].rate
+    return runs[router].rate / runs[over].rate
 
 
-def sooner(one: Runs, router: str = AWARE, over: str = PLAIN) -> float:
+def sooner(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
     """The mean time to the first token of a router `over`, in times of that of `router`."""
-    return one[over].first / one[router].first
+    return runs[over].first / runs[router].first
 
 
 def held(prefixes: int, cache: int = CACHE) -> float:
@@ -107,54 +117,56 @@ def held(prefixes: int, cache: int = CACHE) -> float:
 def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
     """Published numbers, and ours over the caches of `by_cache`."""
 
-    def one(what: str, published: Any, ours: Sequence[float], unit: str, why: str) -> Claim:
-        return Claim(SOURCE, f"{SETTING}: {what}", published, span(ours), WITHIN, unit, why)
+    def claim(quantity: str, published: Any, values: Sequence[float], unit: str, why: str) -> Claim:
+        return Claim(SOURCE, f"{SETTING}: {quantity}", published, span(values), WITHIN, unit, why)
 
     def each(router: str, name: str, factor: float = 1.0) -> list[float]:
         return [factor * getattr(runs[router], name) for runs in by_cache]
 
     return [
-        one(
+        claim(
             "tokens/s of prefix routing over round robin",
             MEASURED,
             [*map(gain, by_cache)],
             "x",
             WHY_SHARE,
         ),
-        one(
+        claim(
             "mean first token, round robin over prefix",
             19.029 / 0.863,
             [*map(sooner, by_cache)],
             "x",
             WHY_QUEUE,
         ),
-        one("output tokens/s, round robin", 2742.0, each(PLAIN, "rate"), "tokens/s", WHY_SHARE),
-        one("output tokens/s, prefix", 6423.0, each(AWARE, "rate"), "tokens/s", WHY_SHARE),
-        one("mean first token, round robin", 19.029, each(PLAIN, "first"), "s", WHY_QUEUE),
-        one("mean first token, prefix", 0.863, each(AWARE, "first"), "s", WHY_FIRST),
-        one("mean time of a token, round robin", 109.2, each(PLAIN, "each", 1e3), "ms", WHY_SHARE),
-        one("mean time of a token, prefix", 75.3, each(AWARE, "each", 1e3), "ms", WHY_SHARE),
-        one(
+        claim("output tokens/s, round robin", 2742.0, each(PLAIN, "rate"), "tokens/s", WHY_SHARE),
+        claim("output tokens/s, prefix", 6423.0, each(AWARE, "rate"), "tokens/s", WHY_SHARE),
+        claim("mean first token, round robin", 19.029, each(PLAIN, "first"), "s", WHY_QUEUE),
+        claim("mean first token, prefix", 0.863, each(AWARE, "first"), "s", WHY_FIRST),
+        claim(
+            "mean time of a token, round robin", 109.2, each(PLAIN, "token", 1e3), "ms", WHY_SHARE
+        ),
+        claim("mean time of a token, prefix", 75.3, each(AWARE, "token", 1e3), "ms", WHY_SHARE),
+        claim(
             "tokens found in the cache, round robin",
             11.0,
-            each(PLAIN, "found", 100),
+            each(PLAIN, "hits", 100),
             "%",
             WHY_FOUND,
         ),
-        one("tokens found in the cache, prefix", 93.0, each(AWARE, "found", 100), "%", WHY_FOUND),
-        one("blocks in use, round robin", (98.0, 99.0), each(PLAIN, "used", 100), "%", WHY_FOUND),
-        one("blocks in use, prefix", (64.0, 71.0), each(AWARE, "used", 100), "%", WHY_SHARE),
-        one("requests that wait, round robin", 180.0, each(PLAIN, "waiting"), "", WHY_QUEUE),
+        claim("tokens found in the cache, prefix", 93.0, each(AWARE, "hits", 100), "%", WHY_FOUND),
+        claim("blocks in use, round robin", (98.0, 99.0), each(PLAIN, "used", 100), "%", WHY_FOUND),
+        claim("blocks in use, prefix", (64.0, 71.0), each(AWARE, "used", 100), "%", WHY_SHARE),
+        claim("requests that wait, round robin", 180.0, each(PLAIN, "waiting"), "", WHY_QUEUE),
     ]
 
 
 def run(folder: Path, quick: bool) -> Findings:
     caches, prefixes, clients = ((CACHE,), (8, AT), (64,)) if quick else (CACHES, PREFIXES, CLIENTS)
-    two = (
+    overrides = (
         f"workload.count={600 if quick else 9000}",
         f"sweep.grid.replicas.router=[{PLAIN}, {AWARE}]",
     )
-    by_cache = [runs(folder, *two, f"cache_tokens={cache}") for cache in caches]
+    by_cache = [runs(folder, *overrides, f"cache_tokens={cache}") for cache in caches]
 
     def least(count: int) -> str:
         return f"workload.count={600 if quick else max(LEAST, TURNS * count)}"
@@ -181,7 +193,7 @@ def lines(
 ) -> dict[str, list[tuple[float, float]]]:
     """A curve for each router but round robin."""
     return {
-        router: [(held(n), value(one, router)) for n, one in sweep.items()]
+        router: [(held(n), value(runs, router)) for n, runs in sweep.items()]
         for router in (LOADED, AWARE)
     }
 
@@ -189,55 +201,76 @@ def lines(
 def answer(
     by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[int, Runs]
 ) -> list[str]:
-    gains = {count: gain(one) for count, one in sweep.items()}
-    best, few, many = max(gains, key=lambda count: gains[count]), min(gains), max(gains)
-    source, quiet = span([*map(gain, by_cache)]).middle, min(load)
+    gains = {count: gain(runs) for count, runs in sweep.items()}
+    best = max(gains, key=lambda count: gains[count])
+    fewest = min(gains)
+    most_prefixes = max(gains)
+    source = span([*map(gain, by_cache)]).middle
+    quiet = min(load)
     return [
-        f"It pays most where the prefixes that are in use fit into the caches of all {REPLICAS} replicas together and "
-        f"not into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} times the tokens/s of "
+        f"It pays most where the prefixes that are in use fit into the caches of all {REPLICAS} "
+        "replicas together and "
+        f"not into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} "
+        "times the tokens/s of "
         f"round robin, and the first token comes {rounded(sooner(sweep[best]))} times as soon.",
-        f"With prefixes of {held(few):.2f} caches, every replica soon has all of them: it makes {rounded(gains[few])} "
-        f"times the tokens/s, and the first token comes {sooner(sweep[few]):.1f} times as soon. With "
-        f"{held(many):.0f} caches, {held(many) / REPLICAS:.1f} times what all replicas hold, it makes "
-        f"{rounded(gains[many])} times.",
-        f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round robin, and the "
+        f"With prefixes of {held(fewest):.2f} caches, every replica soon has all of them: it "
+        f"makes {rounded(gains[fewest])} "
+        f"times the tokens/s, and the first token comes {sooner(sweep[fewest]):.1f} times as "
+        "soon. With "
+        f"{held(most_prefixes):.0f} caches, {held(most_prefixes) / REPLICAS:.1f} times what all "
+        "replicas hold, it "
+        "makes "
+        f"{rounded(gains[most_prefixes])} times.",
+        f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round "
+        "robin, and the "
         f"source measured {MEASURED:.2f}. With as many prefixes, `least_loaded` makes "
         f"{rounded(gain(sweep[AT], LOADED))} times: what pays is the prefix, and not the balance.",
-        f"With {quiet} clients instead of {MANY}, it makes {rounded(gain(load[quiet]))} times the tokens/s, and the "
+        f"With {quiet} clients instead of {MANY}, it makes {rounded(gain(load[quiet]))} times the "
+        "tokens/s, and the "
         f"first token comes {rounded(sooner(load[quiet]))} times as soon.",
-        "The source does not give the memory of the cache, the tokens of a step, its sequences and the version of "
+        "The source does not give the memory of the cache, the tokens of a step, its sequences "
+        "and the version of "
         "vLLM. Ours are vLLM's defaults, and ranges are over caches of "
-        f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has 60 requests; ours "
-        "draws them. Routing takes no time here. llm-d follows the evictions of each replica, while `prefix` remembers "
-        "what it sent. Times are those of a roofline, so tokens/s and seconds are bounds, and their ratios are what to "
+        f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has "
+        "60 requests; ours "
+        "draws them. Routing takes no time here. llm-d follows the evictions of each replica, "
+        "while `prefix` remembers "
+        "what it sent. Times are those of a roofline, so tokens/s and seconds are bounds, and "
+        "their ratios are what to "
         "compare.",
-        "Anyscale (blog of 15 September 2025) has a first token 60 % sooner and 40 % more throughput with a model of "
-        "32 billion parameters. It is no claim here: we could not verify its GPUs, prefixes, clients and lengths, and "
+        "Anyscale (blog of 15 September 2025) has a first token 60 % sooner and 40 % more "
+        "throughput with a model of "
+        "32 billion parameters. It is no claim here: we could not verify its GPUs, prefixes, "
+        "clients and lengths, and "
         "its baseline is the lighter of two random replicas.",
     ]
 
 
 def sweep_table(sweep: Mapping[int, Runs]) -> str:
     rows = []
-    for count, one in sweep.items():
+    for count, runs in sweep.items():
         for router in ROUTERS:
-            cells = (
-                one[router].rate,
-                gain(one, router),
-                one[router].first,
-                100 * one[router].found,
+            rows.append(
+                (
+                    count,
+                    f"{held(count):.2f}",
+                    router,
+                    runs[router].rate,
+                    gain(runs, router),
+                    runs[router].first,
+                    100 * runs[router].hits,
+                    runs[router].uneven,
+                )
             )
-            rows.append((count, f"{held(count):.2f}", router, *cells, one[router].uneven))
     head = (
-        *(
-            "prefixes",
-            "in caches of one replica",
-            "router",
-            "tokens/s",
-            "over round robin",
-            "first token, s",
-        ),
-        *("found, %", "busiest replica / mean"),
+        "prefixes",
+        "in caches of one replica",
+        "router",
+        "tokens/s",
+        "over round robin",
+        "first token, s",
+        "found, %",
+        "busiest replica / mean",
     )
     return markdown(head, rows)
 
@@ -247,12 +280,12 @@ def load_table(load: Mapping[int, Runs]) -> str:
         (
             count,
             router,
-            one[router].rate,
-            gain(one, router),
-            one[router].first,
-            1e3 * one[router].each,
+            runs[router].rate,
+            gain(runs, router),
+            runs[router].first,
+            1e3 * runs[router].token,
         )
-        for count, one in sorted(load.items())
+        for count, runs in sorted(load.items())
         for router in ROUTERS
     ]
     head = ("clients", "router", "tokens/s", "over round robin", "first token, s", "a token, ms")

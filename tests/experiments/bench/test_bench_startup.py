@@ -74,6 +74,6 @@ def test_process_with_stolen_processors_is_not_counted():
         }
 
     lucky, unlucky = run(1.0, 0.01), run(9.0, 0.5)
-    assert startup.counted([lucky, unlucky]) == [lucky]
-    assert startup.counted([unlucky]) == [unlucky]
+    assert startup.valid_runs([lucky, unlucky]) == [lucky]
+    assert startup.valid_runs([unlucky]) == [unlucky]
     assert "9.00" not in startup.table({"LLM(), cold": [lucky, unlucky]})

@@ -48,9 +48,9 @@ def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path,
 
 
 def test_agreement_counts_tokens_before_first_difference():
-    assert quality.alike((1, 2, 3, 4), (1, 2, 9, 4)) == 2
-    assert quality.alike((1, 2), (1, 2)) == 2
-    assert quality.alike((5,), (6,)) == 0
+    assert quality.equal_prefix((1, 2, 3, 4), (1, 2, 9, 4)) == 2
+    assert quality.equal_prefix((1, 2), (1, 2)) == 2
+    assert quality.equal_prefix((5,), (6,)) == 0
 
 
 def test_too_short_text_is_an_error(tiny_llm):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import scale, scale_calculated, scale_report
-from experiments.bench.scale import FULL, QUICK, WARM, Setup, chosen
+from experiments.bench.scale import FULL, QUICK, WARM, Setup, with_values
 from experiments.bench.scale_calculated import BLOCK, ROOM, Paper, Rates, Shape, paper
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
@@ -138,7 +138,7 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context, lead = 64, WARM + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
     blanks = {sequences: blank_sampling(sequences)}
-    host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
+    host, lengths, tokens = scale.state_after_prompts(shapes, context, lead), [], []
     for i in range(WARM + steps):
         host, _, batch = scale.advance(
             host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i
@@ -161,7 +161,7 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
 
 def test_sequences_begin_blocks_in_different_steps():
     shapes = scale.shapes_of(Shape(16, 64, 1, 50))
-    host = scale.prompted(shapes, 64, 5)
+    host = scale.state_after_prompts(shapes, 64, 5)
     assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
 
 
@@ -248,7 +248,7 @@ def test_show_repeats_the_report_of_kept_figures(quick, capsys):
 def test_documented_tables_match_kept_figures():
     _, _, rest = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
     text, _, _ = rest.partition("<!-- end -->")
-    assert text == scale_report.report(scale.kept(KEPT)), (
+    assert text == scale_report.report(scale.read_figures(KEPT)), (
         "paste what `python -m experiments.bench.scale --show` prints of the file"
     )
 
@@ -288,26 +288,26 @@ def test_show_refuses_other_files(tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"factors": {"sequences": []}}')
     with pytest.raises(ValueError, match="has no factors"):
-        scale.kept(other)
+        scale.read_figures(other)
 
 
 def test_point_beyond_memory_error_has_remedy():
     need = scale_calculated.needed_bytes(
         Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM}
     )
-    assert chosen(QUICK, {}, 3, need).values == QUICK.values
+    assert with_values(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(
         ValueError,
         match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory",
     ):
-        chosen(QUICK, {}, 3, need - 1)
-    assert chosen(QUICK, {}, 3, None).values == QUICK.values, (
+        with_values(QUICK, {}, 3, need - 1)
+    assert with_values(QUICK, {}, 3, None).values == QUICK.values, (
         "a device without a known size is not checked"
     )
 
 
 def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():
-    setup = chosen(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
+    setup = with_values(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
     assert setup == Setup(
         {**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values
     )

@@ -123,7 +123,9 @@ def step():
 
 @pytest.mark.slow
 def test_a_step_from_shapes_exchanges_what_it_must(step):
-    assert [one.text for one in exchanges.differences(step.found, step.must) if one.wrong] == []
+    assert [
+        one.text for one in exchanges.differences(step.collectives, step.must) if one.wrong
+    ] == []
     sums = [(one.times, one.branch) for one in step.must if one.kind == "all-reduce"]
     assert sums == [(1, False), (2, True), (2, True)]
     assert step.aliased == step.cache
@@ -187,7 +189,7 @@ def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step)
     model, target = compile_step.config_of("small", "bfloat16"), compilers.target("v5e")
     lines = compile_step.exchange_lines(step, model, target, PLAN, 4, 0).splitlines()
     assert lines[0] == "exchanges of 4 devices:"
-    time = exchanges.seconds(step.found, 4, target.network(4))
+    time = exchanges.seconds(step.collectives, 4, target.network(4))
     assert (
         lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
     )

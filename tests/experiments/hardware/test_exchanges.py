@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from experiments.hardware import compile_step, exchanges, hlo
-from experiments.hardware.exchanges import Found, Wanted, differences, wanted
+from experiments.hardware.exchanges import Collective, Required, differences, required
 from experiments.simulation.collectives import Network
 from pagedjax import LLM
 from pagedjax.config import MeshConfig
@@ -29,9 +29,9 @@ CONFIG = {
     "num_blocks": 50,
 }
 COLUMNS = 43, 42  # token, log-probability, rank and 20 of each of the best; a prompt token is known
-SUM = Found("all-reduce", "f32[8,4]", 32, 128)
-MUST = (Wanted("all-reduce", 32, 3), Wanted("all-to-all", 20, branch=True))
-HAS = Counter({SUM: 3, Found("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1})
+SUM = Collective("all-reduce", "f32[8,4]", 32, 128)
+MUST = (Required("all-reduce", 32, 3), Required("all-to-all", 20, branch=True))
+HAS = Counter({SUM: 3, Collective("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1})
 
 
 # From the programs of two compilers, shortened: Llama 3 8B, one layer on 8 x v5e, and parts of two
@@ -95,35 +95,37 @@ replica_groups=mesh['expert'=1,'tensor'=8] {'expert','tensor'}, dimensions={1}
 
 def test_the_program_of_a_tpu_is_read():
     """It rounds the sums of layers in the exchange itself."""
-    found = exchanges.found(hlo.parse(V5E), 8)
+    found = exchanges.collectives_of(hlo.parse(V5E), 8)
     logits = 16032 * 64
     assert found == Counter(
         {
-            Found("all-reduce", "bf16[4096,64]", 4096 * 64, 2 * 4096 * 64): 1,
-            Found("all-reduce", "f32[4096,64], rounded to bf16", 4096 * 64, 4 * 4096 * 64): 2,
-            Found("all-to-all", "f32[16032,8,8]", logits, 4 * logits): 1,
-            Found("all-gather", "s32[8,43]", 64 * 43, 4 * 64 * 43): 1,
-            Found("all-to-all", "f32[16032,8,8]", logits, 4 * logits, branch=True): 1,
-            Found("all-gather", "s32[8,42]", 64 * 42, 4 * 64 * 42, branch=True): 1,
+            Collective("all-reduce", "bf16[4096,64]", 4096 * 64, 2 * 4096 * 64): 1,
+            Collective("all-reduce", "f32[4096,64], rounded to bf16", 4096 * 64, 4 * 4096 * 64): 2,
+            Collective("all-to-all", "f32[16032,8,8]", logits, 4 * logits): 1,
+            Collective("all-gather", "s32[8,43]", 64 * 43, 4 * 64 * 43): 1,
+            Collective("all-to-all", "f32[16032,8,8]", logits, 4 * logits, branch=True): 1,
+            Collective("all-gather", "s32[8,42]", 64 * 42, 4 * 64 * 42, branch=True): 1,
         }
     )
     assert exchanges.rings(hlo.parse(V5E)) == {"UniDirection1DRingStrategy, 2 colors, 1 phases": 1}
     model = compile_step.config_of("llama-3-8b", "bfloat16", 1)
     part = split.device_config(model, MeshConfig(tensor=8))
-    assert differences(found, wanted(model, part, 8, 64, 64, COLUMNS)) == []
+    assert differences(found, required(model, part, 8, 64, 64, COLUMNS)) == []
 
 
 def test_the_program_of_a_gpu_is_read():
     """Its exchanges are started and waited for, and it converts logits after the exchange."""
-    assert exchanges.found(hlo.parse(H100), 8) == Counter(
+    assert exchanges.collectives_of(hlo.parse(H100), 8) == Counter(
         {
-            Found("all-reduce", "bf16[512,4096]", 4096 * 512, 2 * 4096 * 512): 1,
-            Found("all-reduce", "f32[4096,512]", 4096 * 512, 4 * 4096 * 512): 1,
-            Found("all-to-all", "bf16[16032,64]", 16032 * 64, 2 * 16032 * 64): 1,
+            Collective("all-reduce", "bf16[512,4096]", 4096 * 512, 2 * 4096 * 512): 1,
+            Collective("all-reduce", "f32[4096,512]", 4096 * 512, 4 * 4096 * 512): 1,
+            Collective("all-to-all", "bf16[16032,64]", 16032 * 64, 2 * 16032 * 64): 1,
         }
     )
     halves = H100.replace("{'expert','tensor'}, use", "{'expert'}, use")
-    assert "all-reduce of 1 devices" in {one.kind for one in exchanges.found(hlo.parse(halves), 8)}
+    assert "all-reduce of 1 devices" in {
+        one.kind for one in exchanges.collectives_of(hlo.parse(halves), 8)
+    }
 
 
 @pytest.mark.default_cases("mesh0")
@@ -133,9 +135,12 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     engine = LLM(tiny, progress=False, mesh=mesh, **CONFIG).engine
     n, model = mesh["tensor"], engine.model
     program = hlo.parse(engine.runtime.programs[StepShape(T, R)].as_text())
-    found, must = exchanges.found(program, n), wanted(model.config, model.part, n, T, R, COLUMNS)
+    found, must = (
+        exchanges.collectives_of(program, n),
+        required(model.config, model.part, n, T, R, COLUMNS),
+    )
     assert differences(found, must) == []
-    more = wanted(
+    more = required(
         replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS
     )
     # the last layer's are in a branch
@@ -144,11 +149,11 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
 
 def test_one_device_exchanges_nothing(tiny_llm):
     model = tiny_llm.engine.model
-    assert wanted(model.config, model.part, 1, T, R, COLUMNS) == ()
+    assert required(model.config, model.part, 1, T, R, COLUMNS) == ()
     program = hlo.parse(
         jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
     )
-    assert exchanges.found(program, 1) == Counter()
+    assert exchanges.collectives_of(program, 1) == Counter()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_one_device_exchanges_nothing(tiny_llm):
             ["all-reduce: 64 numbers (2 of f32[8,4]) in place of 96 in 3 exchanges"],
         ),
         (
-            HAS + Counter({Found("collective-permute", "s32[7]", 7, 28): 2}),
+            HAS + Counter({Collective("collective-permute", "s32[7]", 7, 28): 2}),
             ["collective-permute: 14 numbers (2 of s32[7])"],
         ),
         (
@@ -187,8 +192,8 @@ def test_other_exchanges_are_wrong(has, texts):
 @pytest.mark.parametrize(
     "sums",
     [
-        Counter({SUM: 1, Found("all-reduce", "f32[8,4] x 2", 64, 256): 1}),  # combined
-        Counter({SUM: 2, Found("all-reduce", "f32[4,4]", 16, 64): 2}),  # split
+        Counter({SUM: 1, Collective("all-reduce", "f32[8,4] x 2", 64, 256): 1}),  # combined
+        Counter({SUM: 2, Collective("all-reduce", "f32[4,4]", 16, 64): 2}),  # split
     ],
 )
 def test_combined_and_split_exchanges_are_named_and_not_wrong(sums):
@@ -213,7 +218,7 @@ def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
     assert exchanges.seconds(HAS, 4, SWITCH) == pytest.approx(3 * 1.5 * 128 / 1e9)
     last = Counter(
         {
-            Found("all-reduce", f"f32[{rows},4]", 4 * rows, 16 * rows, branch=True): 2
+            Collective("all-reduce", f"f32[{rows},4]", 4 * rows, 16 * rows, branch=True): 2
             for rows in (2, 8)
         }
     )
@@ -228,7 +233,7 @@ def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):
 
 def test_the_table_has_a_line_for_each_kind_with_its_bytes_and_time():
     assert exchanges.table(
-        HAS + Counter({Found("send", "f32[2]", 2, 8): 1}), 4, SWITCH
+        HAS + Counter({Collective("send", "f32[2]", 2, 8): 1}), 4, SWITCH
     ).splitlines() == [
         "     3 x all-reduce  f32[8,4]: 0.000 MiB, 0.001 ms",
         "     1 x send        f32[2]: 0.000 MiB, no estimate",

@@ -14,10 +14,10 @@ from experiments.hardware.gpu_attention import (
     COMPARED,
     DECODES,
     VERIFIED,
-    compared,
+    compile_rows,
     contenders,
+    draft_ratios,
     measure,
-    prepared,
 )
 from experiments.hardware.gpu_numerics import Case, exact
 from pallas_kernels.timing import Shape
@@ -48,7 +48,7 @@ def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
         ["xla", "cudnn, contiguous"],
         {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9},
     )
-    rows = [measure(row, card) for row in prepared([DECODE], names, with_torch=True)]
+    rows = [measure(row, card) for row in compile_rows([DECODE], names, with_torch=True)]
     assert [row["contender"] for row in rows] == names
     assert rows[0]["seconds"] > 0
     assert rows[0]["share"] == pytest.approx(DECODE.cache_bytes / rows[0]["seconds"] / 1e9)
@@ -58,7 +58,7 @@ def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
 
 def test_alternatives_are_timed_where_they_are_compared():
     assert set(COMPARED) <= {*DECODES, *CHUNKS}
-    rows = prepared([CHUNK, DECODE], None, with_torch=True)
+    rows = compile_rows([CHUNK, DECODE], None, with_torch=True)
     assert [(row.shape, row.name) for row in rows] == [
         (CHUNK, "pallas_gpu"),
         (DECODE, "pallas_gpu"),
@@ -87,7 +87,7 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
     ]
     found = [
         (one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"])
-        for one in compared(rows)
+        for one in draft_ratios(rows)
     ]
     assert found == [
         (n, queries, ratio)

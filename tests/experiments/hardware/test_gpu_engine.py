@@ -26,7 +26,7 @@ def test_kernels_are_summed_by_name_and_step_with_the_longest_first():
         {"name": "long", "launches": 2.0, "us": 20.0},
         {"name": "short", "launches": 0.5, "us": 2.0},
     ]
-    assert [one["name"] for one in by_name(KERNELS, steps=1, most=2)] == ["a", "c"]
+    assert [one["name"] for one in by_name(KERNELS, steps=1, limit=2)] == ["a", "c"]
     assert by_name([], steps=1) == []
 
 

@@ -16,11 +16,11 @@ from experiments.hardware.gpu_goldens import (
     GOLDENS,
     MOST,
     checked_model,
-    decoded,
     differences,
     faults,
-    forced,
-    judged,
+    forced_differences,
+    greedy_differences,
+    with_faults,
 )
 from pagedjax import LLM, SamplingParams
 
@@ -54,8 +54,8 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
 def found(llm, goldens, dtype="float32", impl="xla"):
     """The result of an engine on this CPU."""
     measured = {
-        "forced": forced(llm, goldens, TOKENS),
-        "decoded": decoded(llm, goldens, TOKENS),
+        "forced": forced_differences(llm, goldens, TOKENS),
+        "decoded": greedy_differences(llm, goldens, TOKENS),
         "seconds": 1.0,
     }
     return {"dtype": dtype, "impl": impl, **measured}
@@ -102,7 +102,7 @@ def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
 def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, goldens):
     other = (goldens[0]["token_ids"][2] + 1) % 300
     golden = changed(changed(goldens[0], "token_ids", 2, other), "margins", 2, 0.3)
-    one = decoded(tiny_llm, [golden], TOKENS)
+    one = greedy_differences(tiny_llm, [golden], TOKENS)
     assert one["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
     assert one["identical"] == 0
     assert one["largest"] < 1e-3, "what follows another token is not compared"
@@ -135,21 +135,21 @@ def test_the_kernels_may_not_be_much_worse_than_xla():
         run("pallas_gpu", 0.015, 0.1),
         run("pallas_gpu", 0.021, 0.3),
     )
-    assert [one["wrong"] for one in judged([near, xla])] == [[], []]
-    wrong = judged([far, xla])[0]["wrong"]
+    assert [one["wrong"] for one in with_faults([near, xla])] == [[], []]
+    wrong = with_faults([far, xla])[0]["wrong"]
     assert len(wrong) == 4
     assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
-    assert judged([far])[0]["wrong"] == [], (
+    assert with_faults([far])[0]["wrong"] == [], (
         "the limits of the dtype are all there is without a result of XLA"
     )
-    assert judged([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], (
+    assert with_faults([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], (
         "that of another dtype says nothing"
     )
 
 
 @pytest.mark.parametrize("dtype", sorted(MOST))
 def test_both_may_not_be_wrong(dtype):
-    both = judged(
+    both = with_faults(
         [run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)]
     )
     assert all(any("the limit is" in fault for fault in one["wrong"]) for one in both)
@@ -165,7 +165,9 @@ def test_what_is_not_finite_or_failed_is_wrong():
     infinite = run("pallas_gpu", float("inf"), float("inf"))
     assert any("the limit is" in fault for fault in faults(infinite, run("xla", 0.01, 0.1)))
     failed = {"dtype": "bfloat16", "impl": "xla", "failed": "ValueError: no memory"}
-    assert judged([failed, run("pallas_gpu", 0.01, 0.1)])[0]["wrong"] == ["ValueError: no memory"]
+    assert with_faults([failed, run("pallas_gpu", 0.01, 0.1)])[0]["wrong"] == [
+        "ValueError: no memory"
+    ]
 
 
 def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(

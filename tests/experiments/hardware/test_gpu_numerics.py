@@ -22,7 +22,7 @@ from experiments.hardware.gpu_numerics import (
     TOLERANCE,
     Case,
     cases,
-    checked,
+    check_case,
     errors,
     exact,
 )
@@ -88,7 +88,7 @@ def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_a
         (Case(64, 16, 4, window=33, soft_cap=5.0), 1, True),
     ):
         monkeypatch.setattr(gpu_numerics, "paged_attention", partial(kernel, factor=factor))
-        found = checked(case, anywhere=True)
+        found = check_case(case, anywhere=True)
         assert found["right"] is right
         assert set(found["errors"]) == EVERY
         if right:
@@ -98,7 +98,7 @@ def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_a
 
 
 def test_a_device_that_is_no_gpu_is_the_reason():
-    found = checked(SMALL)
+    found = check_case(SMALL)
     assert not found["right"]
     assert (
         "runs on platform 'gpu' and not on 'cpu'; --rehearse interprets the kernels"
@@ -115,7 +115,7 @@ def hang_or_not(case: Case) -> dict[str, object]:
 @pytest.mark.slow  # test_job_processes.py has a job that hangs
 def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_numerics, "cases", lambda every: [SMALL._replace(window=33), SMALL])
-    monkeypatch.setattr(gpu_numerics, "checked", hang_or_not)
+    monkeypatch.setattr(gpu_numerics, "check_case", hang_or_not)
     file = tmp_path / "found.json"
     assert gpu_numerics.main(["--processes", "2", "--seconds", "10", "--json", str(file)]) == 1
     right, hung = json.loads(file.read_text())["cases"]

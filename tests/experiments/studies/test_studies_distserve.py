@@ -74,7 +74,7 @@ def test_the_search_finds_the_highest_rate_that_meets_a_criterion(monkeypatch, l
     }
     always = study.highest(FOLDER, 3, lambda summary: True, 1, 50)
     assert always.bound
-    assert study.said(always).startswith("at least")
+    assert study.rate_text(always).startswith("at least")
 
 
 def test_the_example_gives_the_last_rate_that_met_its_targets(monkeypatch):
@@ -132,8 +132,8 @@ def test_both_printed_factors_give_one_measured_rate():
 
 
 def test_placements_are_compared_on_the_same_seeds():
-    rates = {place: study.Found((1.0, 2.0), False) for place in study.PLACEMENTS}
-    rates[study.PLACEMENTS[0]] = study.Found((3.0, 3.0, 9.0), False)
+    rates = {place: study.Highest((1.0, 2.0), False) for place in study.PLACEMENTS}
+    rates[study.PLACEMENTS[0]] = study.Highest((3.0, 3.0, 9.0), False)
     rate, ratio = study.example_claims(rates)
     assert rate.ours == interval([3.0, 3.0, 9.0])
     assert ratio.ours.middle == pytest.approx(3.0 / 2**0.5)

@@ -79,14 +79,14 @@ def test_all_contenders_compute_equal_attention(tiny):
     results = {}
     for together in timed.contenders(model, batch, context, 64):
         for name, one in together.items():
-            if one.rest:
+            if one.arguments:
                 keys, values = (in_pages(x, one) for x in (k, v))
             else:
                 minor = one.shape[1] == c.kv_heads
                 keys, values = (x.swapaxes(1, 2) if minor else x for x in (k, v))
             chex.assert_shape([keys, values], one.shape)
             results[name] = np.asarray(
-                jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.rest)
+                jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.arguments)
             )
     first = results["einsum"]
     assert len(results) >= 5
@@ -99,7 +99,7 @@ def test_all_contenders_compute_equal_attention(tiny):
 def in_pages(x, contender):
     """x [B, C, K, D] in the pages of the contender's block tables; NaN in slots without a token."""
     pages = np.full(contender.shape, np.nan, np.float32)
-    tables, size = np.asarray(contender.rest[0]), contender.shape[2]
+    tables, size = np.asarray(contender.arguments[0]), contender.shape[2]
     for row, tokens in enumerate(x):
         for position, token in enumerate(tokens):
             pages[tables[row, position // size], :, position % size] = token

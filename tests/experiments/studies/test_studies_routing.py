@@ -11,8 +11,8 @@ from experiments.core import config
 from experiments.simulation.cost import CHIPS, SHAPES
 
 routing = importlib.import_module("experiments.studies.021_prefix_routing.study")
-FAST = routing.Run(rate=300.0, first=0.5, each=0.04, found=0.9, used=0.6, waiting=0.0, uneven=1.2)
-SLOW = routing.Run(rate=100.0, first=5.0, each=0.08, found=0.1, used=0.9, waiting=80.0, uneven=1.0)
+FAST = routing.Run(rate=300.0, first=0.5, token=0.04, hits=0.9, used=0.6, waiting=0.0, uneven=1.2)
+SLOW = routing.Run(rate=100.0, first=5.0, token=0.08, hits=0.1, used=0.9, waiting=80.0, uneven=1.0)
 RUNS = {routing.PLAIN: SLOW, routing.LOADED: SLOW._replace(rate=150.0), routing.AWARE: FAST}
 
 
