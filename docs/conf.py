@@ -1,7 +1,7 @@
 """The configuration of the documentation site: python -m sphinx -W docs build/docs
 
-It needs no network. PAGEDJAX_SOURCE, the web address of the repository's files (https://host/owner/name/blob/main),
-gives links to source files; without it they are text.
+It needs no network. PAGEDJAX_SOURCE, the web address of the repository's files
+(https://host/owner/name/blob/main), gives links to source files; without it they are text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
-# Tutorials are notebooks in Markdown. They run when the site is built, unless neither they nor the code has changed.
+# Tutorials are notebooks in Markdown. They run when the site is built, unless neither they nor the
+# code has changed.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(
     ROOT

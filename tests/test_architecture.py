@@ -1,4 +1,6 @@
-"""Which folder may import which, read from the source of every module; and which libraries an import loads."""
+"""Which folder may import which, read from the source of every module; and which libraries an
+import loads.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ ROOT = Path(__file__).parents[1]
 STDLIB = set(sys.stdlib_module_names)
 PACKAGES = ("pagedjax", "pallas_kernels", "experiments")
 
-# The project's own modules that a folder (or one module) may import, beside its own folder; a folder includes what is
-# in it. The longest name that fits a module counts, and every module has one: a new folder needs a line here.
+# The project's own modules that a folder (or one module) may import, beside its own folder; a
+# folder includes what is in it. The longest name that fits a module counts, and every module has
+# one: a new folder needs a line here.
 LEAVES = ("pagedjax.config", "pagedjax.params")
 BELOW_SESSION = (
     *LEAVES,
@@ -129,7 +132,9 @@ JITTED_IN = "pagedjax.device.step"
 
 
 def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its dotted name; a package's own `__init__` goes by the package's name."""
+    """Every module of a package by its dotted name; a package's own `__init__` goes by the
+    package's name.
+    """
     found = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -139,7 +144,9 @@ def modules(package: str) -> dict[str, ast.Module]:
 
 
 def imports(name: str, tree: ast.Module) -> Iterator[str]:
-    """Full names of what a module imports, anywhere in it except for type checkers: `from a import b` is `a.b`."""
+    """Full names of what a module imports, anywhere in it except for type checkers: `from a import
+    b` is `a.b`.
+    """
     is_package = (ROOT / Path(*name.split(".")) / "__init__.py").exists()
     skipped = {
         id(inner) for node in ast.walk(tree) if _for_type_checkers(node) for inner in ast.walk(node)
@@ -194,13 +201,17 @@ def rule_of(name: str, rules: Mapping[str, object]) -> str | None:
 
 
 def folder_of(module: str) -> str:
-    """Where a module lies: its folder, or the module itself where it stands at the top of a package."""
+    """Where a module lies: its folder, or the module itself where it stands at the top of a
+    package.
+    """
     parts = module.split(".")
     return ".".join(parts[:2])
 
 
 def circles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Groups of nodes that can reach each other. Every group of the result is one circle or several joined ones."""
+    """Groups of nodes that can reach each other. Every group of the result is one circle or several
+    joined ones.
+    """
     reach: dict[str, set[str]] = {}
     for start in graph:
         seen, todo = set(), list(graph[start])
@@ -360,7 +371,9 @@ def donations(tree: ast.Module) -> int:
 
 
 def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
-    """And a block of layers inside the step, so that one of them is traced for all; and `score`, which is no step."""
+    """And a block of layers inside the step, so that one of them is traced for all; and `score`,
+    which is no step.
+    """
     assert (
         jits(
             ast.parse(
@@ -425,7 +438,9 @@ def test_loaded_modules_are_seen():
 
 
 def test_one_generate_passes_through_few_modules(tiny_llm):
-    """Modules whose functions run between the call of `LLM.generate` and its return, on a warm engine."""
+    """Modules whose functions run between the call of `LLM.generate` and its return, on a warm
+    engine.
+    """
     params = SamplingParams(max_tokens=4)
     prompts = ["some words", "others"]
     passed: set[str] = set()

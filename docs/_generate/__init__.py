@@ -1,6 +1,8 @@
-"""What the documentation site generates from the code, when it is built. conf.py calls `write`; nothing ships this.
+"""What the documentation site generates from the code, when it is built. conf.py calls `write`;
+nothing ships this.
 
-It lies beside conf.py, because only the site and its tests need it: neither the library nor experiments may.
+It lies beside conf.py, because only the site and its tests need it: neither the library nor
+experiments may.
 
 rst.py           text and lists as reStructuredText, with every special character escaped
 docstrings.py    a docstring in the form that this project uses -> reStructuredText; the texts of fields in it

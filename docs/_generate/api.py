@@ -1,4 +1,6 @@
-"""A page for each public module: every name of its `__all__`, by autodoc; constants with the comment of their line."""
+"""A page for each public module: every name of its `__all__`, by autodoc; constants with the
+comment of their line.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def entry(module: ModuleType, name: str) -> list[str]:
 
 
 def constant(module: ModuleType, name: str) -> list[str]:
-    """What a constant is: the comment of its assignment, and what it contains if it is a table or a number."""
+    """What a constant is: the comment of its assignment, and what it contains if it is a table or a
+    number.
+    """
     item, said = getattr(module, name), comment(module, name)
     lines = [inline(said), ""] if said else []
     if isinstance(item, dict):
@@ -87,10 +91,12 @@ def constant(module: ModuleType, name: str) -> list[str]:
 
 
 def comment(module: ModuleType, name: str) -> str:
-    """The comment lines directly above the assignment of a name, or the one behind it; "" without one.
+    """The comment lines directly above the assignment of a name, or the one behind it; "" without
+    one.
 
     Raises:
-        LookupError: the name is neither assigned in the module nor imported by `from ... import` of another one.
+        LookupError: the name is neither assigned in the module nor imported by `from ... import` of
+        another one.
     """
     lines = Path(inspect.getsourcefile(module) or "").read_text("utf-8").split("\n")
     for node in ast.parse("\n".join(lines)).body:

@@ -1,7 +1,7 @@
 """Every command line, from its argparse parser: words, options, choices and texts.
 
-Most commands make their parser where they read it. `parser_of` calls a command's `main` and takes the parser at that
-moment, so that no command needs code for this.
+Most commands make their parser where they read it. `parser_of` calls a command's `main` and takes
+the parser at that moment, so that no command needs code for this.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def parser_of(main: Callable[..., Any]) -> argparse.ArgumentParser:
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
-    """(command, its parser, a longer description) of `pagedjax`, of its commands, and of each module."""
+    """(command, its parser, a longer description) of `pagedjax`, of its commands, and of each
+    module.
+    """
     from pagedjax import cli
 
     yield from _with_inner("pagedjax", cli.parser())

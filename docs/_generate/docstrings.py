@@ -24,7 +24,9 @@ ENTRY = re.compile(r"(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): ?(.*)")
 
 
 def text_of(item: Any) -> str:
-    """The docstring of an object, or of the class that it extends; "" without one, and for those that Python writes."""
+    """The docstring of an object, or of the class that it extends; "" without one, and for those
+    that Python writes.
+    """
     if not inspect.isclass(item):
         return inspect.getdoc(item) or ""
     for cls in inspect.getmro(item):
@@ -48,7 +50,9 @@ def field_names(item: Any) -> tuple[str, ...]:
 def entries(
     lines: Iterable[str], names: Collection[str] | None = None
 ) -> list[tuple[tuple[str, ...], str]]:
-    """(names, text) of each entry `name, name: text`; indented lines continue one. `names`: those that exist."""
+    """(names, text) of each entry `name, name: text`; indented lines continue one. `names`: those
+    that exist.
+    """
     found: list[tuple[tuple[str, ...], str]] = []
     for line in lines:
         match = ENTRY.fullmatch(line)
@@ -78,7 +82,9 @@ def _apart(
 
 
 def field_texts(item: Any) -> dict[str, str]:
-    """By field of a class: its text in the class's docstring, or in that of the class that it extends."""
+    """By field of a class: its text in the class's docstring, or in that of the class that it
+    extends.
+    """
     found: dict[str, str] = {}
     for cls in reversed(inspect.getmro(item)):
         names = field_names(cls)
@@ -89,7 +95,9 @@ def field_texts(item: Any) -> dict[str, str]:
 
 
 def signature(text: str) -> str:
-    """A signature whose defaults are names of functions, without their addresses, which differ in each build."""
+    """A signature whose defaults are names of functions, without their addresses, which differ in
+    each build.
+    """
     named = re.sub(
         r"<function (?:[\w.]|<locals>)*?(\w+|<lambda>)(?: at 0x[0-9a-f]+)?>", r"\1", text
     )
@@ -139,7 +147,8 @@ def _flat(block: list[str]) -> list[str]:
 
 
 def _blocks(text: str) -> list[list[str]]:
-    """Paragraphs, apart where an empty line is, or where a section, a field list or indented text begins.
+    """Paragraphs, apart where an empty line is, or where a section, a field list or indented text
+    begins.
 
     A section keeps its empty lines, up to the next line that is not indented.
     """

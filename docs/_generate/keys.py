@@ -1,4 +1,6 @@
-"""The keys of an engine's config and of an experiment's YAML, from the dataclasses: names, types, defaults, texts."""
+"""The keys of an engine's config and of an experiment's YAML, from the dataclasses: names, types,
+defaults, texts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ several places is listed once."""
 
 
 class Key(NamedTuple):
-    """A key of a section. `type` and `default` are as Python writes them; `default` is None for a key without one."""
+    """A key of a section. `type` and `default` are as Python writes them; `default` is None for a
+    key without one.
+    """
 
     name: str
     type: str
@@ -31,7 +35,9 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The keys of a dataclass. `path`: how they are named, such as `arrivals[poisson]`; "" at the top of a file."""
+    """The keys of a dataclass. `path`: how they are named, such as `arrivals[poisson]`; "" at the
+    top of a file.
+    """
 
     path: str
     cls: type
@@ -49,7 +55,9 @@ def keys(cls: type) -> tuple[Key, ...]:
 
 
 def sections(cls: type, path: str = "", seen: set[type] | None = None) -> Iterator[Section]:
-    """The section of a dataclass, and those of the dataclasses among the types of its fields; each class once."""
+    """The section of a dataclass, and those of the dataclasses among the types of its fields; each
+    class once.
+    """
     seen = {cls} if seen is None else seen
     yield Section(path, cls, keys(cls))
     hints = get_type_hints(cls)
@@ -125,7 +133,9 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 def _kind(cls: type) -> str:
-    """The value of the field that tells the kinds of a section apart: `kind: prompts`, `process: poisson`."""
+    """The value of the field that tells the kinds of a section apart: `kind: prompts`, `process:
+    poisson`.
+    """
     for hint in get_type_hints(cls).values():
         if get_origin(hint) is Literal and len(get_args(hint)) == 1:
             return str(get_args(hint)[0])

@@ -1,4 +1,6 @@
-"""Links of pages to files outside docs/, which the site does not have; and the order of the design pages."""
+"""Links of pages to files outside docs/, which the site does not have; and the order of the design
+pages.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ FENCE = re.compile(r"^( {0,3})(`{3,}|~{3,}).*?^\1\2[`~]*[ ]*$", re.MULTILINE | r
 def outside(text: str, page: Path, docs: Path, base: str | None) -> str:
     """A page's Markdown with links that work in the site.
 
-    A link to a file outside `docs` becomes one to the repository's file at `base`, a web address such as
-    https://host/owner/name/blob/main. Without a base it becomes its text. Code is left as it is.
+    A link to a file outside `docs` becomes one to the repository's file at `base`, a web address
+    such as https://host/owner/name/blob/main. Without a base it becomes its text. Code is left as
+    it is.
 
     Args:
         page: the file of the text.

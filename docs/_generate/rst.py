@@ -1,4 +1,6 @@
-"""Text and lists as reStructuredText. All text is escaped, so that no character of a docstring becomes markup."""
+"""Text and lists as reStructuredText. All text is escaped, so that no character of a docstring
+becomes markup.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import re
 from collections.abc import Iterable
 
 SPECIAL = re.compile(r"([\\*_|`])")
-# What could begin a list, a directive, a field, a table or a title at the start of a line. Code could not.
+# What could begin a list, a directive, a field, a table or a title at the start of a line. Code
+# could not.
 STARTS = re.compile(r"(?!``)[^\w\s]|\(?([A-Za-z]|[\d#]+|[ivxlcdmIVXLCDM]+)[.)](\s|$)")
 
 
@@ -23,14 +26,17 @@ def literal(text: str) -> str:
 
 
 def inline(text: str) -> str:
-    """A paragraph whose code is in backticks, on one line. A backtick without a partner stays a backtick."""
+    """A paragraph whose code is in backticks, on one line. A backtick without a partner stays a
+    backtick.
+    """
     parts = text.split("`")
     if len(parts) % 2 == 0:
         parts[-2:] = ["`".join(parts[-2:])]
     found = ""
     for i, part in enumerate(parts):
         if i % 2 and part.strip():
-            # behind a quote or bracket too: code that begins with its partner, as in ('), would be no code
+            # behind a quote or bracket too: code that begins with its partner, as in ('), would be
+            # no code
             found += ("\\ " if found and not re.search(r"[\s/:-]$", found) else "") + literal(part)
             after = parts[i + 1][:1]
             found += "\\ " if after and not re.match(r"[\s)\]}\"'/:.,;!?-]", after) else ""

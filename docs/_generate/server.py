@@ -1,4 +1,6 @@
-"""The server's endpoints, from the OpenAPI document of the real application, and its metrics, from their registry."""
+"""The server's endpoints, from the OpenAPI document of the real application, and its metrics, from
+their registry.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from _generate.rst import definitions, inline, literal, title
 
 
 class Metric(NamedTuple):
-    """A metric of the registry. `needs`: the fields of EngineConfig without which it does not exist."""
+    """A metric of the registry. `needs`: the fields of EngineConfig without which it does not
+    exist.
+    """
 
     name: str
     kind: str
@@ -22,8 +26,8 @@ class Metric(NamedTuple):
 def openapi() -> dict[str, Any]:
     """The OpenAPI document of an application with every endpoint.
 
-    The application is the real one. Behind it there is no model: making the routes reads the engine's config and the
-    scheduler's first state, and starts nothing.
+    The application is the real one. Behind it there is no model: making the routes reads the
+    engine's config and the scheduler's first state, and starts nothing.
     """
     from pagedjax.host import scheduler
     from pagedjax.server.app import Options, create_app
@@ -125,7 +129,9 @@ def _operation(operation: dict[str, Any], document: dict[str, Any]) -> list[str]
 
 
 def _body(schema: dict[str, Any]) -> list[str]:
-    """The fields of a body; apart from them those that are ignored, and those that are refused with a hint."""
+    """The fields of a body; apart from them those that are ignored, and those that are refused with
+    a hint.
+    """
     from pagedjax.server.schema import IGNORED
 
     fields, required = schema["properties"], schema.get("required", [])

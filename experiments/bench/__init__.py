@@ -1,5 +1,6 @@
-"""Benchmarks: each module answers one question and is a command, `python -m experiments.bench.NAME --help`.
+"""Benchmarks: each module answers one question and is a command, `python -m experiments.bench.NAME
+--help`.
 
-A benchmark measures a part of the engine, or the engine beside another one. Sweeps over configs belong to
-`experiments.run`, and programs that need a GPU or a TPU to `hardware/`.
+A benchmark measures a part of the engine, or the engine beside another one. Sweeps over configs
+belong to `experiments.run`, and programs that need a GPU or a TPU to `hardware/`.
 """

@@ -257,7 +257,8 @@ class Recorder:
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     """Refuse requests that the engine would cut off at its longest length.
 
-    A record would count them as served. A prompt that is too long alone is not checked here; the engine refuses it.
+    A record would count them as served. A prompt that is too long alone is not checked here; the
+    engine refuses it.
 
     Raises:
         ValueError: there are such requests; the message names the first.

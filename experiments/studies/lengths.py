@@ -1,7 +1,7 @@
 """Prompt and output lengths of the papers' data sets, as workloads of a config.
 
-The PagedAttention paper (Kwon et al. 2023, Fig. 11) prints only the means. Exponential lengths with those means are not
-the data sets; a study states where this matters.
+The PagedAttention paper (Kwon et al. 2023, Fig. 11) prints only the means. Exponential lengths with
+those means are not the data sets; a study states where this matters.
 """
 
 from __future__ import annotations

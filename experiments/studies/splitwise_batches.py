@@ -1,7 +1,8 @@
-"""Splitwise's batches of prompts as a policy: whole prompts, 2,048 tokens of them in a step, or one longer prompt.
+"""Splitwise's batches of prompts as a policy: whole prompts, 2,048 tokens of them in a step, or one
+longer prompt.
 
-Section IV-B of the paper and `max_batch_tokens` of its simulator's start states. Its limit counts decodes of the step
-too, and stops some of them for a step to keep it; here decodes go on.
+Section IV-B of the paper and `max_batch_tokens` of its simulator's start states. Its limit counts
+decodes of the step too, and stops some of them for a step to keep it; here decodes go on.
 """
 
 from __future__ import annotations

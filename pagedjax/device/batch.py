@@ -92,7 +92,7 @@ class Selecting(NamedTuple):
 
 
 class GroupTables(NamedTuple):
-    """Block tables of the groups of layers behind the first one, whose tables the batch has itself."""
+    """Block tables of the groups of layers behind the first one. The batch has those of the first."""
 
     layout: LayerGroups
     slots: tuple[Any, ...]  # [T] of each group

@@ -1,4 +1,4 @@
-"""`Geometry`: the shapes of an engine's cache, computed once from its configuration and its model."""
+"""`Geometry`: the shapes of an engine's cache, computed once from configuration and model."""
 
 from __future__ import annotations
 

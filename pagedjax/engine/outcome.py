@@ -1,8 +1,8 @@
 """`Outcome`: what a step computed, for those who read more of it than tokens.
 
 Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py) and
-grammars (token_masks.py) are its readers: each takes what it knows and the outcome, and returns what
-it knows now, and what the step's result has of it.
+grammars (token_masks.py) are its readers: each takes what it knows and the outcome, and returns
+what it knows now, and what the step's result has of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Outcome(NamedTuple):
 
     @property
     def first_samples(self) -> Sequence[int]:
-        """Of each row of the plan, the index of its first sample among the samples of the sent step.
+        """Of each row of the plan, the index of its first sample among the samples of the sent
+        step.
 
         A row with k drafts has k + 1 samples.
         """
@@ -45,11 +46,11 @@ class Outcome(NamedTuple):
 
     @property
     def first_tokens(self) -> Sequence[int]:
-        """Of each row of the plan, the index of its first token among the tokens of the sent step."""
+        """Of each row of the plan, the index of its first token in the sent step."""
         begins = self.sent.cu_q_lens
         return [int(begins[row]) for row in self.rows]
 
     def reaches_end(self, row: int) -> bool:
-        """Whether a row computed the last of its known tokens, so that its sample is a new token."""
+        """Whether a row computed its last known token, so that its sample is a new token."""
         plan = self.plan
         return plan.starts[row] + plan.counts[row] >= plan.lengths[row]

@@ -45,7 +45,8 @@ def start(params: PoolingParams, hidden: int) -> Pool:
     """
     if params.dimensions is not None and params.dimensions > hidden:
         raise ValueError(
-            f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} numbers"
+            f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} "
+            "numbers"
         )
     return Pool(params)
 

@@ -226,8 +226,8 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
         )
     if draft.dtype != model.dtype:
         raise ValueError(
-            f"the draft model is in {draft.dtype!r} and the model in {model.dtype!r}; load it again "
-            "in that"
+            f"the draft model is in {draft.dtype!r} and the model in {model.dtype!r}; load it "
+            "again in that"
         )
 
 

@@ -55,7 +55,7 @@ def advance_searches(
 
 
 def logprobs(outcome: Outcome) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities that rows of a step asked for: of prompt tokens, then of sampled ones."""
+    """The log-probabilities that rows asked for: of prompt tokens, then of sampled ones."""
     return (*_of_prompts(outcome), *_of_samples(outcome))
 
 

@@ -182,8 +182,8 @@ def build(
     cache_geometry = geometry(
         resolved, model, resolved.kv_cache_dtype, resolved.attention_impl, draft_model
     )
-    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their
-    # memory
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
+    # their memory
     shapeless = model._replace(params=shapes_of(model.params))
     shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
     compiler = partial(

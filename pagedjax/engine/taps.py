@@ -99,7 +99,7 @@ def wanted_by(
 def nbytes(
     wanted: Wanted, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1
 ) -> int:
-    """Bytes of the arrays of a request at its longest. The last token of a branch is not computed."""
+    """Bytes of a request's arrays at its longest. The last token of a branch is not computed."""
     position = NUMBER * c.hidden * len(wanted.hidden)
     if wanted.experts:
         assert c.experts is not None
@@ -246,7 +246,7 @@ class _Column:
 
 
 class Collected:
-    """The parts of one branch so far. The branches of a request share those of the prompt's tokens."""
+    """The parts of one branch so far. Branches share the parts of the prompt's tokens."""
 
     def __init__(self, prompt_len: int, prompt: dict[Any, _Column]) -> None:
         self.prompt_len = prompt_len

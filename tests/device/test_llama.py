@@ -1,4 +1,6 @@
-"""The Llama family against a plain numpy implementation, and live against transformers (marker `oracle`)."""
+"""The Llama family against a plain numpy implementation, and live against transformers (marker
+`oracle`).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 LENGTHS = (70, 9, 33, 1)
 PROMPTS = [np.random.default_rng(i).integers(0, 320, n) for i, n in enumerate(LENGTHS)]
-# Steps of (sequence, tokens): chunks of several prompts, decodes beside them, one chunk of more than 64 tokens.
+# Steps of (sequence, tokens): chunks of several prompts, decodes beside them, one chunk of more
+# than 64 tokens.
 CHUNKED = [[(0, 11), (1, 9)], [(0, 1), (2, 20), (3, 1)], [(2, 12), (0, 57)], [(2, 1), (0, 1)]]
 WHOLE = [[(0, 70)], [(1, 9), (2, 33), (3, 1)]]
 T, S, M = 72, 8, 10
@@ -114,7 +117,7 @@ def lay_out(step, done, prompts, tables, t: int) -> Batch:
     )  # type: ignore[arg-type]
 
 
-# --- the definition in numpy ------------------------------------------------------------------------------------------
+# --- the definition in numpy ----------------------------------------------------------------------
 
 
 def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -140,7 +143,8 @@ def softmax(scores: np.ndarray, head: int) -> np.ndarray:
 def plain_run(
     folder: Path, tokens: np.ndarray, weigh: Callable[[np.ndarray, int], np.ndarray] = softmax
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """All hidden states [n, H], as transformers counts them, and the weights of attention [N, n, n] of each layer.
+    """All hidden states [n, H], as transformers counts them, and the weights of attention [N, n, n]
+    of each layer.
 
     In float64: no cache, no batch, the tensors by their Hugging Face names.
 
@@ -275,7 +279,7 @@ def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
         assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits
 
 
-# --- shapes of real models, without their weights ---------------------------------------------------------------------
+# --- shapes of real models, without their weights -------------------------------------------------
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -432,7 +436,9 @@ def test_explicit_divisors_are_those_of_the_scaling_they_spell_out():
 
 
 def test_experts_are_in_every_nth_layer_counted_from_one():
-    """As in transformers: `(layer_idx + 1) % decoder_sparse_step == 0`, and not in `mlp_only_layers`."""
+    """As in transformers: `(layer_idx + 1) % decoder_sparse_step == 0`, and not in
+    `mlp_only_layers`.
+    """
     config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert [kind.sparse for kind in llama._kinds(config, "qwen3_moe")] == [
         False,

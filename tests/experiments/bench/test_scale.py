@@ -1,4 +1,6 @@
-"""The benchmark of scaling: calculated counts match arrays and the compiler's counts. No times are tested."""
+"""The benchmark of scaling: calculated counts match arrays and the compiler's counts. No times are
+tested.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def config():
     return llama.from_hf(ODD | {"num_hidden_layers": 3, "vocab_size": 320})
 
 
-# --- on paper ---------------------------------------------------------------------------------------------------------
+# --- on paper -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -130,7 +132,7 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
 
 
-# --- the loop ---------------------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MOST_STEPS)])
@@ -165,7 +167,7 @@ def test_sequences_begin_blocks_in_different_steps():
     assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
 
 
-# --- the report -----------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def test_line_fit_minimizes_relative_error():
@@ -253,7 +255,7 @@ def test_documented_tables_match_kept_figures():
     )
 
 
-# --- bad arguments ----------------------------------------------------------------------------------------------------
+# --- bad arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
