@@ -91,7 +91,12 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # In StableHLO, from where in the source an operation is.
 PLACES = re.compile(
-    r"^#loc.*\n| loc\(#loc\d*\)| loc\(\"[^\"]*\"(\(#loc\d*\))?\)| loc\(unknown\)", re.M
+    r"""^\#loc.*\n
+    |\ loc\(\#loc\d*\)
+    |\ loc\(callsite\(\#loc\d*\ at\ \#loc\d*\)\)
+    |\ loc\("[^"]*"(\(\#loc\d*\))?\)
+    |\ loc\(unknown\)""",
+    re.MULTILINE | re.VERBOSE,
 )
 # In results, which code gave them.
 COMMIT = re.compile(r'"(commit|source)": ?"[^"]*",?')
