@@ -217,6 +217,9 @@ def _choose_rows(
         each admitted sequence, admission, sequences that compute nothing)
     """
     runnable, num_decodes, waiting_beams = _decodes_first(state.running)
+    if state.config.mixed_steps:
+        active, counts, admission = _token_counts(state, policy, runnable, num_decodes, admits)
+        return active, num_decodes, counts, admission, waiting_beams
     for kind in step_kinds.kinds(state.config, state.step):
         active, decodes, skipped = step_kinds.split(runnable, num_decodes, kind)
         active, counts, admission = _token_counts(

@@ -20,13 +20,13 @@ from typing import Literal
 
 from pagedjax.host.types import Running, SchedulerConfig
 
-Kind = Literal["both", "prompts", "decodes"]
+Kind = Literal["prompts", "decodes"]
 
 
-def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
-    """The kinds to try for a step, in this order; the first one with tokens to compute is used."""
-    if config.mixed_steps:
-        return ("both",)
+def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, Kind]:
+    """The kinds to try for an unmixed step, in this order; the first one with tokens to compute is
+    used.
+    """
     if config.chunked_prefill and step % 2:
         return "decodes", "prompts"
     return "prompts", "decodes"
@@ -42,8 +42,6 @@ def split(active: Running, num_decodes: int, kind: Kind) -> tuple[Running, int, 
         (sequences that this kind of step computes, the number of decodes among them, sequences that
         wait for another step)
     """
-    if kind == "both":
-        return active, num_decodes, Running()
     decodes = active.pick(range(num_decodes))
     prompts = active.pick(range(num_decodes, len(active.seqs)))
     if kind == "decodes":
