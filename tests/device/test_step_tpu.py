@@ -70,7 +70,7 @@ def test_cache_has_rows_of_128_and_the_same_bytes(tiny_llm):
     assert attention.page_row("pallas_tpu", 256) == 256
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes of compiling; a small model above does the same
 def test_smollm2_gives_its_golden_tokens(smollm2, on_a_tpu):
     """Prompts in chunks beside decodes."""
     from tests.engine.test_goldens_engine import GOLDENS

@@ -589,18 +589,18 @@ def small_config(draw: random.Random) -> SchedulerConfig:
 
 
 @pytest.mark.slow
-def test_no_block_leaks_in_100_000_steps_with_drafts():
+def test_no_block_leaks_in_long_lives_with_drafts():
     """Long lives of a few schedulers: each state is compared with the model, and each pool is whole
     at the end.
     """
     draw = random.Random(1)
     tally: Counter[str] = Counter()
-    while tally["step"] < 100_000:
+    while tally["step"] < 40_000:
         driver = Driver(small_config(draw), tally)
         for _ in range(25):
             driver.traffic(100, draw.randrange(2**32), drafting=draw.choice([0.3, 0.8]))
         driver.drain(seed=0)
-    assert tally["drafted"] > 10_000
+    assert tally["drafted"] > 4_000
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_finished_run_only_rewrites_missing_model(run, monkeypatch):
             (run.out / "before").rename(model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes; tests above train less, and a tutorial does it too
 def test_command_trains_on_english(tmp_path):
     """The defaults reach a loss far below that of token frequencies; takes minutes."""
     out = tmp_path / "tiny"
