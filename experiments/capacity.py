@@ -1,10 +1,8 @@
 """The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set
 slo.ttft=0.5] [--share 0.9]
 
-    --share 0.9         at least this share of requests meets every target of the config's `slo`, as
-                        goodput counts them
-    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within
-                        slo.ttft and slo.itl
+    --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
+    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
 
 Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a
 multiple of the recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same

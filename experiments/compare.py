@@ -1,5 +1,4 @@
-"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...]
-[--confidence 0.95]
+"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
 
 A and B are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in
 quotes). Sweeps over the same keys are compared point by point; otherwise each side must be one
@@ -7,14 +6,13 @@ point. Failed runs are left out.
 
 The ratio B / A has an interval:
 
-    several runs each   of geometric means over repeats, by Student's t on the logarithms: over
-                        pairs of repeats with one number if both sides have the same repeats of the
-                        same workload, else Welch's. It covers other repeats on the same machine.
-    one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests:
-                        a bootstrap over requests, each drawn on both sides together, with all its
-                        gaps. It covers other requests, not other runs: it does not show a slow
-                        minute of the machine, and it is rather too narrow, because neighbours in a
-                        queue are alike. A number of the whole run (throughput) has no interval.
+    several runs each   of geometric means over repeats, by Student's t on the logarithms: over pairs of repeats with
+                        one number if both sides have the same repeats of the same workload, else Welch's. It covers
+                        other repeats on the same machine.
+    one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
+                        requests, each drawn on both sides together, with all its gaps. It covers other requests, not
+                        other runs: it does not show a slow minute of the machine, and it is rather too narrow, because
+                        neighbours in a queue are alike. A number of the whole run (throughput) has no interval.
 
 Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers
 of branches agree, one by one (requests.jsonl; the prompts' tokens are not recorded). A difference

@@ -3,8 +3,7 @@
 python -m experiments.bench.beams
 python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
 
-    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the
-    running sequences
+    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
 It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for
 Alpaca are printed beside it. Sharing depends on where beams diverge, which random numbers cannot

@@ -1,7 +1,6 @@
 """How long does a CPU wait for the host between decode steps, according to XLA's own trace?
 
-    python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json
-    out.json]
+    python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json out.json]
 
 The default model decodes greedily; `idle` is the time from the end of one step on XLA's threads to
 the beginning of the next one. It is the whole cost of the host's work (schedule, pack, dispatch,

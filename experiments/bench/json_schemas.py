@@ -1,7 +1,6 @@
 """Which JSON schemas can be asked for, and do their masks accept what is valid and nothing else?
 
-    python -m experiments.bench.json_schemas FOLDER [--limit 500] [--model smollm2-135m] [--json
-    out.json]
+    python -m experiments.bench.json_schemas FOLDER [--limit 500] [--model smollm2-135m] [--json out.json]
 
 FOLDER has MaskBench's files (guidance-ai/jsonschemabench, `maskbench/data`): each is {"schema":
 ..., "tests": [{"valid": ..., "data": ...}]}. A file that is a schema itself, as in JSONSchemaBench,
@@ -11,8 +10,7 @@ Each instance is written as compact JSON and followed token by token through the
 engine uses.
 
     refused            schemas that cannot be compiled; a user gets an error that names the keyword
-    valid rejected     instances that must pass and do not; among them those whose properties are in
-                       another order
+    valid rejected     instances that must pass and do not; among them those whose properties are in another order
     invalid accepted   instances that must fail and pass: each would be a wrong answer
     mask               milliseconds of one mask, at the median, the 99th percentile and at most
 """

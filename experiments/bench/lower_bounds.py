@@ -1,8 +1,7 @@
 """How close is a step to its lower bounds, the time of its memory traffic and of its matrix
 products?
 
-    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253]
-    [--json out.json]
+    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253] [--json out.json]
 
 Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the
 step's products with weights; the attention of all layers over pages, beside reading as many bytes

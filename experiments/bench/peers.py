@@ -1,8 +1,7 @@
 """How fast is this engine compared with other engines, on the same requests in turn?
 
     python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
-    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot
-    out.svg
+    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot out.svg
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens,
 uniform; EOS ignored. Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids],

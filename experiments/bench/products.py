@@ -1,7 +1,6 @@
 """How fast are the products of a model's layers, by each implementation in turn?
 
-    python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512]
-    [--json out.json]
+    python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512] [--json out.json]
 
 SmolLM2-135M's 30 layers without their attention: norm, queries, keys and values; the output; gates
 and up; down. Random weights. Each implementation runs what it would run in a step, with norms,

@@ -1,8 +1,7 @@
 """What do smaller weights and a smaller cache cost in perplexity, agreement and time, and how many
 bytes do they save?
 
-    python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16]
-    [--json out.json]
+    python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16] [--json out.json]
 
 The text is Python's documentation, which every Python ships (pydoc_data), cut into windows. The
 other rows are compared with the first one:
@@ -10,8 +9,7 @@ other rows are compared with the first one:
     perplexity   exp of the mean negative log-likelihood of every token of a window after its first
     |difference| mean distance of those log-likelihoods, in nats
     same best    share of positions where the most likely next token is the same
-    same greedy  share of the greedy tokens after each window that come before the first different
-                 one
+    same greedy  share of the greedy tokens after each window that come before the first different one
     step         median decode step, as a multiple of the first row's; all engines take turns
 
 If a row has another dtype than the first one, its figures include that rounding. Under quest,

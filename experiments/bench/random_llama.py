@@ -1,8 +1,8 @@
 """How fast is each attention implementation in an engine, on a Llama of random weights, on this
 device?
 
-    python -m experiments.bench.random_llama  # TinyLlama-1.1B's shape python -m
-    experiments.bench.random_llama --impls pallas_gpu xla --seqs 64 --context 2048 --json out.json
+    python -m experiments.bench.random_llama                                    # TinyLlama-1.1B's shape
+    python -m experiments.bench.random_llama --impls pallas_gpu xla --seqs 64 --context 2048 --json out.json
 
 No checkpoint is needed. Each implementation gets its own engine and the same requests: prompts of
 `--context` random tokens, then `--tokens` greedy ones. Printed are the seconds of the prompt steps,

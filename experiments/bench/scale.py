@@ -1,10 +1,10 @@
 """How does a decode step grow with sequences, context, layers and vocabulary, calculated and
 measured?
 
-    python -m experiments.bench.scale [--json out.json]  # prints the section for results/README.md
-    python -m experiments.bench.scale --show out.json  # the same section from kept figures
+    python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
+    python -m experiments.bench.scale --show out.json             # the same section from kept figures
     python -m experiments.bench.scale --layers 1 2 4 --steps 5    # other values, fewer steps
-    python -m experiments.bench.scale --quick  # a tiny model, as a test of the program
+    python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
 
 One factor at a time varies around a base shape, a Llama of random weights in float32. The
 calculation ("paper") uses the model's shape and two rates of the device, those of

@@ -14,8 +14,7 @@ Each load keeps `--seqs` sequences running. The base loads:
 
 Features that are added to them:
 
-    +hashes    prefix caching, warm: recurring prompts, published outputs, a pool full of idle
-               blocks that are evicted
+    +hashes    prefix caching, warm: recurring prompts, published outputs, a pool full of idle blocks that are evicted
     +branches  parallel sampling, four branches a request: forks and copies on write
     +swap      a swap space; only `tight` moves blocks there
     +all       all three

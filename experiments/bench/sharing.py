@@ -4,8 +4,7 @@ device.
 python -m experiments.bench.sharing
 python -m experiments.bench.sharing --requests 200 --rate 0.2 --json
 
-    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the
-    running sequences
+    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
 This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values
 are printed too. Prompt and output lengths are exponential with the means of the paper's two data

@@ -2,10 +2,8 @@
 
 Each engine runs each workload, in turn, several rounds.
 
-    python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7]
-    [--json out.json]
-    python -m experiments.bench.speculation --methods --head runs/draft/head --tokens 3  # a head
-                                                                                         alone
+    python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7] [--json out.json]
+    python -m experiments.bench.speculation --methods --head runs/draft/head --tokens 3  # a head alone
 
     edit    one request at a time: functions of Python's library, to be written again with one name
             changed

@@ -1,10 +1,9 @@
 """How many seconds pass from a command to its first token, by stage, with empty and with full
 caches on disk?
 
-    python -m experiments.bench.startup  # SmolLM2, three processes of each kind
+    python -m experiments.bench.startup                                       # SmolLM2, three processes of each kind
     python -m experiments.bench.startup --model folder --repeats 5 --json out.json
-    python -m experiments.bench.startup --kinds generate-answer serve serve-eager  # until a whole
-                                                                                   answer
+    python -m experiments.bench.startup --kinds generate-answer serve serve-eager    # until a whole answer
 
 Each measurement is a separate process that loads the model, makes an engine and generates one
 token. `generate` is the engine of `pagedjax generate`, for one request. `LLM()` is the library with

@@ -1,8 +1,7 @@
 """What do structured outputs cost? The same requests with and without a form, in turn, several
 rounds.
 
-    python -m experiments.bench.structured [--rounds 5] [--requests 32] [--tokens 64] [--json
-    out.json]
+    python -m experiments.bench.structured [--rounds 5] [--requests 32] [--tokens 64] [--json out.json]
 
 Every answer has exactly `--tokens` tokens: the form is a list that may not end before, and a
 request without a form ignores the end of text. So both passes compute the same number of rows in

@@ -3,13 +3,10 @@
 Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide
 its delay.
 
-Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1
-<= ... <= tk each:
+Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1 <= ... <= tk each:
     queue  start of the first step that computes any of the request's tokens - arrival
-    ttft   the earliest t1 - arrival
-    itl    the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
-    e2e    the latest tk - arrival
-    tpot   (tk - t1) / (k - 1), one value per branch
+    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
+    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
 
 Output tokens are those of all branches, including those that `best_of` drops. A request is done
 when all its branches are done.

@@ -1,15 +1,12 @@
 """Run folders: written atomically, read without pandas.
 
     <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
-        config.yaml     the resolved config, without any choice left; small files that it names are
-                        copied beside it
+        config.yaml     the resolved config, without any choice left; small files that it names are copied beside it
         env.json        the environment: commit, hash of the code, versions, device, flags
         requests.jsonl  one line a request, its branches in it
         steps.jsonl     one line a step; not in a run that keeps sums (totals.py)
         summary.json    the metrics; a run exists if and only if this file exists
-    <out>/<name>/
-        sweep.json, runs.jsonl, report.html   the sweep: its runs in order, their summaries, the
-                                              report
+    <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
 
 A run is written under a temporary name and renamed, so a killed sweep leaves no incomplete run.
 """

@@ -1,17 +1,14 @@
-"""How fast are the GPU attention kernels on this GPU, compared with alternatives?
-
-`gpu_numerics` checks that they are right.
+"""How fast are the GPU attention kernels on this GPU, compared with alternatives? `gpu_numerics`
+checks that they are right.
 
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
-    python -m experiments.hardware.gpu_attention --rehearse  # the same program on a CPU: plain XLA,
-                                                             tiny shapes
+    python -m experiments.hardware.gpu_attention --rehearse       # the same program on a CPU: plain XLA, tiny shapes
 
-1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16
-   product of 8192 x 8192 matrices.
-2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of
-   2 to 8 query tokens, decodes with drafts to verify, and the ratio of their time to that of a
-   decode of as many rows and tokens.
+1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
+   8192 matrices.
+2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
+   tokens, decodes with drafts to verify, and the ratio of their time to that of a decode of as many rows and tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through

@@ -3,18 +3,15 @@ what a step is made of.
 
     python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
     python -m experiments.hardware.gpu_engine --impls pallas_gpu --lookahead 1 --profile 8
-    python -m experiments.hardware.gpu_engine --rehearse  # the same program on a CPU: plain XLA, a
-                                                          tiny model
+    python -m experiments.hardware.gpu_engine --rehearse          # the same program on a CPU: plain XLA, a tiny model
 
 The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and
 100 to 1,024 output tokens each, all at once. For each attention implementation and each
 `lookahead`, the same engine settings serve them.
 
-roofline    for each step, the time in which the card could read the weights, keys and values, or
-            compute the products, whichever is longer, at the measured rates (--bandwidth, --rate);
-            summed over the steps
-idle        1 - the time in which a kernel runs / wall time, over a few decode steps, in XLA's own
-            trace of the device
+roofline    for each step, the time in which the card could read the weights, keys and values, or compute the products,
+            whichever is longer, at the measured rates (--bandwidth, --rate); summed over the steps
+idle        1 - the time in which a kernel runs / wall time, over a few decode steps, in XLA's own trace of the device
 
 Random weights make random tokens, so tokens are not checked here; `gpu_goldens` does that with a
 real model.

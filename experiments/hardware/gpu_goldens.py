@@ -2,8 +2,7 @@
 
     python -m experiments.hardware.gpu_goldens --json goldens.json
     python -m experiments.hardware.gpu_goldens --model SmolLM2-135M-Instruct.Q4_1.gguf
-    python -m experiments.hardware.gpu_goldens --rehearse  # on a CPU: its implementations, in
-                                                           float32
+    python -m experiments.hardware.gpu_goldens --rehearse  # on a CPU: its implementations, in float32
 
 The reference is tests/goldens/greedy.json: greedy continuations of SmolLM2-135M by transformers, in
 float32 on a CPU. For each dtype, one engine has the kernels and one has plain XLA. Each runs in a

@@ -2,8 +2,7 @@
 
     python -m experiments.hardware.gpu_numerics --json numerics.json
     python -m experiments.hardware.gpu_numerics --every 7      # a seventh of the shapes
-    python -m experiments.hardware.gpu_numerics --rehearse  # two shapes, interpreted on a CPU;
-                                                            needs JAX 0.11 too
+    python -m experiments.hardware.gpu_numerics --rehearse     # two shapes, interpreted on a CPU; needs JAX 0.11 too
 
 Every head size, block size and 5 group sizes, each as one ragged batch of decodes, short rows and
 chunks, in bfloat16, against float64 on the host. Every fifth shape also has a window and a soft

@@ -3,8 +3,7 @@
 
     python -m experiments.hardware.gpu_prediction --json prediction.json
     python -m experiments.hardware.gpu_prediction --model SmolLM2-135M-Instruct.Q4_1.gguf
-    python -m experiments.hardware.gpu_prediction --rehearse  # on a CPU: one other run of few
-                                                              requests
+    python -m experiments.hardware.gpu_prediction --rehearse      # on a CPU: one other run of few requests
 
 The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a
 smaller budget, which needs a second engine. The study's engine with blocks of 128 is left out,

@@ -2,8 +2,7 @@
 (docs/design/simulation.md).
 
     Network      the links between chips, from data sheets
-    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled
-                 tokens
+    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled tokens
     seconds      of one exchange: its bytes over the links that it uses, and its hops
 
 The devices form one ring. On a torus of TPUs, a ring needs two links of each chip, and both send in

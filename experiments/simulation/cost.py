@@ -11,8 +11,7 @@ A step reads its weights once and multiplies them with its tokens. Then it reads
 of every context and multiplies with them. Each part takes the longer of its memory traffic and its
 arithmetic:
 
-    launch + max(weights / bandwidth, 2 * numbers * tokens / rate)
-           + max(kv / bandwidth, attention / rate)
+    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
 
 In a mixture of experts, the step reads the experts that at least one token chose, as expected of
 tokens that choose evenly and independently (Shape.experts_read), and multiplies with the experts of

@@ -151,24 +151,30 @@ def parts(wants: Wants, outcome: Outcome) -> tuple[TapPart, ...]:
     assert outcome.sent.output.taps is not None, "`of_plan` chose the program"
     wanted = union(wants[seqs[i].request_id] for i in rows)
     taps = _on_host(outcome.sent.output.taps, wanted)
-    return tuple(_part_of(wants[seqs[i].request_id], outcome, i, taps) for i in rows)
+    first_tokens = outcome.first_tokens
+    first_samples = outcome.first_samples
+    return tuple(
+        _part_of(wants[seqs[i].request_id], outcome, i, taps, first_tokens[i], first_samples[i])
+        for i in rows
+    )
 
 
-def _part_of(wanted: Wanted, outcome: Outcome, row: int, taps: Any) -> TapPart:
+def _part_of(
+    wanted: Wanted, outcome: Outcome, row: int, taps: Any, first_token: int, first_sample: int
+) -> TapPart:
     """What a step gives the sequence of a row.
 
     Args:
         taps: a `Tapped` with numpy arrays.
+        first_token, first_sample: of the row, among those of the sent step.
     """
     plan = outcome.plan
     sample = outcome.sampled[row]
     num_samples = len(sample) if isinstance(sample, tuple) else 1
     rejected = plan.drafts[row] + 1 - num_samples if plan.drafts else 0
-    first_token = outcome.first_tokens[row]
     tokens = slice(first_token, first_token + plan.counts[row] - rejected)
     attention = {}
     if wanted.attention and outcome.reaches_end(row):
-        first_sample = outcome.first_samples[row]
         samples = slice(first_sample, first_sample + num_samples)
         heads_of = dict(outcome.sent.wanted.attention)
         for layer, heads in wanted.attention:

@@ -8,9 +8,8 @@ The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, s
 sequence by sequence. Of the continuations of all beams, ranked by the sum of their
 log-probabilities,
 
-    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m
-                tokens has the score sum / m ** length_penalty, and the W best finished sequences
-                are kept.
+    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m tokens has the score
+                sum / m ** length_penalty, and the W best finished sequences are kept.
     running     the best W of those that do not end.
 
 W + (number of stop tokens) continuations of each beam are enough for both: of one beam's

@@ -7,8 +7,7 @@ those before the first draft that was wrong, and one more.
 
     length           a known token: its value is decided
     drafts           behind the known tokens, at positions length ... length + k - 1
-    commit           keeps n of k + 1 sampled tokens: length += n, computed += n,
-                     so computed == length - 1 again
+    commit           keeps n of k + 1 sampled tokens: length += n, computed += n, so computed == length - 1 again
 
 Nothing is rolled back. The slots of rejected drafts are written again by later steps, and blocks
 that only rejected drafts needed are free again after the commit.

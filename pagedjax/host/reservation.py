@@ -5,8 +5,7 @@ The pieces are those of the PagedAttention paper (Kwon et al. 2023, section 6.1)
 al. 2022), which keeps the keys and values of a request contiguous and so must reserve them in
 advance:
 
-    none     blocks for the known tokens, and another one whenever the last is full:
-             paging, the default
+    none     blocks for the known tokens, and another one whenever the last is full: paging, the default
     oracle   the final length of the request, as if it were known
     pow2     its prompt, and the output rounded up to a power of two
     max      max_model_len tokens

@@ -8,30 +8,24 @@ no text or token.
 There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step
 gives a sequence one or more tokens. The rules:
 
-1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no
-   more sequences run than the budget has tokens.
+1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no more sequences run
+   than the budget has tokens.
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
-3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that
-   preempted. Full blocks are shared if their content is in the cache or is computed by an earlier
-   row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the
-   blocks of all its tokens but the last, and compute that token again. A block that others own or
-   can find is copied before a write.
-5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of
-   its group, until they suffice. If only one group runs, it loses one branch at a time. One
-   sequence alone always fits, because `submit` rejects what could not.
-6. The beams of a request advance together: a beam with no token left to compute waits for the
-   others. Then `commit` is given the beam that each continues, and its token. Beams are admitted
-   and preempted together.
-7. A victim returns to the front of the queue: with its content in host blocks if they suffice
-   (swapping), else with nothing computed (recomputation). It is admitted again like any other
-   sequence.
+3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
+   blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
+   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
+5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
+   they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
+   rejects what could not.
+6. The beams of a request advance together: a beam with no token left to compute waits for the others. Then `commit` is
+   given the beam that each continues, and its token. Beams are admitted and preempted together.
+7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
+   nothing computed (recomputation). It is admitted again like any other sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
-9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden
-   states).
-10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the
-    blocks that a sequence has at most at one time. A chunk is then cut where no block is free for
-    its next token.
+9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
+10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the blocks that a sequence
+    has at most at one time. A chunk is then cut where no block is free for its next token.
 
 The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding
 blocks), branches.py (4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py

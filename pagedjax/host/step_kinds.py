@@ -3,11 +3,9 @@
 Two switches choose the kinds of steps:
 
     mixed_steps  chunked_prefill
-    yes          yes              chunks of prompts fill what decodes leave of the budget
-                                  (Sarathi-Serve); the default
+    yes          yes              chunks of prompts fill what decodes leave of the budget (Sarathi-Serve); the default
     yes          no               whole prompts join the decodes (Orca)
-    no           no               whole prompts first, and decodes wait for them
-                                  (vLLM before chunked prefill)
+    no           no               whole prompts first, and decodes wait for them (vLLM before chunked prefill)
     no           yes              chunks and decodes in turn
 
 Where prompts are whole, each is computed by the step that admits it, so the budget must hold the

@@ -1,6 +1,5 @@
-"""A picture is the page at one moment; a frame turns it into the next one.
-
-fold.js does the same in the browser.
+"""A picture is the page at one moment; a frame turns it into the next one. fold.js does the same in
+the browser.
 
 A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent
 key means no change. Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long
@@ -9,24 +8,19 @@ and may be used again.
     step       number of the scheduler's step
     rest       true: no step runs; else the frame shows the cache while its step runs
     at         [start, end] of the step in seconds since the recording began
-    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or
-               null] of new requests, and a list of their tags if they have any
+    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new
+               requests, and a list of their tags if they have any
     waiting    a splice of the queue's numbers
-    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its
-               order; a row with drafts has their number behind that, and they are the last of its
-               tokens. The base of the splice is the batch in which each row of the last step that
-               still runs gets one more token
+    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order; a row with drafts
+               has their number behind that, and they are the last of its tokens. The base of the splice is the batch
+               in which each row of the last step that still runs gets one more token
     still      [number, computed, known tokens] of running requests without a row in this step
-    tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no
-               longer runs
+    tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
     away       [number, host blocks] of requests that are swapped out
-    counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold
-               no token]
-    sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones
-               and one more
-    accepted   drafts of each row that were accepted; null: it had none, or was cancelled while the
-               step ran
+    counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
+    sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more
+    accepted   drafts of each row that were accepted; null: it had none, or was cancelled while the step ran
     verified   [drafts, accepted] of all steps so far, this one included
     before     log entries until the step ran, in order: see story.py
     after      log entries at its end

@@ -1,8 +1,7 @@
 """`pagedjax convert`: write the model of any checkpoint to a new folder.
 
-    convert("org/name", "folder", "orbax")        our parameters; restored directly to devices of
-                                                  any layout
-    convert("folder", "other", "safetensors")     Hugging Face names, for other programs
+    convert("org/name", "folder", "orbax")            our parameters; restored directly to devices of any layout
+    convert("folder", "other", "safetensors")         Hugging Face names, for other programs
 
 The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's
 files.

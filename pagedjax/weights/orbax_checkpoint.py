@@ -1,8 +1,8 @@
 """Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it
 is needed.
 
-    FOLDER/config.json, generation_config.json, tokenizer.json ...    as in a Hugging Face directory
-    FOLDER/params/                                by Orbax: one array for each parameter
+    FOLDER/config.json, generation_config.json, tokenizer.json ...      as in a Hugging Face directory
+    FOLDER/params/                                                      by Orbax: one array for each parameter
 
 The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's
 checkpoint from `StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same

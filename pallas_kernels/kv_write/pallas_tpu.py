@@ -5,8 +5,7 @@ whole array, and copies the array in and out in every layer. A token's numbers a
 the 8 rows that a TPU moves at least. So the kernel moves whole *pieces*, 8 rows of a page of every
 head: it reads each piece that gets new tokens, fills it and writes it back.
 
-    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots; other slots
-                  get any token
+    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots; other slots get any token
     grid          a block of pieces at a time: all are read, then filled, then written, then awaited
 """
 

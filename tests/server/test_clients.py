@@ -4,8 +4,8 @@ for agents.
 The first two depend on torch, so they are in a separate environment, whose programs must be on the
 PATH:
 
-    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]' litellm
-    langchain-openai PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
+    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]' litellm langchain-openai
+    PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     to the adapter    {"model": folder, "options": {...}}          once
     from it           {"ready": seconds, "version": "1.2.3"}
-    to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its
-                      input ends
-    from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each,
-                      EOS ignored
+    to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its input ends
+    from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each, EOS ignored
 
 Errors are returned as {"error": text}. Output that an engine prints goes to stderr.
 """

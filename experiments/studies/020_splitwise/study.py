@@ -3,14 +3,12 @@ arXiv 2311.18677).
 
 Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the conversation trace:
 
-    VI-B  equal power: "Compared to Baseline-A100, Splitwise-AA delivers 2.15x more throughput at
-          the same power and cost. Splitwise-HA delivers 1.18x more throughput at 10% lower cost and
-          the same power."
-    VI-C  equal cost: "Splitwise-AA provides the best throughput for the same cost, namely 1.4x more
-          throughput than Baseline-H100". The sentence names no trace; its neighbour in Fig. 18 is
-          of conversations.
-    VI-E  without targets: "Baseline-A100 and Splitwise-AA have the best throughput per cost at 0.89
-          RPS/$", and Splitwise-HH and Baseline-H100 "achieve 0.75 RPS/$".
+    VI-B  equal power: "Compared to Baseline-A100, Splitwise-AA delivers 2.15x more throughput at the same power and
+          cost. Splitwise-HA delivers 1.18x more throughput at 10% lower cost and the same power."
+    VI-C  equal cost: "Splitwise-AA provides the best throughput for the same cost, namely 1.4x more throughput than
+          Baseline-H100". The sentence names no trace; its neighbour in Fig. 18 is of conversations.
+    VI-E  without targets: "Baseline-A100 and Splitwise-AA have the best throughput per cost at 0.89 RPS/$", and
+          Splitwise-HH and Baseline-H100 "achieve 0.75 RPS/$".
 
 1.18 is compared with Baseline-H100: by the prices, Splitwise-HA costs less than that, and more than
 Baseline-A100.

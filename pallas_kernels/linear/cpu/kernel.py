@@ -1,10 +1,9 @@
 """Products of activations with packed weights: compiled code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS,
-              asks XLA's thread pool for helpers, works, and waits for what helpers have begun.
-    work      packs tiles of x, one an item: normalises the rows, and stores them input by input.
-              When all are packed, it computes items of the product, each some panels of the weight
-              by some tiles.
+    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
+              pool for helpers, works, and waits for what helpers have begun.
+    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed,
+              it computes items of the product, each some panels of the weight by some tiles.
 
 A helper that begins too late finds no item. Shapes are read from the call frame, so one program
 serves all of them. A variant has code for its own dtypes alone, and for products of low rank if it

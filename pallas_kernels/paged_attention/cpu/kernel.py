@@ -1,13 +1,12 @@
 """Paged attention that reads pages in place: compiled code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers,
-              works, waits for the items that helpers have begun, and merges short rows of more than
-              one span.
-    work      computes items until none is left. An item of a row with up to SHORT query tokens (a
-              decode, with or without drafts) is (span of SPAN visible tokens, key head); an item of
-              a row with more (a chunk) is (tile of LANES queries, key head).
-              Helpers and the handler's thread run the same loop, so a long context is shared by
-              threads and short ones do not wait.
+    handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers, works, waits for
+              the items that helpers have begun, and merges short rows of more than one span.
+    work      computes items until none is left. An item of a row with up to SHORT query tokens (a decode, with or
+              without drafts) is (span of SPAN visible tokens, key head); an item of a row with more (a chunk) is (tile
+              of LANES queries, key head).
+              Helpers and the handler's thread run the same loop, so a long context is shared by threads and short ones
+              do not wait.
 
 The handler never waits for a helper that has not begun: its thread then computes all items. So it
 cannot deadlock, for any number of engines that share the pool. A helper that begins too late finds

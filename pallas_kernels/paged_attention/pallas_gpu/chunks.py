@@ -1,13 +1,11 @@
 """Attention of prompt chunks over pages, causal within each row: Pallas, Mosaic GPU, Hopper.
 
-    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that
-               fit 64 rows of WGMMA
+    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that fit 64 rows of
+               WGMMA
     grid       (key head, item), as many items as the batch can need; the unused ones end at once
-    producer   a warpgroup that copies the item's queries, and the pages of its context into a ring
-               of tiles
-    consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax
-               (FlashAttention, Dao et al. 2022); row g * tokens + i of a product is query head g of
-               the run's token i
+    producer   a warpgroup that copies the item's queries, and the pages of its context into a ring of tiles
+    consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
+               2022); row g * tokens + i of a product is query head g of the run's token i
 
 Queries and results are read and written in place, [T, N, D]. A run at its row's end is stored in
 pieces of powers of two, so it never overwrites another row's tokens. Only tiles that the item sees

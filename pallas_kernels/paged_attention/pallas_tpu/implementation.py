@@ -1,11 +1,10 @@
 """Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles in four sizes.
 
     decode    a row with one query token is one tile
-    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to
-              verify
-    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first
-              token. So a tile may contain the end of one row and the beginning of the next, with an
-              item for each, and queries need no gathering
+    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to verify
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So a tile may
+              contain the end of one row and the beginning of the next, with an item for each, and queries need no
+              gathering
 
 Every call runs all sizes that its tokens can need, because only the device knows the rows' lengths.
 

@@ -1,16 +1,11 @@
-"""Attention of tiles of queries over pages: Pallas, Mosaic TPU.
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks are
+sizes of one kernel.
 
-Decodes, short rows and chunks are sizes of one kernel.
-
-    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and
-                results out
-    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the
-                context they see
-    step        an item's next `span` context tokens: its pages, each copied whole from HBM by one
-                DMA
-    ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items
-                ahead of the computation, across tiles and blocks, so that a short context is copied
-                while another is computed
+    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
+    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
+    step        an item's next `span` context tokens: its pages, each copied whole from HBM by one DMA
+    ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items ahead of the
+                computation, across tiles and blocks, so that a short context is copied while another is computed
 
 A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page
 has L lanes, 128 or D if it is larger, so L / D tokens share it. The tile has the query once for
