@@ -45,9 +45,8 @@ nb_execution_cache_path = str(
     / "notebooks"
     / sources.digest(ROOT / name for name in ("pagedjax", "pallas_kernels", "experiments"))
 )
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-)  # of their kernels
+# of their kernels
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True

@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     v_pages: jax.Array
     block_tables: jax.Array  # [B, M]
     seq_lens: jax.Array  # [B]
-    cu_q_lens: jax.Array | None  # [B + 1]; None of decodes
+    cu_q_lens: jax.Array | None  # [B + 1]; None for decodes
 
 
 class Shape(NamedTuple):

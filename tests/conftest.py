@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,16 @@ quick_compiler.choose_emitters()
 
 def pytest_configure() -> None:
     garbage.start()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as at a terminal, for this process and those that it starts: what a shell runs in the
+    background ignores SIGINT.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark

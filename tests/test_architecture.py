@@ -104,11 +104,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pallas_kernels": (),
     "experiments": ("pagedjax", "pallas_kernels"),
 }
+# every folder may import it
 VERSION = (
     "pagedjax",
     "pagedjax.__version__",
     "pagedjax._import_seconds",
-)  # every folder may import it
+)
 
 ARRAYS = {"jax", "jaxlib", "flax", "optax", "chex", "orbax", "numpy"}
 TORCH = {"torch", "torchvision", "accelerate"}

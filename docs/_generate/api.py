@@ -69,9 +69,8 @@ def entry(module: ModuleType, name: str) -> list[str]:
         return directive(
             "py:data", name, constant(module, name), module=module.__name__, type=_type(item)
         )
-    own = (
-        field_names(item) if issubclass(item, tuple) else ()
-    )  # which Python documents as "Alias for field number 0"
+    # which Python documents as "Alias for field number 0"
+    own = field_names(item) if issubclass(item, tuple) else ()
     return directive("autoclass", full, members="", exclude_members=", ".join(own) or None)
 
 

@@ -119,9 +119,8 @@ def write_out(model: str, folder: Path) -> Path:
         }
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
-        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[
-            checkpoint.config["model_type"]
-        ]  # needed by llama.cpp's converter
+        # needed by llama.cpp's converter
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]
         config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
@@ -353,9 +352,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     peers: list[Peer] = []
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that no stopped contender is left
+    # so that no stopped contender is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for i, (name, contender) in enumerate(contenders.items()):
             peers.append(Peer(name, contender, model.resolve(), folder / f"peer{i}.log"))

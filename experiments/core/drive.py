@@ -289,7 +289,8 @@ def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | No
             for step in compiled[:5]
         )
         return (
-            f"compiled in the measured run: {summary['compilations']} compilations, in step {steps_text}"
+            f"compiled in the measured run: {summary['compilations']} compilations, in step "
+            f"{steps_text}"
             f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the "
             "engine's"
         )

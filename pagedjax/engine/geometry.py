@@ -64,9 +64,7 @@ class Geometry(NamedTuple):
         )
 
     def _cache_blocks(self, num_blocks: int) -> int:
-        """Blocks of the cache: one of each group for a block of tokens. The trash block needs one
-        alone.
-        """
+        """Blocks of the cache: one of each group for a block of tokens. The trash block needs one."""
         return (num_blocks + 1) * self.groups - 1
 
     def host_blocks(self, config: Resolved) -> int:

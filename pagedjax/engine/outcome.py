@@ -35,8 +35,7 @@ class Outcome(NamedTuple):
 
     @property
     def first_samples(self) -> Sequence[int]:
-        """Of each row of the plan, the index of its first sample among the samples of the sent
-        step.
+        """Of each row of the plan, the index of its first sample in the sent step.
 
         A row with k drafts has k + 1 samples.
         """

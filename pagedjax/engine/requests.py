@@ -330,8 +330,10 @@ def hashes_of_filled(
         seq = plan.seqs[i]
         full = (plan.starts[i] + counts[i]) // size
         hashed = len(seq.hashes)
-        data = sequences[seq.request.request_id] if full > hashed else None
-        if data is None or data.root is None:
+        if full <= hashed:
+            continue
+        data = sequences[seq.request.request_id]
+        if data.root is None:  # it shares no blocks
             continue
         parent = seq.hashes[-1] if hashed else data.root
         # the first block with generated tokens

@@ -86,7 +86,7 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
 class Computed(NamedTuple):
     """A plan that the device computes, and what was sent to the device behind it.
 
-    rows: of each row of the plan, its row in the sent step. A predicted step may have others too.
+    rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
     """
 
     cache: KVCache

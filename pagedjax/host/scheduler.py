@@ -457,11 +457,11 @@ def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishR
         stops: stop tokens of all requests. In most steps none of them is sampled, and no request is
             checked on its own.
     """
-    lengths = enumerate(zip(rows.seqs, rows.lengths, strict=True))
-    candidates = [i for i, (seq, length) in lengths if length >= seq.limit]
+    seqs_and_lengths = enumerate(zip(rows.seqs, rows.lengths, strict=True))
+    candidates = [i for i, (seq, length) in seqs_and_lengths if length >= seq.limit]
     if not stops.isdisjoint(rows.tokens):
-        pairs = enumerate(zip(rows.seqs, rows.tokens, strict=True))
-        stopped = [i for i, (seq, token) in pairs if token in seq.request.stop_token_ids]
+        seqs_and_tokens = enumerate(zip(rows.seqs, rows.tokens, strict=True))
+        stopped = [i for i, (seq, token) in seqs_and_tokens if token in seq.request.stop_token_ids]
         candidates = sorted({*candidates, *stopped})
     ended: dict[int, FinishReason] = {}
     for i in candidates:

@@ -29,9 +29,8 @@ def paged_attention(
     _, k, s, _ = k_pages.shape
     token = jnp.arange(t)
     row = jnp.clip(jnp.searchsorted(cu_q_lens, token, side="right") - 1, 0, seq_lens.shape[0] - 1)
-    visible = seq_lens[row] - (
-        cu_q_lens[row + 1] - 1 - token
-    )  # context up to and with the query itself
+    # context up to and with the query itself
+    visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
     visible = jnp.where(token < cu_q_lens[-1], visible, 0)
 
     table = block_tables[row]  # [T, M]

@@ -207,9 +207,8 @@ def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
     scaling = c["rope_scaling"] or {}
     if scaling.get("rope_type") == "linear":
         wavelengths = wavelengths * scaling["factor"]
-    if (
-        scaling.get("rope_type") == "llama3"
-    ):  # long waves stretched, short ones kept, a ramp in frequency between
+    # long waves stretched, short ones kept, a ramp in frequency between
+    if scaling.get("rope_type") == "llama3":
         turns = scaling["original_max_position_embeddings"] / wavelengths
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         kept = np.clip((turns - low) / (high - low), 0, 1)

@@ -199,9 +199,8 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(one_laye
     ]
     assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
     with pytest.raises(AssertionError, match="traced > 2 times"):
-        LLM(
-            one_layer, progress=False, compilation="eager", **SIZES
-        )  # the count is not blind: another engine traces again
+        # the count is not blind: another engine traces again
+        LLM(one_layer, progress=False, compilation="eager", **SIZES)
 
 
 @pytest.mark.slow

@@ -136,9 +136,8 @@ def test_parameters_that_nobody_else_uses_are_freed(one_layer_folder, tmp_path, 
         tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1), linear_impl="xla"
     ).model.params
     options = {"background": {"compilation": "background"}, **KINDS}[kind] | {"linear_impl": "xla"}
-    llm = make(
-        one_layer_folder, load_model(one_layer_folder, linear_impl="xla"), **options
-    )  # it does not own the parameters
+    # it does not own the parameters
+    llm = make(one_layer_folder, load_model(one_layer_folder, linear_impl="xla"), **options)
     pages = sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
     before = live()
     llm.engine.update_params(other)

@@ -197,9 +197,10 @@ def test_pareto_plots_need_three_points() -> None:
     assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
     rows = sweep_points.points(wide)
+    # by factors
     assert "1000" in (
         plots.pareto_plot(rows, sweep_points.choose_axes(rows), sweep_points.TTFT_P99) or ""
-    )  # by factors
+    )
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,8 @@ def contenders(model: Model, batch: int, context: int, longest: int) -> list[dic
     )
     groups = [{"einsum": minor, "dot_product_attention": major}]
     engine_impl, *other_impls = served(model, SIZES[0])
-    if engine_impl in served(
-        model, context
-    ):  # one block for the whole sequence: the same code without following a table
+    # one block for the whole sequence: the same code without following a table
+    if engine_impl in served(model, context):
         groups.append({ONE_BLOCK: paged(model, engine_impl, batch, context, context, context)})
     ways = [(engine_impl, size) for size in SIZES] + [(impl, SIZES[0]) for impl in other_impls]
     return groups + [

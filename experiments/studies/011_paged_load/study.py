@@ -23,10 +23,11 @@ REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # with fewer requests, none waits 
 # seconds a token, about five times that of a single request: the paper's curves turn upwards there
 TARGET = 0.1
 OTHERS = (0.05, 0.2)
+# ShareGPT, over models of 13 to 175 billion parameters
 PUBLISHED = {
     ORACLE: (1.7, 2.7),
     MAX: (2.7, 8.0),
-}  # ShareGPT, over models of 13 to 175 billion parameters
+}
 STEPS = (
     "Where it serves less, the cause is the steps and not the cache: the paged engine computes "
     "prompts in separate "

@@ -39,10 +39,11 @@ PUBLISHED = {
     ("instructcoder", EAGLE): {1: 2.03, 32: 1.65},
     ("instructcoder", NGRAM): {1: 1.86, 32: 1.46},
 }
+# the benchmark's: n-gram found a wrong draft, where none was right
 MATCHED = {
     "gsm8k": 0.2,
     "instructcoder": 0.8,
-}  # the benchmark's: n-gram found a wrong draft, where none was right
+}
 DRAFTS = 3
 ADAPTIVE = "adaptive"
 BATCHES = (1, 8, 32)

@@ -51,9 +51,8 @@ def work_of(encode: Any, batch: int, output: int) -> Workload:
     """Requests that continue Python's documentation, all at once."""
     tokens = list(encode("\n".join(topics[name] for name in sorted(topics))[: 40 * PROMPT * batch]))
     prompts = [tokens[i * PROMPT : (i + 1) * PROMPT] for i in range(batch)]
-    sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {
-        BUDGET
-    }  # a step with k drafts is not padded
+    # a step with k drafts is not padded
+    sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {BUDGET}
     engine = {
         "max_num_seqs": batch,
         "max_num_batched_tokens": BUDGET,

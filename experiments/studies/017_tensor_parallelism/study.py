@@ -51,9 +51,8 @@ REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}
 FEW_REQUESTS = 60  # of --quick
 ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchanges too
 
-LONG = Work(
-    tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192
-)  # the book's step
+# the book's step
+LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)
 WHY_MEMORY = (
     "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one "
     "H100 has room for "

@@ -49,18 +49,20 @@ EXAMPLE = "DistServe, simdistserve/README.md"
 NOTEBOOK = "DistServe, plot.ipynb"
 VLLM = "vLLM documentation, disaggregated prefilling"
 CACHE = {1: 66144, 2: 163008}  # tokens by GPUs of an engine: max_num_tokens.csv
+# GPUs of an engine for prompts and of one for decodes; the first is theirs
 PLACEMENTS = (
     (2, 1),
     (1, 1),
     (1, 2),
     (2, 2),
-)  # GPUs of an engine for prompts and of one for decodes; the first is theirs
+)
 HIGHEST = 5.0
 WITHIN = 0.05  # requests/s of a GPU: the example's upper end, and how close two probes come
 EXAMPLES_WITHIN = (
     0.25  # of the example, which gives the last rate that met the targets: the lower end
 )
 FACTORS = {"vLLM": 4.6, "DeepSpeed-MII": 7.36}  # printed: DistServe's rate at 90 % over theirs
+# printed: % by requests/s
 VLLM_SHARES = {
     0.25: 90,
     0.5: 90,
@@ -70,7 +72,7 @@ VLLM_SHARES = {
     2.25: 70,
     2.5: 68,
     3.0: 55,
-}  # printed: % by requests/s
+}
 MEASURED = FACTORS["vLLM"] * 0.5  # requests/s of a GPU
 SHARES = (0.9, 0.8)
 SPLITS = ((1, 3), (2, 2), (3, 1))  # of four engines of one GPU
@@ -157,11 +159,12 @@ CHUNKED = (  # one engine that does both, with chunks of prompts beside decodes
 )
 
 
+# GPUs, overrides
 ENGINES = {
     "pools": (3, placed(2, 1)),
     "vLLM": (1, alone("vllm", 1)),
     "chunked": (1, CHUNKED),
-}  # GPUs, overrides
+}
 
 
 class Highest(NamedTuple):

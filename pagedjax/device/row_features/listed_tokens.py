@@ -67,9 +67,8 @@ LISTED_TOKENS = RowFeature(
     off={
         "ids": np.full(MAX_LISTED, -1, np.int32),
         "bias": np.zeros(MAX_LISTED, np.float32),
-        "always": np.int32(
-            0
-        ),  # so many entries count at every position; the stop tokens behind them do not
+        # so many entries count at every position; the stop tokens behind them do not
+        "always": np.int32(0),
         "min_tokens": np.int32(0),
         "only": np.bool_(False),  # tokens that are not listed are forbidden
     },

@@ -102,11 +102,9 @@ class Replica:
 
         `target` is for the request router.
         """
-        status = 0
-        body = b""
+        answer: list[Any] = []
         async for messages in exchange.answer_messages(self.app, exchange.get(path), b""):
-            for message in messages:
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                body += message.get("body", b"")
-        return Answer(self.name, status, body)
+            answer += messages
+        start = next(message for message in answer if message["type"] == "http.response.start")
+        body = b"".join(message.get("body", b"") for message in answer)
+        return Answer(self.name, start["status"], body)

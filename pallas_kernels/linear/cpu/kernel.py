@@ -140,9 +140,8 @@ def _load_row(job, row, norm, out):
     widen(X_SIZE, source, out, in_vectors)
     if in_vectors < k:
         end = out + 4 * in_vectors
-        tail = (
-            end + 4 * FULL
-        )  # the last numbers as they are stored, padded; then widened to their place
+        # the last numbers as they are stored, padded; then widened to their place
+        tail = end + 4 * FULL
         for i in range(FULL):
             store_float(tail + 4 * i, np.float32(0))
         copy_bytes(source + X_SIZE * in_vectors, tail, X_SIZE * (k - in_vectors))

@@ -307,9 +307,8 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
 
     def products(number):
         token_factors = _rows_at(builder, factors, stride, number)
-        totals = [
-            [variable(builder, floats(FULL)) for _ in range(2)] for _ in token_factors
-        ]  # even, odd rows
+        # even, odd rows
+        totals = [[variable(builder, floats(FULL)) for _ in range(2)] for _ in token_factors]
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
         with each_index(builder, count, step=2) as index:

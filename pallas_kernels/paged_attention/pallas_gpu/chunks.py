@@ -243,9 +243,8 @@ def chunks(
             barrier_of_pages(tile, s, stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            plgpu.Barrier(
-                num_barriers=stages
-            ),  # a slot is filled again when both have seen it clean
+            # a slot is filled again when both have seen it clean
+            plgpu.Barrier(num_barriers=stages),
         ),
         grid=(heads, items),
         grid_names=("head", "item"),

@@ -457,6 +457,7 @@ def test_a_worker_that_cannot_start_is_noted(tmp_path, measured, local_ray, monk
                 mark.touch(exist_ok=False)
             except FileExistsError:
                 super().__init__(*arguments)
+                time.sleep(10)  # or it makes all runs before Ray tells that the other one died
             else:
                 raise RuntimeError("no device here")
 
@@ -512,7 +513,7 @@ def short_folder() -> Iterator[Path]:
 @pytest.mark.skipif(
     not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's"
 )
-def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model):
+def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model, interruptible):
     pytest.importorskip("ray")
     many = {**MEASURED, "model": model, "repeats": 500}
     command = [

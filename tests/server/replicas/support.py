@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +110,11 @@ def _descends(pid: int, cluster: Cluster) -> bool:
 
 
 def kill_one_replica(cluster: Cluster) -> None:
-    os.kill(process_of_one_replica(cluster), signal.SIGKILL)
+    """Kill a replica that has requests: while it is stopped, those that it is given wait."""
+    pid = process_of_one_replica(cluster)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGKILL)
 
 
 def idle(cluster: Cluster) -> bool:
