@@ -84,9 +84,7 @@ def random_params(config: Any) -> Any:
 
 
 @pytest.mark.default_cases("Gemma 2-False")
-@pytest.mark.slow_cases(
-    "Qwen3-MoE-False", "GPT-2, untied, exact GELU, a narrow MLP-False", "Qwen2-True"
-)
+@pytest.mark.slow_cases("Qwen3-MoE-False", "Qwen2-True")
 @pytest.mark.parametrize(
     ("name", "int8"),
     [

@@ -198,7 +198,7 @@ def test_drafts_change_no_bit(expected):
 @pytest.mark.parametrize(
     ("name", "dtype", "options", "engine"),
     [
-        ("Gemma 2, caps that bind", "float32", {}, {}),
+        pytest.param("Gemma 2, caps that bind", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Gemma 3", "float32", {}, {"kv_cache_dtype": "float8_e4m3fn"}),
         ("GPT-2", "float32", {}, {}),
         pytest.param("Mixtral", "float32", {}, {}, marks=pytest.mark.exhaustive),

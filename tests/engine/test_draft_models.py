@@ -344,7 +344,9 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["strict", "rejection"])
+@pytest.mark.parametrize(
+    "rule", ["strict", pytest.param("rejection", marks=pytest.mark.exhaustive)]
+)
 def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}
     config = {**CONFIG, "token_buckets": (1, 2, 4, 8, 24)}

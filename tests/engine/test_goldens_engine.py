@@ -197,7 +197,7 @@ def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
     assert all(other == runs[0] for other in runs.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_prefix_caching.py does it by default
 def test_goldens_never_read_freed_blocks(smollm2):
     """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is
     kept for others.

@@ -377,7 +377,7 @@ def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
     assert tokens_of(varied) == found[16]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_selection.py has windows
 def test_a_selection_within_a_window(model, tmp_path):
     """A policy of one's own with both: a query reads some of the blocks that it sees."""
     text = "from pagedjax.policies import KVPolicy, TopBlocks\n"

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token
 # A random model answers at random: a pattern or a format of many characters would end by its
 # length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
+THOUSANDS = ("swapped", "speculation, recomputed", "lookahead")  # slow; the others: exhaustive
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 256},
     "without prefix caching": {"num_blocks": 256, "enable_prefix_caching": False},
@@ -89,9 +90,15 @@ def test_an_answer_that_ends_has_its_form(tiny, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in THOUSANDS else pytest.param(kind, marks=pytest.mark.exhaustive)
+        for kind in KINDS
+    ],
+)
 def test_thousands_of_answers_have_their_form(tiny, kind):
-    """With all kinds of engines together more than 2,000, over more than 200 schemas."""
+    """With all kinds of engines together more than 2,000 answers, over more than 200 schemas."""
     llm = LLM(tiny, progress=False, **SIZES, **KINDS[kind])
     preempted, verified = counted(llm, Preempted), counted(llm, Verified)
     reasons = answers(llm, SCHEMAS, 3)

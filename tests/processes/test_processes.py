@@ -145,7 +145,7 @@ def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, t
     compared(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # two processes do the same in slow runs, below
 def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
     compared(
@@ -164,22 +164,20 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
     }
     modes = [
         {},  # engines one after the other
-        SWAPPED | {"weight_dtype": "int8"},
+        SWAPPED | {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
         {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}},
-        {"speculative": drafts},
-        {"kv_cache_dtype": "float8_e4m3fn", "compilation": "lazy"},
-        {"attention_impl": "xla"},
+        {"speculative": drafts, "attention_impl": "xla", "compilation": "lazy"},
     ]
     compared(folder, tmp_path, 2, 2, modes)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the reader of parts has tests of its own
 def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
     compared(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def failed(
@@ -221,17 +219,18 @@ def failed(
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        slow(
-            {1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"
+        (
+            {1: "killed"},
+            "process 1 ended while process 0 was at step 5: its connection is closed",
         ),
         (
             {1: "stopped"},
             "process 1 has not been heard of for 12 s: it is stopped, or cannot be reached",
         ),
-        slow({1: "stalled"}, "process 1 did not begin step 6 for 12 s"),
-        slow({0: "killed"}, "process 0 ended: its connection is closed"),
-        slow({0: "stalled"}, "step 5 has not ended for 12 s in process 0"),
-        slow({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory"),
+        exhaustive({1: "stalled"}, "process 1 did not begin step 6 for 12 s"),
+        exhaustive({0: "killed"}, "process 0 ended: its connection is closed"),
+        exhaustive({0: "stalled"}, "step 5 has not ended for 12 s in process 0"),
+        ({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory"),
     ],
     ids=lambda value: (
         " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else ""

@@ -47,7 +47,7 @@ def test_a_count_below_1_is_refused(command, words, capsys):
     assert f"{words[1]!r} is given; it must be an integer of at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # it measures for a minute
 def test_the_cost_of_adapters_is_a_share_for_each_rank(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(adapters, "WORKLOADS", {"few": Workload(9, (4, 8), (3, 3))})
     model, out = tiny_llama(tmp_path / "llama", tied=False), tmp_path / "out.json"

@@ -65,7 +65,7 @@ def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folde
     chex.assert_trees_all_close(sums, [np.float32(numbers * (1 + i)) for i in range(c.layers)])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # it measures for half a minute
 def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     out = tmp_path / "idle.json"
     for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine

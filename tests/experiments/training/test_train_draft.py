@@ -362,7 +362,7 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert ids == draft_data.vocabulary(windows, SIZES["vocabulary"], 320).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_train_lora.py has the same loop
 def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
     out = tmp_path / "draft"
     killed(CHILD, out, repr(setup), EVERY)

@@ -148,7 +148,7 @@ class Stops(Exception):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a killed one is slow, below
 def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
     out, original, said = tmp_path / "run", train_lora.save, []
 

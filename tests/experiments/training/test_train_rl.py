@@ -127,7 +127,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a stopped one is in the default run, above
 def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
     out, log, _ = whole
     killed(CHILD, model, tmp_path / "run", repr(SETUP))
