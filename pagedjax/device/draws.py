@@ -44,8 +44,8 @@ def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: Row
     # The best logit is subtracted before the division. After it, a low temperature would multiply
     # the rounding error.
     below = logits - row_maxima(logits)
-    found = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    return chain.apply("probs", found, s.features, context)
+    relative = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
+    return chain.apply("probs", relative, s.features, context)
 
 
 def draw(weights: jax.Array, s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:
@@ -66,11 +66,11 @@ def uniform(s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:
     """
     root = jax.random.key(seed)
 
-    def one(request_seed: jax.Array, position: jax.Array) -> jax.Array:
+    def number(request_seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(root, request_seed), position)
         return jax.random.uniform(jax.random.fold_in(key, stream) if stream else key)
 
-    return jax.vmap(one)(s.seed, s.position)
+    return jax.vmap(number)(s.seed, s.position)
 
 
 def at_quantile(weights: jax.Array, share: jax.Array) -> jax.Array:
@@ -89,8 +89,8 @@ def at_quantile(weights: jax.Array, share: jax.Array) -> jax.Array:
     # The piece is searched by the share of its sum that is left, not by the difference. So a sum
     # that is rounded in another way than the running sum does not favour the tokens at the end of
     # the piece.
-    left = (target - of(ends - sums)) / of(sums)
-    drawn = piece * LANES + _first_above(inner, left * inner[:, -1], within)
+    remaining_share = (target - of(ends - sums)) / of(sums)
+    drawn = piece * LANES + _first_above(inner, remaining_share * inner[:, -1], within)
     return jnp.minimum(drawn, v - 1)  # NaN has no weights, and its token is within the vocabulary
 
 

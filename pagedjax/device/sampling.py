@@ -106,7 +106,10 @@ def sample(
         plain, lambda x, *_: best_tokens(x), partial(_tiled, choose, tile), logits, *rows
     )
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
-    with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
+
+    def with_logprobs() -> SampledTokens:
+        return SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))
+
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
 
 
@@ -160,12 +163,10 @@ def _choose(
     def drawn(
         logits: jax.Array, s: SamplingBatch, context: RowContext, drafted: Drafted | None
     ) -> jax.Array:
-        found = weights(logits, s, context, chain)
-        return (
-            draw(found, s, seed)
-            if drafted is None
-            else rejection.draw_or_accept(found, s, seed, drafted)
-        )
+        row_weights = weights(logits, s, context, chain)
+        if drafted is None:
+            return draw(row_weights, s, seed)
+        return rejection.draw_or_accept(row_weights, s, seed, drafted)
 
     tokens = jax.lax.cond(
         jnp.any(s.temperature > 0), drawn, lambda *_: best, logits, s, context, drafted
@@ -180,8 +181,8 @@ def prompt_logprobs(
     tile: int | None = None,
     by_rows: Callable[..., Any] = whole_rows,
 ) -> PromptLogprobs:
-    """Log-probabilities of `targets` [T] from hidden [T, H], some at a time, and only if some
-    target is wanted.
+    """Log-probabilities of `targets` [T] from hidden [T, H], PROMPT_TILE tokens at a time, and
+    only if there is a target.
 
     Args:
         project: [R, H] -> logits [R, V], or those of a device's part of the vocabulary.
@@ -189,23 +190,23 @@ def prompt_logprobs(
         by_rows: how a device gets whole rows of them (placement.py).
     """
     t = targets.shape[0]
-    some = min(PROMPT_TILE, t)
-    padded = jnp.pad(hidden, ((0, -t % some), (0, 0)))
-    wanted = jnp.pad(targets, (0, -t % some), constant_values=-1)
+    size = min(PROMPT_TILE, t)
+    padded = jnp.pad(hidden, ((0, -t % size), (0, 0)))
+    padded_targets = jnp.pad(targets, (0, -t % size), constant_values=-1)
 
     def body(i, out):
-        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some))
-        ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * some, some), 0)
-        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
-        found = by_rows(
+        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * size, size))
+        ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(padded_targets, i * size, size), 0)
+        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)  # noqa: E731
+        logprobs = by_rows(
             lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids
         )
-        return jax.tree.map(update, out, found)
+        return jax.tree.map(update, out, logprobs)
 
     # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of
     # branches.
-    zeros = no_prompt_logprobs(len(wanted))
-    walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
+    zeros = no_prompt_logprobs(len(padded))
+    walk = lambda: jax.lax.fori_loop(0, len(padded) // size, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
     return jax.tree.map(lambda x: x[:t], out)
 
@@ -241,7 +242,9 @@ def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA
     graph.
     """
-    column, top, ids = jnp.arange(x.shape[-1], dtype=jnp.int32), [], []
+    column = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    top = []
+    ids = []
     for _ in range(k):
         at = jnp.argmax(x, axis=-1).astype(jnp.int32)
         top.append(x.max(-1))

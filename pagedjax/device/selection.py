@@ -63,19 +63,62 @@ def write(
 
 
 def _with_bounds(keys: BoundedKeys, slots: jax.Array, rows: int) -> BoundedKeys:
-    """The bounds of the blocks whose last slot is among `slots` [T], which `rows` sequences have
-    written.
+    """Writes the bounds of the blocks whose last slot is among `slots` [T], which `rows` sequences
+    have written.
     """
-    size, t = keys.block_size, len(slots)
-    most = min(t, t // size + rows)
-    filled = slots % size == size - 1
-    (found,) = jnp.nonzero(filled, size=most, fill_value=0)
-    # the rest is the trash block
-    ids = jnp.where(jnp.arange(most) < filled.sum(), slots[found] // size, 0)
+    block_size = keys.block_size
+    t = len(slots)
+    count = min(t, t // block_size + rows)  # blocks that can become full
+    fills = slots % block_size == block_size - 1
+    (tokens,) = jnp.nonzero(fills, size=count, fill_value=0)
+    # entries behind the full blocks are the trash block
+    ids = jnp.where(jnp.arange(count) < fills.sum(), slots[tokens] // block_size, 0)
     pages = numbers_in(keys.pages.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
-    pages = pages.reshape(most, pages.shape[1], size, -1)
-    new = stored_in(jnp.stack([pages.min(2), pages.max(2)], axis=2), keys.bounds.dtype)
-    return keys._replace(bounds=keys.bounds.at[ids].set(new, mode="promise_in_bounds"))
+    pages = pages.reshape(count, pages.shape[1], block_size, -1)
+    bounds = stored_in(jnp.stack([pages.min(2), pages.max(2)], axis=2), keys.bounds.dtype)
+    return keys._replace(bounds=keys.bounds.at[ids].set(bounds, mode="promise_in_bounds"))
+
+
+class QueryOrder(NamedTuple):
+    """The T queries of a step in another order: those that select stand behind all others.
+
+    selecting: [T] bool.
+    up_to: [T] number of queries that select, up to and with each.
+    number: [] of all of them.
+    dense: the rows of the queries that do not select.
+    first: [] place of the first query that selects.
+    place: [T] of each query.
+    query: [T] the query at each place.
+    """
+
+    selecting: jax.Array
+    up_to: jax.Array
+    number: jax.Array
+    dense: Rows
+    first: jax.Array
+    place: jax.Array
+    query: jax.Array
+
+
+def _query_order(selects: jax.Array, rows: Rows, token: jax.Array) -> QueryOrder:
+    """Args:
+    selects: [T] bool, also of padding.
+    rows: all rows of the step. In a row the queries that select are the last ones.
+    token: [T] 0, 1, 2, ...
+    """
+    tables, lens, cu_q_lens = rows
+    selecting = selects & (token < cu_q_lens[-1])
+    up_to = jnp.cumsum(selecting, dtype=jnp.int32)
+    number = up_to[-1]
+    before = jnp.pad(up_to, (1, 0))[cu_q_lens]
+    dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
+    dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
+    first = dense.cu_q_lens[-1]
+    place = jnp.where(
+        selecting, first + up_to - 1, jnp.where(token < cu_q_lens[-1], token - up_to, token)
+    )
+    query = jnp.zeros(len(token), jnp.int32).at[place].set(token, unique_indices=True)
+    return QueryOrder(selecting, up_to, number, dense, first, place, query)
 
 
 def attend_selected(
@@ -100,34 +143,32 @@ def attend_selected(
     assert batch.selecting is not None
     selection, selects = batch.selecting
     t, n, d = q.shape
-    k = keys.pages.shape[1]
+    kv_heads = keys.pages.shape[1]
+    group = n // kv_heads
     tables, lens, cu_q_lens = batch.attention
     token = jnp.arange(t, dtype=jnp.int32)
-    chosen = selects & (token < cu_q_lens[-1])
-    until = jnp.cumsum(chosen, dtype=jnp.int32)  # queries that select, up to each
-    number = until[-1]
+    order = _query_order(selects, batch.attention, token)
+    to_all = attend(
+        q[order.query], keys.pages, v_pages, *order.dense, window=None, soft_cap=soft_cap
+    )[order.place]
 
-    # The queries that select are behind all others: a step has both kinds in any order.
-    before = jnp.pad(until, (1, 0))[cu_q_lens]
-    dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
-    dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
-    first = dense.cu_q_lens[-1]
-    place = jnp.where(
-        chosen, first + until - 1, jnp.where(token < cu_q_lens[-1], token - until, token)
-    )
-    order = jnp.zeros(t, jnp.int32).at[place].set(token, unique_indices=True)
-    found = attend(q[order], keys.pages, v_pages, *dense, window=None, soft_cap=soft_cap)[place]
-
-    mine = order[(first + token) % t]  # in the first `number` places
-    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], mine, side="right"), len(lens) - 1)
-    length = jnp.where(token < number, lens[row] - (cu_q_lens[row + 1] - 1 - mine), 0)
-    queries = q[mine].reshape(t, k, n // k, d)
-    selected = _selected(queries * scale, keys, tables[row], length, number, selection.blocks)
+    query = order.query[(order.first + token) % t]  # that select: in the first `number` places
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], query, side="right"), len(lens) - 1)
+    length = jnp.where(token < order.number, lens[row] - (cu_q_lens[row + 1] - 1 - query), 0)
+    queries = q[query].reshape(t, kv_heads, group, d)
+    rows = _selected(queries * scale, keys, tables[row], length, order.number, selection.blocks)
     k_flat, v_flat = (pages.reshape(-1, 1, *pages.shape[2:]) for pages in (keys.pages, v_pages))
-    out = attend(
-        queries.reshape(t * k, n // k, d), k_flat, v_flat, *selected, window=None, soft_cap=soft_cap
+    to_selected = attend(
+        queries.reshape(t * kv_heads, group, d),
+        k_flat,
+        v_flat,
+        *rows,
+        window=None,
+        soft_cap=soft_cap,
     )
-    return jnp.where(chosen[:, None, None], out.reshape(t, n, d)[until - 1], found)
+    return jnp.where(
+        order.selecting[:, None, None], to_selected.reshape(t, n, d)[order.up_to - 1], to_all
+    )
 
 
 def _selected(
@@ -144,38 +185,52 @@ def _selected(
         q: [T, K, G, D] single queries, scaled; the first `number` of them count.
         tables, lengths: [T, M], [T] what they see.
     """
-    t, k, _, d = q.shape
-    size, width = keys.block_size, tables.shape[1]
-    blocks, span = min(blocks, width), min(SPAN, width)
-    together = max(1, min(t, AT_ONCE // (span * k * 2 * d)))
+    t, kv_heads, _, d = q.shape
+    block_size = keys.block_size
+    width = tables.shape[1]
+    blocks = min(blocks, width)
+    together = max(1, min(t, AT_ONCE // (min(SPAN, width) * kv_heads * 2 * d)))
     rows = -(-t // together) * together
     q, tables, lengths = (
         jnp.pad(a, [(0, rows - t), *[(0, 0)] * (a.ndim - 1)]) for a in (q, tables, lengths)
     )
-    head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
 
-    def some(i: jax.Array, found: jax.Array) -> jax.Array:
-        mine, table, length = (
+    def select(i: jax.Array, pages: jax.Array) -> jax.Array:
+        queries = (
             jax.lax.dynamic_slice_in_dim(a, i * together, together) for a in (q, tables, lengths)
         )
-        own = (length - 1) // size  # -1 in rows that do not count
-        scores = _scores(mine, keys.bounds, table, jnp.where(own < blocks, 0, own))
-        index = jnp.arange(width)
-        scores = jnp.where(index < own[:, None, None], scores, -jnp.inf)
-        scores = jnp.where(index == own[:, None, None], jnp.inf, scores)
-        best, at = jax.lax.top_k(scores, blocks)
-        # in their order, so the own block is the last
-        at = jnp.sort(jnp.where(best > -jnp.inf, at, width), axis=-1)
-        pages = jnp.take_along_axis(jnp.pad(table, ((0, 0), (0, 1)))[:, None], at, axis=2)
-        return jax.lax.dynamic_update_slice_in_dim(found, pages * k + head, i * together, 0)
+        selected = _selected_pages(*queries, keys=keys, blocks=blocks) * kv_heads + head
+        return jax.lax.dynamic_update_slice_in_dim(pages, selected, i * together, 0)
 
-    start = jnp.zeros((rows, k, blocks), jnp.int32)
-    found = jax.lax.fori_loop(0, (number + together - 1) // together, some, start)[:t]
+    zeros = jnp.zeros((rows, kv_heads, blocks), jnp.int32)
+    pages = jax.lax.fori_loop(0, (number + together - 1) // together, select, zeros)[:t]
     length = lengths[:t]
-    whole = jnp.minimum((length - 1) // size, blocks - 1)  # selected blocks before the own one
-    seen = jnp.where(length > 0, whole * size + (length - 1) % size + 1, 0)
-    each = jnp.minimum(jnp.arange(t * k + 1, dtype=jnp.int32), number * k)
-    return Rows(found.reshape(t * k, blocks), jnp.repeat(seen, k), each)
+    whole = jnp.minimum((length - 1) // block_size, blocks - 1)  # without the own block
+    seen = jnp.where(length > 0, whole * block_size + (length - 1) % block_size + 1, 0)
+    cu_q_lens = jnp.minimum(jnp.arange(t * kv_heads + 1, dtype=jnp.int32), number * kv_heads)
+    return Rows(pages.reshape(t * kv_heads, blocks), jnp.repeat(seen, kv_heads), cu_q_lens)
+
+
+def _selected_pages(
+    q: jax.Array, table: jax.Array, length: jax.Array, *, keys: BoundedKeys, blocks: int
+) -> jax.Array:
+    """[R, K, `blocks`] pages that queries read, in their order, so that the own one is the last.
+
+    Args:
+        q: [R, K, G, D], scaled.
+        table, length: [R, M], [R] what they see.
+    """
+    width = table.shape[1]
+    own_block = (length - 1) // keys.block_size  # -1 in rows that do not count
+    counts = jnp.where(own_block < blocks, 0, own_block)
+    scores = _scores(q, keys.bounds, table, counts)
+    index = jnp.arange(width)
+    scores = jnp.where(index < own_block[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(index == own_block[:, None, None], jnp.inf, scores)
+    best, at = jax.lax.top_k(scores, blocks)
+    at = jnp.sort(jnp.where(best > -jnp.inf, at, width), axis=-1)
+    return jnp.take_along_axis(jnp.pad(table, ((0, 0), (0, 1)))[:, None], at, axis=2)
 
 
 def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Array) -> jax.Array:
@@ -195,17 +250,17 @@ def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Arra
     q = q.astype(jnp.float32)
     q = jnp.stack([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=3).reshape(r, k, g, 2 * d)
 
-    def some(i: jax.Array, found: jax.Array) -> jax.Array:
+    def bound(i: jax.Array, bounds_of_blocks: jax.Array) -> jax.Array:
         ids = jax.lax.dynamic_slice_in_dim(tables, i * span, span, axis=1)
         ends = numbers_in(bounds.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
         ends = ends.transpose(0, 2, 1, 3, 4).reshape(r, k, span, 2 * d)
         upper = jnp.einsum(
             "rkgd,rkmd->rkgm", q, ends, precision="highest", preferred_element_type=jnp.float32
         )
-        return jax.lax.dynamic_update_slice_in_dim(found, upper, i * span, axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(bounds_of_blocks, upper, i * span, axis=3)
 
     start = jnp.zeros((r, k, g, tables.shape[1]))
-    upper = jax.lax.fori_loop(0, (counts.max() + span - 1) // span, some, start)[..., :width]
+    upper = jax.lax.fori_loop(0, (counts.max() + span - 1) // span, bound, start)[..., :width]
     upper = jnp.where(jnp.arange(width) < counts[:, None, None, None], upper, NEG)
     shares = softmax(upper)
     total = shares[:, :, 0]

@@ -25,16 +25,17 @@ from pagedjax.device.token_adapters import Factors, TokenAdapters
 def packed(tokens: jax.Array) -> Batch:
     """Windows [B, S] as the batch of a step: B prompts, each in one block of S slots."""
     b, s = tokens.shape
-    each, slots = jnp.arange(b), jnp.arange(b * s)
+    row = jnp.arange(b)
+    slots = jnp.arange(b * s)
     return Batch(
         tokens=tokens.reshape(-1),
         positions=slots % s,
         slots=slots,
-        block_tables=each[:, None],
+        block_tables=row[:, None],
         seq_lens=jnp.full(b, s),
         cu_q_lens=jnp.arange(b + 1) * s,
-        last=each * s + s - 1,
-        sampled_row=each,
+        last=row * s + s - 1,
+        sampled_row=row,
         targets=None,
         sampling=None,  # type: ignore[arg-type]  # nothing is sampled
     )
@@ -54,8 +55,8 @@ def dense(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     far = jnp.arange(s)[:, None] - jnp.arange(s)
-    seen = (far >= 0) if window is None else (far >= 0) & (far < window)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    is_seen = (far >= 0) if window is None else (far >= 0) & (far < window)
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgst,bktd->bskgd", weights, values).reshape(q.shape).astype(q.dtype)
 
 
@@ -92,7 +93,8 @@ def as_pages(k_pages, v_pages, k, v, slots, *, rows: int) -> tuple[jax.Array, ja
     """Keys and values [B S, K, D] of `packed` windows as pages [B, K, S, D]; the pages' own content
     is not read.
     """
-    return tuple(x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))  # type: ignore[return-value]
+    k_rows, v_rows = (x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))
+    return k_rows, v_rows
 
 
 DENSE = Implementation("windows", dense, write=as_pages)
@@ -117,7 +119,8 @@ def hidden(
     Args:
         adapter: of all tokens (`adapters.only`).
     """
-    c, (b, s) = module.config, tokens.shape
+    c = module.config
+    b, s = tokens.shape
     sizes: dict[str, Any] = {
         "layers": c.layers,
         "block_size": s,
@@ -129,6 +132,5 @@ def hidden(
     batch = packed(tokens)
     if adapter is not None:
         batch = batch._replace(adapters=TokenAdapters(jnp.ones(b * s, jnp.int32), adapter).routed())
-    return module.hidden(pages, batch, attend(c.attn_scale, batch_invariant=batch_invariant), taps)[
-        1:
-    ]
+    attention = attend(c.attn_scale, batch_invariant=batch_invariant)
+    return module.hidden(pages, batch, attention, taps)[1:]

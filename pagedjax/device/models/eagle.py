@@ -46,17 +46,19 @@ class EagleConfig:
 
 class Eagle(nnx.Module):
     def __init__(self, c: EagleConfig, dtype: str):
-        one, hidden = c.layer, c.layer.hidden
-        norm = {"eps": one.eps, "dtype": dtype}
+        layer = c.layer
+        hidden = layer.hidden
+        norm = {"eps": layer.eps, "dtype": dtype}
         self.fuse = Linear(len(c.taps) * hidden, hidden, dtype=dtype)
-        self.embed_norm, self.feature_norm = RMSNorm(hidden, **norm), RMSNorm(hidden, **norm)
+        self.embed_norm = RMSNorm(hidden, **norm)
+        self.feature_norm = RMSNorm(hidden, **norm)
         self.join = Linear(2 * hidden, hidden, dtype=dtype)
-        self.block = Block(one, one.kinds[0], dtype)
+        self.block = Block(layer, layer.kinds[0], dtype)
         self.norm = RMSNorm(hidden, **norm)
         self.head = Linear(hidden, c.vocabulary, dtype=dtype)
         self.ids = Buffer(jnp.zeros(c.vocabulary, jnp.int32))  # the tokens that can be drafted
         # `angle_tables`
-        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2)))
+        self.angles = Buffer(jnp.zeros((len(layer.ropes), 2, layer.max_len, layer.head_dim // 2)))
         self.config = c
 
     def features(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
@@ -82,9 +84,9 @@ class Eagle(nnx.Module):
 
     def logits(self, u: jax.Array) -> jax.Array:
         """[B, H] -> [B, V] float32, -inf for tokens that it does not know."""
-        found = self.drafted_logits(u)
-        everywhere = jnp.full((len(found), self.config.layer.vocab_size), -jnp.inf)
-        return everywhere.at[:, self.ids[...]].set(found, mode="promise_in_bounds")
+        drafted = self.drafted_logits(u)
+        everywhere = jnp.full((len(drafted), self.config.layer.vocab_size), -jnp.inf)
+        return everywhere.at[:, self.ids[...]].set(drafted, mode="promise_in_bounds")
 
 
 def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -> EagleConfig:

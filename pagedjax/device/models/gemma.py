@@ -32,7 +32,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
                 "attention_bias or use_bidirectional_attention is true; Gemma here has neither"
             )
         types = config.get("layer_types") or _types(config["num_hidden_layers"], 6 if third else 2)
-        ropes, kinds = _ropes(config), []
+        ropes = _ropes(config)
+        kinds = []
         for name in types:
             window = config["sliding_window"] if name == SLIDING else None
             kinds.append(LayerKind(window=window, rope=len(ropes) - 1 if name == SLIDING else 0))

@@ -80,8 +80,8 @@ class RowChain:
     @cached_property
     def is_built_in(self) -> bool:
         """Whether no option is a user's own."""
-        known = {feature.apply for feature in (*BUILT_IN, token_mask(1))}
-        return all(feature.apply in known for feature in self.features)
+        built_in = {feature.apply for feature in (*BUILT_IN, token_mask(1))}
+        return all(feature.apply in built_in for feature in self.features)
 
     @cached_property
     def nothing(self) -> RowOptions:
@@ -96,15 +96,20 @@ class RowChain:
             ValueError: extra_args has a name that no feature reads, or a value that a feature
                 refuses.
         """
-        extra, default = params.extra_args or {}, type(params)
-        known = [name for f in self.features for name in f.params if not hasattr(default, name)]
+        extra = params.extra_args or {}
+        default = type(params)
+        extra_names = [
+            name for f in self.features for name in f.params if not hasattr(default, name)
+        ]
         for name in extra:
-            if name not in known:
-                names = ", ".join(map(repr, known)) or "none"
+            if name not in extra_names:
+                listed = ", ".join(map(repr, extra_names)) or "none"
                 raise ValueError(
-                    f"extra_args has {name!r}; the names that this engine knows are: {names}"
+                    f"extra_args has {name!r}; the names that this engine knows are: {listed}"
                 )
-        record, names, large = self._blank.copy(), [], {}
+        record = self._blank.copy()
+        names = []
+        large = {}
         for i, f in enumerate(self.features):
             is_set = [
                 getattr(params, name) != getattr(default, name)
@@ -117,12 +122,11 @@ class RowChain:
             except ValueError:
                 raise
             except Exception as error:  # of one's own, at values that it did not expect
-                given = {name: getattr(params, name, extra.get(name)) for name in f.params}
-                what = (
-                    f"row feature {f.name!r} cannot read {given!r:.200} ({type(error).__name__}: "
-                    f"{error})"
-                )
-                raise ValueError(f"{what}; give what its `read` expects") from error
+                arguments = {name: getattr(params, name, extra.get(name)) for name in f.params}
+                raise ValueError(
+                    f"row feature {f.name!r} cannot read {arguments!r:.200} "
+                    f"({type(error).__name__}: {error}); give what its `read` expects"
+                ) from error
             if values is None:
                 continue
             names.append(f.name)
@@ -160,12 +164,14 @@ class RowChain:
         """
         packed = {}
         for i in np.flatnonzero(records["on"].any(axis=0)):
-            name, on = self.features[i].name, np.zeros(b, bool)
+            name = self.features[i].name
             if name == without:
                 continue
+            on = np.zeros(b, bool)
             on[: len(records)] = records["on"][:, i]
             if name in self._small:
-                rows, values = slice(len(records)), records[name]
+                rows = slice(len(records))
+                values = records[name]
             else:
                 rows = np.flatnonzero(on)
                 values = np.frombuffer(
@@ -177,7 +183,8 @@ class RowChain:
     def _rows(
         self, name: str, on: np.ndarray, rows: Any = (), values: np.ndarray | None = None
     ) -> FeatureRows:
-        off, fields = self._off[name], {}
+        off = self._off[name]
+        fields = {}
         for field in off.dtype.names or ():
             fields[field] = np.empty((len(on), *off[field].shape), off[field].dtype)
             if values is None or len(values) < len(on):
@@ -214,11 +221,19 @@ class RowChain:
 
         # Each in one more branch: a conditional copies what it passes on, and most steps use none,
         # or masks alone.
-        several = self.stage(stage)
-        for group in ([f for f in several if f.per_step], [f for f in several if not f.per_step]):
+        features = self.stage(stage)
+        by_step = [f for f in features if f.per_step]
+        by_request = [f for f in features if not f.per_step]
+        for group in (by_step, by_request):
             if group:
-                some = partial(apply_all, group)
-                x = jax.lax.cond(_uses(group, rows), some, lambda x, *_: x, x, dict(rows), context)
+                x = jax.lax.cond(
+                    _uses(group, rows),
+                    partial(apply_all, group),
+                    lambda x, *_: x,
+                    x,
+                    dict(rows),
+                    context,
+                )
         return x
 
 

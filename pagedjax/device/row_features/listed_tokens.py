@@ -19,7 +19,8 @@ MAX_LISTED = 1024
 
 
 def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
-    bias, allowed = dict(params.logit_bias or {}), params.allowed_token_ids
+    bias = dict(params.logit_bias or {})
+    allowed = params.allowed_token_ids
     entries = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
     stops = stop_ids if params.min_tokens > 0 else ()
     if not (entries or stops):
@@ -34,12 +35,11 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
         raise ValueError(
             f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}"
         )
-    ids, numbers, total = (
-        np.full(MAX_LISTED, -1, np.int32),
-        np.zeros(MAX_LISTED, np.float32),
-        len(entries) + len(stops),
-    )
-    ids[:total], numbers[:total] = [*entries, *stops], [*entries.values(), *[-np.inf] * len(stops)]
+    total = len(entries) + len(stops)
+    ids = np.full(MAX_LISTED, -1, np.int32)
+    ids[:total] = [*entries, *stops]
+    numbers = np.zeros(MAX_LISTED, np.float32)
+    numbers[:total] = [*entries.values(), *[-np.inf] * len(stops)]
     only = allowed is not None
     return {
         "ids": ids,
@@ -52,7 +52,8 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     b, v = logits.shape
-    row, entry = jnp.arange(b)[:, None], jnp.arange(MAX_LISTED)
+    row = jnp.arange(b)[:, None]
+    entry = jnp.arange(MAX_LISTED)
     stops = entry >= rows["always"][:, None]  # they count until min_tokens are out
     counts = (rows["ids"] >= 0) & (~stops | (context.position < rows["min_tokens"])[:, None])
     ids = jnp.where(counts, rows["ids"], v)  # past the end: dropped

@@ -31,7 +31,8 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
 
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Zero the weights outside the smallest set that holds top_p of what is left."""
-    top_p, bits = rows["top_p"], _bits(weights)
+    top_p = rows["top_p"]
+    bits = _bits(weights)
     # off: no token is cut by a rounding error
     share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)
     threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
