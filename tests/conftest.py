@@ -47,7 +47,7 @@ def interruptible() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an
     engine. If the mark `slow_cases` names some, all others are exhaustive."""
-    unknown: dict[str, set[str]] = {}
+    missing: dict[str, set[str]] = {}
     for item in items:
         default = item.get_closest_marker("default_cases")
         if default is None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.id  # type: ignore[attr-defined]
         slow = item.get_closest_marker("slow_cases")
         named = {*default.args, *(slow.args if slow else ())}
-        unknown.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
+        missing.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
         if case not in default.args:
             item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
     selected = any(
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items[:1]
         for argument in item.config.args
     )
-    if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
+    if not selected and (wrong := {name: cases for name, cases in missing.items() if cases}):
         raise pytest.UsageError(
             f"default_cases or slow_cases names cases that do not exist: {wrong}"
         )
@@ -74,9 +74,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """All tests of a module, and its fixtures, have programs of one kind. Those of a real model
     must run fast.
     """
-    whole = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
-    everything = item.get_closest_marker("few_optimisations") is not None
-    quick_compiler.choose(not whole, everything)
+    optimised = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
+    all_programs = item.get_closest_marker("few_optimisations") is not None
+    quick_compiler.choose(not optimised, all_programs)
     garbage.collect_newer_now_and_then()
     return (yield)  # type: ignore[return-value]
 

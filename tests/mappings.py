@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests import garbage
 
-MAPS, LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+MAPS = Path("/proc/self/maps")
+LIMIT = Path("/proc/sys/vm/max_map_count")
 
 
 def used() -> int:
@@ -27,7 +28,7 @@ def forget_applications() -> None:
     """FastAPI keeps the functions of the last 4,096 routes, and these keep the engine that they
     serve.
     """
-    for found in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
-        if clear := getattr(found, "cache_clear", None):
+    for value in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
+        if clear := getattr(value, "cache_clear", None):
             clear()
     garbage.collect()  # an application is a circle

@@ -38,7 +38,7 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
         environment = {
             name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"
         }
-        done = subprocess.run(
+        child = subprocess.run(
             [*command, "docs", str(pages)],
             cwd=ROOT,
             env=environment,
@@ -46,7 +46,7 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
             text=True,
             timeout=500,
         )
-        assert done.returncode == 0, done.stderr
+        assert child.returncode == 0, child.stderr
         return pages
 
     return build

@@ -51,7 +51,7 @@ Sizes.__doc__ = SIZES
 
 
 class Base(NamedTuple):
-    one: int
+    number: int
 
 
 def parsed(lines: list[str]):
@@ -132,8 +132,8 @@ def test_docstrings_that_python_writes_are_none():
 
 
 def test_defaults_that_are_functions_have_no_address():
-    shown = "(a=<function f>, b=<function A.g at 0x7f01>, c=<function h.<locals>.<lambda> at 0x7f>, d: int = 3)"
-    assert signature(shown) == "(a=f, b=g, c=..., d: int = 3)"
+    text = "(a=<function f>, b=<function A.g at 0x7f01>, c=<function h.<locals>.<lambda> at 0x7f>, d: int = 3)"
+    assert signature(text) == "(a=f, b=g, c=..., d: int = 3)"
 
 
 def test_lists_and_columns_are_kept():

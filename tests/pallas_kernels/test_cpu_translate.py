@@ -117,17 +117,19 @@ def test_numbers_are_float32():
     @compiled
     def number(a, b):
         place = malloc(8)
-        ratio, other = both(np.float32(a), np.float32(b))
-        store_float(place, -max(ratio, other))
-        same = load_float(place) == np.float32(a) * np.float32(0.1)
+        ratio, difference = both(np.float32(a), np.float32(b))
+        store_float(place, -max(ratio, difference))
+        equal = load_float(place) == np.float32(a) * np.float32(0.1)
         store_float(place, np.float32(a) * np.float32(0.1) + load_float(place))
         scaled = 1 if load_float(place) > 0 else 0
         free(place)
-        return scaled + 2 * same
+        return scaled + 2 * equal
 
     native = made(number)
     for a, b in itertools.product((-3, 1, 2), (-1, 1, 3)):
-        x, y, tenth = np.float32(a), np.float32(b), np.float32(a) * np.float32(0.1)
+        x = np.float32(a)
+        y = np.float32(b)
+        tenth = np.float32(a) * np.float32(0.1)
         largest = max(x / y, np.exp(x) - y)
         assert native(a, b) == (tenth - largest > 0) + 2 * (tenth == -largest)
 
@@ -168,13 +170,13 @@ def test_what_is_not_known_is_named_with_its_line():
     def strings(a):
         return len("words") + a
 
-    for function, what in (
+    for function, reason in (
         (chained, "a chain of comparisons"),
         (mixed, "an operation of a word and a float32 number"),
         (named, "the name nowhere, which has no value,"),
         (strings, "a call of <built-in function len>"),
     ):
         line = function.function.__code__.co_firstlineno + 2
-        message = f"test_cpu_translate.py:{line}: {what} cannot be translated"
+        message = f"test_cpu_translate.py:{line}: {reason} cannot be translated"
         with pytest.raises(TypeError, match=message):
             made(function)

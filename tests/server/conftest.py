@@ -15,8 +15,8 @@ from tests.server.support import ENGINE, serving_without_leaks
 @pytest.fixture(scope="session")
 def served(tiny) -> Iterator[SimpleNamespace]:
     llm = LLM(tiny, progress=False, **ENGINE)
-    with serving_without_leaks(llm) as found:
-        yield found
+    with serving_without_leaks(llm) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +30,13 @@ def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
     """A server with room for long prompts and answers."""
     options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
     llm = LLM(tiny_long, progress=False, **{**ENGINE, **options})
-    with serving_without_leaks(llm) as found:
-        yield found
+    with serving_without_leaks(llm) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def tool_client(tool_server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as made:
-        yield made
+    ) as api:
+        yield api

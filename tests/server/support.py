@@ -41,7 +41,8 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10
     )
-    server, listener = uvicorn.Server(config), config.bind_socket()
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -76,8 +77,8 @@ def serving_without_leaks(llm: LLM, **options) -> Iterator[SimpleNamespace]:
 @contextmanager
 def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Client]]:
     """A server for one test, and a client of it."""
-    with serving(llm, **options) as found, httpx.Client(base_url=found.url, timeout=60) as client:
-        yield found, client
+    with serving(llm, **options) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield server, client
 
 
 def started(
@@ -143,9 +144,9 @@ def completed(client: httpx.Client, **options) -> dict:
 
 def error_of(answer: httpx.Response) -> dict:
     """The error, which has OpenAI's shape."""
-    found = answer.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    return found
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
 
 
 def wait_until(

@@ -24,8 +24,8 @@ class Point(BaseModel):
     inner: list[bool] = Field(max_length=2)
 
 
-def response_format(schema: dict, **more) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+def response_format(schema: dict, **fields) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
 
 
 def asked(client, **options):
@@ -40,14 +40,14 @@ def test_an_answer_obeys_its_schema_whole_and_streamed(tool_client):
         "n": 3,
         "seed": 5,
     }
-    whole = [choice.message.content for choice in asked(tool_client, **options).choices]
-    for text in whole:
+    texts = [choice.message.content for choice in asked(tool_client, **options).choices]
+    for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     pieces = ["", "", ""]
     for chunk in asked(tool_client, stream=True, **options):
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
-    assert pieces == whole
+    assert pieces == texts
 
 
 def test_a_completion_has_the_same_forms(tool_client):

@@ -29,8 +29,8 @@ def errors(kind: type[BaseModel], fields: dict) -> list:
     return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
 
 
-def user(content: object, **more: object) -> list[dict]:
-    return [{"role": "user", "content": content, **more}]
+def user(content: object, **fields: object) -> list[dict]:
+    return [{"role": "user", "content": content, **fields}]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def user(content: object, **more: object) -> list[dict]:
     ],
 )
 def test_a_repeated_mistake_gives_one_message(kind, fields, message):
-    found = errors(kind, fields)
-    assert len(found) <= 3
-    text, _ = first_error(found)
+    mistakes = errors(kind, fields)
+    assert len(mistakes) <= 3
+    text, _ = first_error(mistakes)
     assert text.startswith(message)
     assert len(text) < 200
 

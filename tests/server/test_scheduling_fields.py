@@ -15,16 +15,17 @@ from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
 @pytest.fixture
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""
-    made = LLM(tiny, progress=False, **ENGINE)
-    add, orders = made.engine.add, []
+    built = LLM(tiny, progress=False, **ENGINE)
+    add = built.engine.add
+    orders = []
 
     def recorded(*args, priority=0, user="", **options):
         orders.append((priority, user))
         return add(*args, priority=priority, user=user, **options)
 
-    monkeypatch.setattr(made.engine, "add", recorded)
-    made.orders = orders
-    return made
+    monkeypatch.setattr(built.engine, "add", recorded)
+    built.orders = orders
+    return built
 
 
 def refused(http, **options) -> str:

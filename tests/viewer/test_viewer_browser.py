@@ -33,7 +33,7 @@ PROMPTS = ("Hello, my name is", "The president of the United States is", "The ca
 LAPTOP = {"width": 1366, "height": 768}
 
 
-class Shown:
+class OpenPage:
     """An open page, with its console messages and its requests."""
 
     def __init__(self, browser: Any, url: str, *, wait: bool = True, **options: Any) -> None:
@@ -110,29 +110,30 @@ def lecture(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> tuple[Pat
 
 
 @pytest.fixture
-def shown(chromium: Any, lecture: tuple[Path, list[str]], tmp_path: Path) -> Iterator[Shown]:
+def screen(chromium: Any, lecture: tuple[Path, list[str]], tmp_path: Path) -> Iterator[OpenPage]:
     target = tmp_path / "lecture.html"
     assert cli.main(["view", str(lecture[0]), "-o", str(target), "--model", "smollm2-135m"]) == 0
-    one = Shown(chromium, target.as_uri())
-    yield one
-    assert one.complaints == []
-    assert one.asked == [target.as_uri()]  # nothing but the file itself
-    one.page.close()
+    screen = OpenPage(chromium, target.as_uri())
+    yield screen
+    assert screen.complaints == []
+    assert screen.asked == [target.as_uri()]  # nothing but the file itself
+    screen.page.close()
 
 
 def steps(path: Path) -> list[Transition]:
     return [transition for transition in replay.replay(path) if transition.plan]
 
 
-def same(shown: dict[str, Any], transition: Transition) -> bool:
+def matches(picture: dict[str, Any], transition: Transition) -> bool:
     """Whether the page shows the scheduler's state while a step ran."""
-    state, plan = transition.state, transition.plan
+    state = transition.state
+    plan = transition.plan
     assert plan is not None
-    assert {name: tuple(table) for name, table in shown["tables"]} == {
+    assert {name: tuple(table) for name, table in picture["tables"]} == {
         seq.request_id: seq.blocks for seq in state.running.seqs
     }
-    assert shown["cached"] == sorted(state.pool.hashes)
-    assert shown["waiting"] == [seq.request_id for seq in state.waiting]
+    assert picture["cached"] == sorted(state.pool.hashes)
+    assert picture["waiting"] == [seq.request_id for seq in state.waiting]
     rows = zip(
         plan.seqs,
         plan.starts,
@@ -141,70 +142,72 @@ def same(shown: dict[str, Any], transition: Transition) -> bool:
         plan.drafts or (0,) * len(plan.seqs),
         strict=True,
     )
-    assert shown["rows"] == [[seq.request_id, *row, *([k] if k else [])] for seq, *row, k in rows]
-    return shown["step"] == plan.step
+    assert picture["rows"] == [[seq.request_id, *row, *([k] if k else [])] for seq, *row, k in rows]
+    return picture["step"] == plan.step
 
 
 def test_every_step_matches_the_scheduler_forward_and_backward(
-    shown: Shown, lecture: tuple[Path, list[str]]
+    screen: OpenPage, lecture: tuple[Path, list[str]]
 ):
     """By button and by key: blocks come when the scheduler gives them and go when it takes them."""
     plans = steps(lecture[0])
-    assert shown.state()["count"] == len(plans) + 1
+    assert screen.state()["count"] == len(plans) + 1
     for k, plan in enumerate(plans):
-        assert same(shown.state(), plan)
-        shown.page.click("#forward") if k % 2 else shown.page.keyboard.press("ArrowRight")
-    rest = shown.state()
-    assert (rest["rest"], rest["tables"], rest["rows"]) == (True, [], [])
+        assert matches(screen.state(), plan)
+        screen.page.click("#forward") if k % 2 else screen.page.keyboard.press("ArrowRight")
+    at_rest = screen.state()
+    assert (at_rest["rest"], at_rest["tables"], at_rest["rows"]) == (True, [], [])
     final = list(replay.replay(lecture[0]))[-1].state
-    assert rest["cached"] == sorted(final.pool.hashes)
-    assert shown.page.is_disabled("#forward")
+    assert at_rest["cached"] == sorted(final.pool.hashes)
+    assert screen.page.is_disabled("#forward")
     for k, plan in reversed(list(enumerate(plans))):
-        shown.page.click("#back") if k % 2 else shown.page.keyboard.press(",")
-        assert same(shown.state(), plan)
-    assert shown.page.is_disabled("#back")
+        screen.page.click("#back") if k % 2 else screen.page.keyboard.press(",")
+        assert matches(screen.state(), plan)
+    assert screen.page.is_disabled("#back")
 
 
-def test_first_last_and_slider(shown: Shown, lecture: tuple[Path, list[str]]):
+def test_first_last_and_slider(screen: OpenPage, lecture: tuple[Path, list[str]]):
     plans = steps(lecture[0])
-    shown.page.click("#last")
-    assert shown.state()["rest"]
-    shown.page.click("#first")
-    assert same(shown.state(), plans[0])
-    shown.page.keyboard.press("End")
-    assert shown.state()["index"] == len(plans)
-    shown.page.keyboard.press("Home")
-    assert shown.state()["index"] == 0
-    shown.page.fill("#slider", "5")
-    assert same(shown.state(), plans[5])
-    assert "step 5 (6 of" in shown.page.inner_text("#where")
-    shown.page.focus("#slider")
-    shown.page.keyboard.press("ArrowRight")
-    assert same(shown.state(), plans[6])
-    assert shown.page.get_attribute("#slider", "aria-valuetext") == shown.page.inner_text("#where")
+    screen.page.click("#last")
+    assert screen.state()["rest"]
+    screen.page.click("#first")
+    assert matches(screen.state(), plans[0])
+    screen.page.keyboard.press("End")
+    assert screen.state()["index"] == len(plans)
+    screen.page.keyboard.press("Home")
+    assert screen.state()["index"] == 0
+    screen.page.fill("#slider", "5")
+    assert matches(screen.state(), plans[5])
+    assert "step 5 (6 of" in screen.page.inner_text("#where")
+    screen.page.focus("#slider")
+    screen.page.keyboard.press("ArrowRight")
+    assert matches(screen.state(), plans[6])
+    assert screen.page.get_attribute("#slider", "aria-valuetext") == screen.page.inner_text(
+        "#where"
+    )
 
 
-def test_play_runs_to_the_end_and_stops(shown: Shown):
-    shown.page.select_option("#speed", "60")
-    shown.page.click("#play")
-    assert shown.page.get_attribute("#play", "aria-pressed") == "true"
-    shown.wait("pagedjax.shown().rest")
-    shown.wait("document.getElementById('play').getAttribute('aria-pressed') === 'false'")
-    shown.page.keyboard.press("Home")
-    shown.page.evaluate("document.activeElement.blur()")
-    shown.page.select_option("#speed", "1")
-    shown.page.evaluate("document.activeElement.blur()")
-    shown.page.keyboard.press("Space")
-    assert shown.page.get_attribute("#play", "aria-label") == "Pause"
-    shown.page.keyboard.press("Space")
-    assert shown.page.get_attribute("#play", "aria-label") == "Play"
-    assert shown.state()["index"] <= 1
+def test_play_runs_to_the_end_and_stops(screen: OpenPage):
+    screen.page.select_option("#speed", "60")
+    screen.page.click("#play")
+    assert screen.page.get_attribute("#play", "aria-pressed") == "true"
+    screen.wait("pagedjax.shown().rest")
+    screen.wait("document.getElementById('play').getAttribute('aria-pressed') === 'false'")
+    screen.page.keyboard.press("Home")
+    screen.page.evaluate("document.activeElement.blur()")
+    screen.page.select_option("#speed", "1")
+    screen.page.evaluate("document.activeElement.blur()")
+    screen.page.keyboard.press("Space")
+    assert screen.page.get_attribute("#play", "aria-label") == "Pause"
+    screen.page.keyboard.press("Space")
+    assert screen.page.get_attribute("#play", "aria-label") == "Play"
+    assert screen.state()["index"] <= 1
 
 
-def test_the_story_of_a_request(shown: Shown, lecture: tuple[Path, list[str]]):
-    shown.go(3)
-    shown.page.click("#queues .chip >> nth=2")
-    story = shown.story()
+def test_the_story_of_a_request(screen: OpenPage, lecture: tuple[Path, list[str]]):
+    screen.go(3)
+    screen.page.click("#queues .chip >> nth=2")
+    story = screen.story()
     assert "You are request 2" in story
     # the prompt, and what it has got up to this step
     assert "The capital of France is Paris" in story
@@ -221,24 +224,26 @@ def test_the_story_of_a_request(shown: Shown, lecture: tuple[Path, list[str]]):
     places = [story.index(line) for line in sentences]
     assert places == sorted(places)
     assert f"“{lecture[1][2].removeprefix(' Paris').replace(chr(10), '⏎')}”" in story
-    shown.page.click("#lines li .at >> nth=0")
-    assert shown.state()["index"] == 0
-    shown.page.keyboard.press("Escape")
-    assert "Click a request or a block" in shown.story()
+    screen.page.click("#lines li .at >> nth=0")
+    assert screen.state()["index"] == 0
+    screen.page.keyboard.press("Escape")
+    assert "Click a request or a block" in screen.story()
 
 
-def test_the_end_of_a_story_contains_all_its_text(shown: Shown, lecture: tuple[Path, list[str]]):
-    shown.page.keyboard.press("End")
+def test_the_end_of_a_story_contains_all_its_text(
+    screen: OpenPage, lecture: tuple[Path, list[str]]
+):
+    screen.page.keyboard.press("End")
     for n, (prompt, output) in enumerate(zip(PROMPTS, lecture[1], strict=True)):
-        shown.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
-        assert shown.page.text_content("#lines blockquote") == prompt + output
+        screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
+        assert screen.page.text_content("#lines blockquote") == prompt + output
 
 
-def test_the_story_of_a_block(shown: Shown):
-    shown.go(4)
-    x, y = shown.block_at(5)
-    shown.page.click("#grid", position={"x": x, "y": y})
-    story = shown.story()
+def test_the_story_of_a_block(screen: OpenPage):
+    screen.go(4)
+    x, y = screen.block_at(5)
+    screen.page.click("#grid", position={"x": x, "y": y})
+    story = screen.story()
     assert "Block 5: 2\n4 of 4 slots\nothers can find it" in story
     for line in (
         "Request 2 gets it.",
@@ -246,47 +251,47 @@ def test_the_story_of_a_block(shown: Shown):
         "It has no owner now, but others can still find its content.",
     ):
         assert line in story
-    shown.page.click("#lines .links .chip")
-    assert "You are request 2" in shown.story()
-    shown.page.click("#lines .links button >> nth=0")
-    assert "Block 5" in shown.story()
+    screen.page.click("#lines .links .chip")
+    assert "You are request 2" in screen.story()
+    screen.page.click("#lines .links button >> nth=0")
+    assert "Block 5" in screen.story()
 
 
-def test_the_keyboard_moves_through_the_grid(shown: Shown):
-    shown.go(4)
-    shown.page.focus("#grid")
+def test_the_keyboard_moves_through_the_grid(screen: OpenPage):
+    screen.go(4)
+    screen.page.focus("#grid")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"):
-        shown.page.keyboard.press(key)
-    assert shown.page.inner_text("#gridsays").startswith("Block 3: 1")
-    assert shown.state()["index"] == 4  # arrows moved the cursor, not the step
-    shown.page.keyboard.press("Enter")
-    assert "Block 3" in shown.story()
-    shown.page.keyboard.press(".")
-    assert shown.state()["index"] == 5
+        screen.page.keyboard.press(key)
+    assert screen.page.inner_text("#gridsays").startswith("Block 3: 1")
+    assert screen.state()["index"] == 4  # arrows moved the cursor, not the step
+    screen.page.keyboard.press("Enter")
+    assert "Block 3" in screen.story()
+    screen.page.keyboard.press(".")
+    assert screen.state()["index"] == 5
 
 
-def test_every_control_has_a_name_and_can_be_reached(shown: Shown):
-    names = shown.page.evaluate(
+def test_every_control_has_a_name_and_can_be_reached(screen: OpenPage):
+    names = screen.page.evaluate(
         "[...document.querySelectorAll('button, input, select, canvas, section')].filter((e) => !e.hidden).map((e) =>"
         " e.getAttribute('aria-label') || e.textContent.trim() || e.title)"
     )
     assert all(names)
     reached = set()
     for _ in range(40):
-        shown.page.keyboard.press("Tab")
-        reached.add(shown.page.evaluate("document.activeElement.id"))
+        screen.page.keyboard.press("Tab")
+        reached.add(screen.page.evaluate("document.activeElement.id"))
     assert {"play", "forward", "slider", "speed", "grid", "theme"} <= reached
 
 
-def test_pixels_of_the_grid_match_the_state(shown: Shown):
+def test_pixels_of_the_grid_match_the_state(screen: OpenPage):
     """An owned block has its request's colour, an empty one has none, and both change with the
     theme.
     """
-    shown.go(0)
+    screen.go(0)
     colours = {}
     for theme in ("light", "dark"):
-        shown.page.evaluate(f"pagedjax.view.controls.set('{theme}')")
-        middle = {block: shown.pixel(*shown.block_at(block)) for block in (1, 3, 5, 24)}
+        screen.page.evaluate(f"pagedjax.view.controls.set('{theme}')")
+        middle = {block: screen.pixel(*screen.block_at(block)) for block in (1, 3, 5, 24)}
         assert len({tuple(colour) for colour in middle.values()}) == 4
         spread = {block: max(colour[:3]) - min(colour[:3]) for block, colour in middle.items()}
         assert spread[24] < 25 < min(spread[1], spread[3], spread[5])
@@ -300,19 +305,19 @@ def test_it_fits_a_laptop_in_the_readers_colours(
 ):
     target = tmp_path / "page.html"
     target.write_text(viewer.page(viewer.read(lecture[0])), "utf-8")
-    one = Shown(chromium, target.as_uri(), color_scheme=scheme)
+    screen = OpenPage(chromium, target.as_uri(), color_scheme=scheme)
     dark = "getComputedStyle(document.body).backgroundColor"
-    first = one.page.evaluate(dark)
-    assert one.page.get_attribute("html", "data-theme") == scheme
+    first = screen.page.evaluate(dark)
+    assert screen.page.get_attribute("html", "data-theme") == scheme
     assert (sum(map(int, re.findall(r"\d+", first)[:3])) < 200) == (scheme == "dark")
-    one.page.click("#theme")
-    assert one.page.evaluate(dark) != first
-    overflow = one.page.evaluate(
+    screen.page.click("#theme")
+    assert screen.page.evaluate(dark) != first
+    overflow = screen.page.evaluate(
         "[document.documentElement.scrollWidth, innerWidth, document.documentElement.scrollHeight, innerHeight]"
     )
     assert overflow == [LAPTOP["width"], LAPTOP["width"], LAPTOP["height"], LAPTOP["height"]]
-    assert one.complaints == []
-    one.page.close()
+    assert screen.complaints == []
+    screen.page.close()
 
 
 def test_text_of_users_is_shown_and_never_executed(chromium: Any, tmp_path: Path):
@@ -328,12 +333,12 @@ def test_text_of_users_is_shown_and_never_executed(chromium: Any, tmp_path: Path
     (tmp_path / "run.html").write_text(
         viewer.page(viewer.read(tmp_path / "run.jsonl"), labels={nasty: nasty}), "utf-8"
     )
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
-    one.page.click("#queues .chip")
-    assert f"You are request {nasty}" in one.story()
-    assert one.page.evaluate("document.images.length") == 0
-    assert one.complaints == []
-    one.page.close()
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
+    screen.page.click("#queues .chip")
+    assert f"You are request {nasty}" in screen.story()
+    assert screen.page.evaluate("document.images.length") == 0
+    assert screen.complaints == []
+    screen.page.close()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
@@ -343,47 +348,47 @@ def test_random_runs_match_the_scheduler(chromium: Any, tmp_path: Path, seed: in
     """
     log = tmp_path / "run.jsonl"
     transitions = [
-        made
-        for made in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2))
-        if made.plan
+        transition
+        for transition in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2))
+        if transition.plan
     ]
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
-    shown = [one.go(index) for index in range(one.state()["count"])]
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
+    pictures = [screen.go(index) for index in range(screen.state()["count"])]
     for picture, transition in zip(
-        [picture for picture in shown if not picture["rest"]], transitions, strict=True
+        [picture for picture in pictures if not picture["rest"]], transitions, strict=True
     ):
-        assert same(picture, transition)
-    for n in one.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
-        one.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
-        assert one.story().startswith("You are request r")
-        assert "undefined" not in one.story()
+        assert matches(picture, transition)
+    for n in screen.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
+        screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
+        assert screen.story().startswith("You are request r")
+        assert "undefined" not in screen.story()
     for block in range(1, 9):
-        one.page.evaluate(f"pagedjax.view.choose({{ kind: 'block', block: {block} }})")
-        assert "undefined" not in one.story()
-    assert one.complaints == []
-    one.page.close()
+        screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'block', block: {block} }})")
+        assert "undefined" not in screen.story()
+    assert screen.complaints == []
+    screen.page.close()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_runs_with_drafts_match_the_scheduler(chromium: Any, tmp_path: Path, seed: int):
     log = tmp_path / "run.jsonl"
-    transitions = [made for made in drafting_run(log, seed) if made.plan]
+    transitions = [step for step in drafting_run(log, seed) if step.plan]
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
-    shown = [one.go(index) for index in range(one.state()["count"])]
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
+    pictures = [screen.go(index) for index in range(screen.state()["count"])]
     for picture, transition in zip(
-        [picture for picture in shown if not picture["rest"]], transitions, strict=True
+        [picture for picture in pictures if not picture["rest"]], transitions, strict=True
     ):
-        assert same(picture, transition)
-    for index in range(len(shown)):
-        assert one.page.evaluate(KEPT, index)
-    for n in one.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
-        one.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
-        assert "undefined" not in one.story()
-        assert "NaN" not in one.story()
-    assert one.complaints == []
-    one.page.close()
+        assert matches(picture, transition)
+    for index in range(len(pictures)):
+        assert screen.page.evaluate(KEPT, index)
+    for n in screen.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
+        screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
+        assert "undefined" not in screen.story()
+        assert "NaN" not in screen.story()
+    assert screen.complaints == []
+    screen.page.close()
 
 
 # whether the tokens that a step keeps are those that the next step begins with
@@ -403,7 +408,8 @@ def guessed(path: Path, block_size: int = 4) -> None:
     which are all kept.
     """
     config = scheduler.SchedulerConfig(block_size, 8, 16, 4, 32)
-    recorder, state = event_log.Recorder(path, config), scheduler.init(config)
+    recorder = event_log.Recorder(path, config)
+    state = scheduler.init(config)
     for request in (Request("a", 5, 9), Request("b", 3, 9)):
         state = scheduler.submit(state, request)
         recorder.submit(request)
@@ -425,44 +431,45 @@ def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(chromium: A
         viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids)
     )
     (tmp_path / "run.html").write_text(page, "utf-8")
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
-    assert "draft" not in one.page.inner_text("#spent")
-    assert one.page.is_visible("#crossed")  # the legend has the sign
-    one.go(1)
-    spent = one.page.inner_text("#spent")
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
+    assert "draft" not in screen.page.inner_text("#spent")
+    assert screen.page.is_visible("#crossed")  # the legend has the sign
+    screen.go(1)
+    spent = screen.page.inner_text("#spent")
     assert (
         "8 of 16 tokens, 2 sequences (2 decodes); 4 of 6 drafts accepted; 67 % of 6 drafts accepted so far"
         in spent
     )
-    first, second = one.page.locator("#rows .chip").all_inner_texts()
+    first, second = screen.page.locator("#rows .chip").all_inner_texts()
     assert "token 5, 2 of 4 drafts accepted" in first
     assert "→ ·w10 ·w11 ·w12 ✗2" in first
     assert "2 of 2 drafts accepted" in second
     assert "✗" not in second
-    assert one.page.locator("#budget .rejected").count() == 1
+    assert screen.page.locator("#budget .rejected").count() == 1
     assert (
-        one.page.evaluate("document.querySelector('#budget .rejected').title")
+        screen.page.evaluate("document.querySelector('#budget .rejected').title")
         == "a: 2 drafts computed and not kept"
     )
-    tables = dict(one.state()["tables"])
-    last, whole = tables["a"][2], tables["a"][1]
-    assert one.page.evaluate(f"pagedjax.view.grid.says({last})") == (
+    tables = dict(screen.state()["tables"])
+    last = tables["a"][2]
+    full = tables["a"][1]
+    assert screen.page.evaluate(f"pagedjax.view.grid.says({last})") == (
         f"Block {last}: a\n2 of 4 slots, 2 written in this step\n2 of them not kept: rejected drafts"
     )
-    assert "not kept" not in one.page.evaluate(f"pagedjax.view.grid.says({whole})")
-    one.go(2)
-    assert "67 % of 6 drafts accepted so far" in one.page.inner_text("#spent")
-    one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 0 })")
-    story = one.story()
+    assert "not kept" not in screen.page.evaluate(f"pagedjax.view.grid.says({full})")
+    screen.go(2)
+    assert "67 % of 6 drafts accepted so far" in screen.page.inner_text("#spent")
+    screen.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 0 })")
+    story = screen.story()
     assert (
         "You get 4 tokens in 2 steps: “·w10 w11 w12 w16”. You had 4 drafts: 2 accepted, 2 rejected."
         in story
     )
     assert f"You get blocks {last}" in story or f"You get block {last}" in story
-    one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 1 })")
-    assert "You had 2 drafts: 2 accepted, 0 rejected." in one.story()
-    assert one.complaints == []
-    one.page.close()
+    screen.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 1 })")
+    assert "You had 2 drafts: 2 accepted, 0 rejected." in screen.story()
+    assert screen.complaints == []
+    screen.page.close()
 
 
 # broken edges that the grid draws in a step
@@ -488,26 +495,26 @@ def test_slots_of_rejected_drafts_are_crossed_out(chromium: Any, tmp_path: Path,
     """
     guessed(tmp_path / "run.jsonl", block_size)
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(tmp_path / "run.jsonl")), "utf-8")
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
-    drawn = [one.page.evaluate(BROKEN_LINES, i) for i in (0, 1, 2)]
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
+    drawn = [screen.page.evaluate(BROKEN_LINES, i) for i in (0, 1, 2)]
     assert drawn == [0, 2 if block_size == 4 else 1, 0]
-    assert one.complaints == []
-    one.page.close()
+    assert screen.complaints == []
+    screen.page.close()
 
 
-def test_a_click_on_the_timeline_moves_to_that_step(shown: Shown):
+def test_a_click_on_the_timeline_moves_to_that_step(screen: OpenPage):
     # the last step, in the second lane
-    x = shown.page.evaluate("document.getElementById('lanes').clientWidth") - 13
-    shown.page.click("#lanes", position={"x": x, "y": 3 + 15 + 5})
-    assert shown.state()["rest"]
-    assert "You are request 1" in shown.story()
-    shown.page.click("#curve", position={"x": 126, "y": 20})
-    assert shown.state()["index"] == 0
+    x = screen.page.evaluate("document.getElementById('lanes').clientWidth") - 13
+    screen.page.click("#lanes", position={"x": x, "y": 3 + 15 + 5})
+    assert screen.state()["rest"]
+    assert "You are request 1" in screen.story()
+    screen.page.click("#curve", position={"x": 126, "y": 20})
+    assert screen.state()["index"] == 0
     # a name shows a story and does not change the step
-    shown.page.click("#lanes", position={"x": 20, "y": 3 + 5})
-    assert (shown.state()["index"], "You are request 0" in shown.story()) == (0, True)
-    shown.page.hover("#lanes", position={"x": 130, "y": 3 + 5})
-    assert "0: computes its prompt" in shown.page.inner_text("#tip")
+    screen.page.click("#lanes", position={"x": 20, "y": 3 + 5})
+    assert (screen.state()["index"], "You are request 0" in screen.story()) == (0, True)
+    screen.page.hover("#lanes", position={"x": 130, "y": 3 + 5})
+    assert "0: computes its prompt" in screen.page.inner_text("#tip")
 
 
 def test_a_long_run_of_a_large_pool_opens_and_seeks(chromium: Any, tmp_path: Path):
@@ -515,18 +522,18 @@ def test_a_long_run_of_a_large_pool_opens_and_seeks(chromium: Any, tmp_path: Pat
     crowd(tmp_path / "run.jsonl", steps=1_200, blocks=9_000, seqs=48)
     run = viewer.read(tmp_path / "run.jsonl")
     (tmp_path / "run.html").write_text(viewer.page(run), "utf-8")
-    one = Shown(chromium, (tmp_path / "run.html").as_uri())
+    screen = OpenPage(chromium, (tmp_path / "run.html").as_uri())
     plans = steps(tmp_path / "run.jsonl")
     for index in (1_199, 3, 640, 639, 641, 63, 64, 65, 1_000, 0):
-        assert same(one.go(index), plans[index])
-    seconds = one.page.evaluate(
+        assert matches(screen.go(index), plans[index])
+    seconds = screen.page.evaluate(
         "() => { const t = performance.now(); for (const i of [900, 10, 500, 1100, 70]) pagedjax.view.go(i);"
         " return (performance.now() - t) / 5000; }"
     )
     assert seconds < 1  # a seek with everything drawn, on a machine that others share
-    one.page.select_option("#zoom", "100")
-    assert one.complaints == []
-    one.page.close()
+    screen.page.select_option("#zoom", "100")
+    assert screen.complaints == []
+    screen.page.close()
 
 
 # the running engine -------------------------------------------------------------------------------
@@ -536,7 +543,9 @@ class Server:
     """A tiny one: the page at /viewer, frames at /viewer/steps."""
 
     def __init__(self, live: viewer.Live) -> None:
-        self.live, self.down, self.asked = live, False, []
+        self.live = live
+        self.down = False
+        self.asked = []
         self.key: str | None = None
         outer = self
 
@@ -576,13 +585,13 @@ def served() -> Iterator[tuple[Fake, Server]]:
     server.http.shutdown()
 
 
-def until(one: Shown, fake: Fake) -> None:
+def until(screen: OpenPage, fake: Fake) -> None:
     """Wait until the page shows the newest step, and compare."""
     running, plan = fake.planned[-1]
-    one.wait(f"pagedjax.shown().step >= {plan.step}")
-    shown = one.state()
-    if not shown["rest"]:
-        assert {name: tuple(table) for name, table in shown["tables"]} == {
+    screen.wait(f"pagedjax.shown().step >= {plan.step}")
+    picture = screen.state()
+    if not picture["rest"]:
+        assert {name: tuple(table) for name, table in picture["tables"]} == {
             seq.request_id: seq.blocks for seq in running.running.seqs
         }
 
@@ -591,75 +600,79 @@ def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(
     chromium: Any, served: tuple[Fake, Server]
 ):
     fake, server = served
-    one = Shown(chromium, server.url)
-    until(one, fake)
+    screen = OpenPage(chromium, server.url)
+    until(screen, fake)
     fake.run(5, rate=1.0)
-    until(one, fake)
-    one.page.click("#back")
-    index = one.state()["index"]
-    assert one.page.get_attribute("#follow", "aria-pressed") == "false"
+    until(screen, fake)
+    screen.page.click("#back")
+    index = screen.state()["index"]
+    assert screen.page.get_attribute("#follow", "aria-pressed") == "false"
     fake.run(5, rate=1.0)
-    one.wait(f"pagedjax.shown().count > {index + 3}")
-    assert one.state()["index"] == index
-    one.page.click("#follow")
-    until(one, fake)
+    screen.wait(f"pagedjax.shown().count > {index + 3}")
+    assert screen.state()["index"] == index
+    screen.page.click("#follow")
+    until(screen, fake)
     fake.run(5, rate=1.0)
-    until(one, fake)
-    assert one.complaints == []
-    one.page.close()
+    until(screen, fake)
+    assert screen.complaints == []
+    screen.page.close()
 
 
 def test_polling_slows_down_and_recovers_after_an_outage(
     chromium: Any, served: tuple[Fake, Server]
 ):
     fake, server = served
-    one = Shown(chromium, server.url)
-    until(one, fake)
-    one.page.wait_for_timeout(3_000)
+    screen = OpenPage(chromium, server.url)
+    until(screen, fake)
+    screen.page.wait_for_timeout(3_000)
     assert 2 <= len(server.asked) <= 9  # 250 ms at first, longer and longer while nothing happens
     server.down = True
-    one.page.evaluate("pagedjax.watch.soon()")
-    one.wait("document.getElementById('note').textContent.includes('trying again')")
+    screen.page.evaluate("pagedjax.watch.soon()")
+    screen.wait("document.getElementById('note').textContent.includes('trying again')")
     server.down = False
     fake.run(5, rate=1.0)
-    one.page.evaluate("pagedjax.watch.soon()")
-    until(one, fake)
-    one.wait("!document.getElementById('note').textContent.includes('trying again')")
-    assert all("503" in complaint for complaint in one.complaints)
-    one.page.close()
+    screen.page.evaluate("pagedjax.watch.soon()")
+    until(screen, fake)
+    screen.wait("!document.getElementById('note').textContent.includes('trying again')")
+    assert all("503" in complaint for complaint in screen.complaints)
+    screen.page.close()
 
 
 def test_the_page_sends_the_api_key(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
     server.key = "s3cret"
-    one = Shown(chromium, server.url, wait=False)
-    one.wait("document.getElementById('note').textContent === 'this server requires its API key'")
+    screen = OpenPage(chromium, server.url, wait=False)
+    screen.wait(
+        "document.getElementById('note').textContent === 'this server requires its API key'"
+    )
     for key, note in (("wrong", "this is not the key of this server"), ("s3cret", "")):
-        one.page.fill("#key input", key)
-        one.page.keyboard.press("Enter")
-        one.wait(f"document.getElementById('note').textContent === '{note}'")
-    until(one, fake)
-    assert not one.page.is_visible("#key")
+        screen.page.fill("#key input", key)
+        screen.page.keyboard.press("Enter")
+        screen.wait(f"document.getElementById('note').textContent === '{note}'")
+    until(screen, fake)
+    assert not screen.page.is_visible("#key")
     # no request is sent while the key is missing
-    assert len([url for url in one.asked if "steps" in url]) <= 6
-    assert all("401" in complaint for complaint in one.complaints)
-    one.page.close()
+    assert len([url for url in screen.asked if "steps" in url]) <= 6
+    assert all("401" in complaint for complaint in screen.complaints)
+    screen.page.close()
 
 
 def test_a_restarted_engine_starts_a_new_page(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
-    one = Shown(chromium, server.url)
-    until(one, fake)
-    other = Fake(8)
-    other.run(30, rate=1.0)  # more steps than the page has seen: its next number exists there, too
-    server.live = other.live
-    one.page.evaluate("pagedjax.watch.soon()")
-    until(one, other)
-    assert {request[0] for request in one.state()["tables"]} <= {
-        f"q{i}" for i in range(other.count)
+    screen = OpenPage(chromium, server.url)
+    until(screen, fake)
+    restarted = Fake(8)
+    restarted.run(
+        30, rate=1.0
+    )  # more steps than the page has seen: its next number exists there, too
+    server.live = restarted.live
+    screen.page.evaluate("pagedjax.watch.soon()")
+    until(screen, restarted)
+    assert {request[0] for request in screen.state()["tables"]} <= {
+        f"q{i}" for i in range(restarted.count)
     }
-    assert one.complaints == []
-    one.page.close()
+    assert screen.complaints == []
+    screen.page.close()
 
 
 def test_frames_of_a_live_page_are_those_of_a_recording(
@@ -667,17 +680,17 @@ def test_frames_of_a_live_page_are_those_of_a_recording(
 ):
     fake, server = served
     fake.run(30, rate=1.0)
-    one = Shown(chromium, server.url)
-    until(one, fake)
-    shown = [one.go(i) for i in range(one.state()["count"])]
+    screen = OpenPage(chromium, server.url)
+    until(screen, fake)
+    pictures = [screen.go(i) for i in range(screen.state()["count"])]
     planned = [
         (plan.step, sorted(map(list, (seq.blocks for seq in state.running.seqs))))
         for state, plan in fake.planned
     ]
     assert [
-        (s["step"], sorted(t for _, t in s["tables"])) for s in shown if not s["rest"]
+        (s["step"], sorted(t for _, t in s["tables"])) for s in pictures if not s["rest"]
     ] == planned
-    one.page.close()
+    screen.page.close()
 
 
 def test_the_frames_of_the_page_are_those_of_the_python_fold(lecture: tuple[Path, list[str]]):

@@ -38,8 +38,8 @@ def embedded_as(pre: str) -> tuple:
 @settings(max_examples=60, deadline=None)
 @given(TEXTS)
 def test_pre_tokenizers_equal_brute_force(pre, text):
-    ours, oracle = embedded_as(pre)
-    assert ours.encode(text).ids == oracle.encode(text)
+    tokenizer, oracle = embedded_as(pre)
+    assert tokenizer.encode(text).ids == oracle.encode(text)
 
 
 def test_pre_tokenizers_differ_where_they_should():

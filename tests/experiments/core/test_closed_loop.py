@@ -47,10 +47,14 @@ RAW = {
 
 def measured(**changes):
     (point,) = expand({**RAW, **changes}, folder=Path())
-    made = point.experiment
-    assert made.simulate is not None
+    experiment = point.experiment
+    assert experiment.simulate is not None
     return measure(
-        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
+        SimulatedLLM(
+            experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
+        ),
+        point,
+        0,
     )
 
 
@@ -61,7 +65,9 @@ def ends(requests: list[RequestRecord]) -> list[float]:
 
 def unfinished_at(requests: list[RequestRecord], time: float) -> int:
     """Requests that were sent at or before `time` and end later."""
-    return sum(one.arrival <= time < end for one, end in zip(requests, ends(requests), strict=True))
+    return sum(
+        request.arrival <= time < end for request, end in zip(requests, ends(requests), strict=True)
+    )
 
 
 def test_times_by_hand():
@@ -74,9 +80,9 @@ def test_times_by_hand():
     )
     added: list[tuple[str, float]] = []
     add = engine.add
-    engine.add = lambda name, *rest, **more: (
+    engine.add = lambda name, *arguments, **options: (
         added.append((name, engine.now)),
-        add(name, *rest, **more),
+        add(name, *arguments, **options),
     )[1]
     work = [
         WorkItem(name, 0.0, (20,) * 5, output)
@@ -91,25 +97,29 @@ def test_times_by_hand():
 @pytest.mark.parametrize("replicas", [None, {"count": 1}, {"count": 3, "router": "least_loaded"}])
 def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict | None):
     arrivals = {"process": "closed_loop", "clients": clients}
-    found = measured(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
-    requests = found.requests
-    assert found.failed is None
-    assert [one.arrival for one in requests[:clients]] == [0.0] * min(clients, 24)
-    assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
-    for one in requests[clients:]:
-        assert one.arrival in ends(requests), "it is sent when another one ends"
+    result = measured(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
+    requests = result.requests
+    assert result.failed is None
+    assert [request.arrival for request in requests[:clients]] == [0.0] * min(clients, 24)
+    assert [request.arrival for request in requests] == sorted(
+        request.arrival for request in requests
+    )
+    for request in requests[clients:]:
+        assert request.arrival in ends(requests), "it is sent when another one ends"
         # at the last arrival, more clients may be free than requests left
-        left = one.arrival < requests[-1].arrival
-        assert unfinished_at(requests, one.arrival) == clients or (not left and clients > 1)
-    assert found.workload.describe()["last_arrival_s"] == requests[-1].arrival
+        requests_left = request.arrival < requests[-1].arrival
+        assert unfinished_at(requests, request.arrival) == clients or (
+            not requests_left and clients > 1
+        )
+    assert result.workload.describe()["last_arrival_s"] == requests[-1].arrival
 
 
 def test_one_client_has_its_requests_one_after_another():
     requests = measured(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}
     ).requests
-    assert [one.arrival for one in requests[1:]] == ends(requests)[:-1]
-    assert {one.queue for one in requests} == {0.0}
+    assert [request.arrival for request in requests[1:]] == ends(requests)[:-1]
+    assert {request.queue for request in requests} == {0.0}
 
 
 @drawn.given(
@@ -123,24 +133,24 @@ def test_one_client_has_its_requests_one_after_another():
 )
 def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: int, seed: int):
     """Replicas have clocks of their own, so steps end in another order than they begin."""
-    found = measured(
+    result = measured(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": clients}},
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
         replicas={"count": count, "router": router},
         seed=seed,
     )
-    requests = found.requests
-    assert found.failed is None
-    *before, last = sorted({one.arrival for one in requests})
+    requests = result.requests
+    assert result.failed is None
+    *before, last = sorted({request.arrival for request in requests})
     assert {unfinished_at(requests, time) for time in before} <= {clients}
     assert unfinished_at(requests, last) <= clients, (
         "the last requests may be fewer than the free clients"
     )
     chex.assert_trees_all_equal(
-        [one.arrival for one in requests],
+        [request.arrival for request in requests],
         ([0.0] * clients + sorted(ends(requests)))[: len(requests)],
     )
-    assert all(one.queue is not None and one.queue >= 0 for one in requests), (
+    assert all(request.queue is not None and request.queue >= 0 for request in requests), (
         "nothing is computed before it is sent"
     )
 
@@ -149,22 +159,26 @@ def test_enough_clients_are_all_requests_at_once():
     alone = measured(
         workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"}
     )
-    many = measured(
+    in_turn = measured(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}}
     )
-    assert (many.requests, many.steps, many.summary) == (alone.requests, alone.steps, alone.summary)
+    assert (in_turn.requests, in_turn.steps, in_turn.summary) == (
+        alone.requests,
+        alone.steps,
+        alone.summary,
+    )
 
 
 def test_more_clients_make_more_tokens_and_wait_longer():
-    found = [
+    summaries = [
         measured(
             workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}
         ).summary
         for n in (1, 4, 8)
     ]
-    rates, waits = ([dict_[key] for dict_ in found] for key in ("output_tokens_per_s", "itl_s"))
+    rates, waits = ([dict_[key] for dict_ in summaries] for key in ("output_tokens_per_s", "itl_s"))
     assert rates == sorted(rates)
-    assert [one["mean"] for one in waits] == sorted(one["mean"] for one in waits)
+    assert [wait["mean"] for wait in waits] == sorted(wait["mean"] for wait in waits)
 
 
 def test_sender_waits_for_the_client_that_is_free_first():

@@ -55,32 +55,32 @@ def measured_at(point: Point) -> Measured:
 
 
 def test_a_run_and_its_summary():
-    found = measured(RAW)
-    assert found.failed is None
-    assert {step.replica for step in found.steps} == set(range(5))
-    ends = [step.started + step.seconds for step in found.steps]
+    measurement = measured(RAW)
+    assert measurement.failed is None
+    assert {step.replica for step in measurement.steps} == set(range(5))
+    ends = [step.started + step.seconds for step in measurement.steps]
     assert ends == sorted(ends)
-    moved = [request for request in found.requests if request.transfers]
+    moved = [request for request in measurement.requests if request.transfers]
     assert 0 < len(moved) < 40, "some answers have one token"
-    pools = found.summary["pools"]
+    pools = measurement.summary["pools"]
     assert pools["prefill"]["requests"]["mean"] * 2 == 40
     assert pools["decode"]["requests"]["mean"] * 3 == pools["transfers"] == len(moved)
     computed = {True: 0, False: 0}
-    for step in found.steps:
+    for step in measurement.steps:
         computed[step.replica < 2] += step.tokens
     assert pools["prefill"]["tokens_computed"]["mean"] * 2 == computed[True]
     assert pools["decode"]["tokens_computed"]["mean"] * 3 == computed[False]
-    assert computed[False] == sum(request.max_tokens - 1 for request in found.requests), (
+    assert computed[False] == sum(request.max_tokens - 1 for request in measurement.requests), (
         "decode computes no prompt"
     )
-    whole = sum(
+    moved_bytes = sum(
         -(-request.prompt_tokens // 8) * 8 * SHAPES["llama-3-8b"].token_bytes for request in moved
     )
-    assert pools["moved_bytes"] == whole
-    assert pools["transfer_s"]["mean"] >= 0.001 + whole / 50e9 / len(moved) - 1e-12
+    assert pools["moved_bytes"] == moved_bytes
+    assert pools["transfer_s"]["mean"] >= 0.001 + moved_bytes / 50e9 / len(moved) - 1e-12
     busy = 2 * pools["prefill"]["busy_share"]["mean"] + 3 * pools["decode"]["busy_share"]["mean"]
-    assert found.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
-    assert found == measured(RAW)
+    assert measurement.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
+    assert measurement == measured(RAW)
 
 
 def test_held_blocks_count_as_used_until_the_pages_are_adopted():
@@ -93,7 +93,7 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
         "arrivals": {"process": "poisson", "rate": 100.0},
     }
     slow = {"link_gb_s": 0.001, "prefill": {"max_num_seqs": 1}}  # 32 tokens are 4.2 MB: 4.2 s
-    found = measured(
+    measurement = measured(
         {
             **RAW,
             "workload": workload,
@@ -101,10 +101,10 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
             "simulate": {"step_s": 0.001, "model": "llama-3-8b"},
         }
     )
-    first, second = [step for step in found.steps if step.replica == 0]
+    first, second = [step for step in measurement.steps if step.replica == 0]
     assert (first.blocks_used, first.held_tokens) == (4, 30)
     assert (second.blocks_used, second.held_tokens) == (8, 60)
-    last = found.steps[-1]
+    last = measurement.steps[-1]
     assert (last.replica, last.blocks_used, last.held_tokens) == (1, 4, 31)
 
 
@@ -115,25 +115,26 @@ def test_a_summary_has_the_blocks_of_each_pool():
         measured({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
         for decode in ({"cache_tokens": 4096}, {"cache_tokens": 256, "simulate": slow})
     )
-    for found, of_decode in ((wide, 512), (narrow, 32)):
-        pools = found.summary["pools"]
+    for measurement, of_decode in ((wide, 512), (narrow, 32)):
+        pools = measurement.summary["pools"]
         assert (pools["prefill"]["blocks_total"], pools["decode"]["blocks_total"]) == (
             64,
             of_decode,
         )
-        assert [found.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")] == [
-            None
-        ] * 3
+        assert [
+            measurement.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")
+        ] == [None] * 3
         for name, replica in (("prefill", 0), ("decode", 1)):
-            used = [step.blocks_used for step in found.steps if step.replica == replica]
+            used = [step.blocks_used for step in measurement.steps if step.replica == replica]
             assert pools[name]["blocks_used"] == {
                 "mean": pytest.approx(sum(used) / len(used)),
                 "peak": max(used),
             }
-    held, free = (
-        found.summary["pools"]["prefill"]["blocks_used"]["mean"] for found in (narrow, wide)
+    held_blocks, free = (
+        measurement.summary["pools"]["prefill"]["blocks_used"]["mean"]
+        for measurement in (narrow, wide)
     )
-    assert held > 2 * free
+    assert held_blocks > 2 * free
 
 
 def test_a_pool_without_steps_has_no_blocks_in_use():
@@ -155,10 +156,11 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
     }
     (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
     llm = engines.simulated(point.experiment)
-    first, second = (one.config for one in llm.engines)
+    first, second = (engine.config for engine in llm.engines)
     assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (256, 4, 128)
     assert (second.num_blocks, second.max_num_seqs, second.max_num_batched_tokens) == (128, 8, 64)
-    fast, slow = measured_at(point), measured({**RAW, "pools": {}})
+    fast = measured_at(point)
+    slow = measured({**RAW, "pools": {}})
     assert fast.summary["ttft_s"]["mean"] < slow.summary["ttft_s"]["mean"]
     blocks = {step.replica: step.num_blocks for step in fast.steps}
     assert blocks == {0: 256, 1: 128}
@@ -166,28 +168,30 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
 
 def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
     workload = {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 3}}
-    found = measured({**RAW, "workload": workload})
-    assert found.failed is None
-    ends = sorted(request.arrival + (request.e2e or 0.0) for request in found.requests)
-    assert [request.arrival for request in found.requests] == pytest.approx([0.0] * 3 + ends[:37])
+    measurement = measured({**RAW, "workload": workload})
+    assert measurement.failed is None
+    ends = sorted(request.arrival + (request.e2e or 0.0) for request in measurement.requests)
+    assert [request.arrival for request in measurement.requests] == pytest.approx(
+        [0.0] * 3 + ends[:37]
+    )
 
 
 def test_branches_go_to_one_engine():
-    found = measured({**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}})
-    assert found.failed is None
-    moved = [request.transfers for request in found.requests if request.max_tokens > 1]
-    assert {len(each) for each in moved} == {3}
-    assert {len({one.replica for one in each}) for each in moved} == {1}
+    measurement = measured({**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}})
+    assert measurement.failed is None
+    moved = [request.transfers for request in measurement.requests if request.max_tokens > 1]
+    assert {len(transfers) for transfers in moved} == {3}
+    assert {len({transfer.replica for transfer in transfers}) for transfers in moved} == {1}
 
 
 @pytest.mark.parametrize(
-    ("top", "own", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
+    ("top", "pools_model", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
 )
 def test_a_model_is_opened_only_for_pools_that_name_no_shape(
-    tmp_path, capsys, top, own, status: int
+    tmp_path, capsys, top, pools_model, status: int
 ):
     """The experiment's own model does not exist."""
-    simulate = {"simulate": {"step_s": 0.01, "model": own}}
+    simulate = {"simulate": {"step_s": 0.01, "model": pools_model}}
     raw = {
         **RAW,
         "simulate": {"step_s": 0.01, "model": top},
@@ -219,18 +223,21 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
     (folder,) = (tmp_path / "runs/pooled").glob("*/0")
     requests = store.read_requests(folder)
     assert {request.replica for request in requests} == {0, 1}
-    assert {one.replica for request in requests for one in request.transfers} == {4}
+    assert {transfer.replica for request in requests for transfer in request.transfers} == {4}
     assert {
         json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
     } == {0, 1, 4}
     assert (folder / "decode_router.py").read_text() == MINE
-    (again,) = load(folder / "config.yaml")
-    assert again.experiment.pools == Pools(
+    (repeated,) = load(folder / "config.yaml")
+    assert repeated.experiment.pools == Pools(
         Pool(2), Pool(3, f"{folder / 'decode_router.py'}:LAST"), link_gb_s=50.0, latency_s=0.001
     )
-    one, two = requests, measured_at(again).requests
-    assert [each.replica for each in one] == [each.replica for each in two]
-    assert one[0].transfers[0].adopted == pytest.approx(two[0].transfers[0].adopted, abs=1e-6)
+    recorded = requests
+    remeasured = measured_at(repeated).requests
+    assert [request.replica for request in recorded] == [request.replica for request in remeasured]
+    assert recorded[0].transfers[0].adopted == pytest.approx(
+        remeasured[0].transfers[0].adopted, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,15 +265,15 @@ def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: 
     )
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    (again,) = load(tmp_path / "config.yaml")
-    assert again.key == point.key
-    assert measured_at(again).summary == summary["metrics"]
+    (repeated,) = load(tmp_path / "config.yaml")
+    assert repeated.key == point.key
+    assert measured_at(repeated).summary == summary["metrics"]
     llm = engines.simulated(point.experiment)
     assert isinstance(llm, PooledLLM)
     facts = json.loads(files["env.json"])
-    both = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
-    assert both["prefill"] != both["decode"]
-    for name, config in both.items():
+    configs = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
+    assert configs["prefill"] != configs["decode"]
+    for name, config in configs.items():
         assert facts["engine"][name] == json.loads(json.dumps(dataclasses.asdict(config)))
         chip = pools.get(name, {}).get("simulate", raw["simulate"])["chip"]
         assert facts["simulate"][name]["chip"] == chip
@@ -377,7 +384,7 @@ def test_a_pool_that_does_not_fit_its_chip_is_named():
 
 
 def test_engines_for_prompts_bound_the_gaps_on_the_example():
-    both, apart = (
+    mixed, apart = (
         measured_at(
             point._replace(
                 experiment=dataclasses.replace(
@@ -388,5 +395,5 @@ def test_engines_for_prompts_bound_the_gaps_on_the_example():
         ).summary
         for point in load(CONFIGS / "pools.yaml")
     )
-    assert apart["itl_s"]["p99"] < both["itl_s"]["p99"] / 3
-    assert apart["output_tokens"] == both["output_tokens"]
+    assert apart["itl_s"]["p99"] < mixed["itl_s"]["p99"] / 3
+    assert apart["output_tokens"] == mixed["output_tokens"]

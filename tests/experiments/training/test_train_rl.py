@@ -59,9 +59,10 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
+def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
     """A run without interruption."""
-    out, lines = tmp_path_factory.mktemp("runs") / "whole", []
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    lines = []
     return out, train_rl.train(model, out, SETUP, 2, say=lines.append), lines
 
 
@@ -72,8 +73,8 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_policies_are_one_in_exact_mode(whole, model):
-    out, log, lines = whole
+def test_the_policies_are_one_in_exact_mode(complete_run, model):
+    out, log, lines = complete_run
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
     assert {entry["kl"] for entry in log} == {0.0}
     assert {entry["largest_difference"] for entry in log} == {0.0}
@@ -81,7 +82,8 @@ def test_the_policies_are_one_in_exact_mode(whole, model):
     assert [line.split()[0] for line in lines[1:]] == ["2", "4", "6"]
     assert json.loads((out / "log.json").read_text()) == log
     assert (out / "reward.svg").read_text().startswith("<?xml")
-    before, after = stored(model), stored(out / "model")
+    before = stored(model)
+    after = stored(out / "model")
     assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), (
         "all parameters learn"
     )
@@ -103,8 +105,8 @@ class Stops(Exception):
     pass
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
-    out, log, _ = whole
+def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, monkeypatch):
+    out, log, _ = complete_run
     original = train_rl.roll_out
 
     def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
@@ -118,18 +120,18 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
             train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None)
     assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
     chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
-    again: list[str] = []
-    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=again.append) == log, (
+    messages: list[str] = []
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=messages.append) == log, (
         "a run that has ended"
     )
-    assert len(again) == 1
+    assert len(messages) == 1
     with pytest.raises(ValueError, match=r"holds another run: rate is 0.1, there 0.003"):
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
 
 
 @pytest.mark.slow
-def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
-    out, log, _ = whole
+def test_a_killed_process_resumes_to_the_same_bits(complete_run, model, tmp_path):
+    out, log, _ = complete_run
     killed(CHILD, model, tmp_path / "run", repr(SETUP))
     assert not (tmp_path / "run" / "model").exists()
     assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
@@ -168,25 +170,27 @@ def test_the_loss_is_that_of_the_papers(rewards, seed, clip):
         gain = (rewards[i] - group.mean()) / np.sqrt(group.var() + 1e-4)
         ratio = np.exp(float(chances[i, j]) - float(old[i, j]))
         terms.append(min(ratio * gain, float(np.clip(ratio, 1 - clip, 1 + clip)) * gain))
-    found = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
-    chex.assert_shape(found, ())
-    chex.assert_trees_all_close(float(found), -np.mean(terms), rtol=1e-3, atol=1e-3)
+    loss = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
+    chex.assert_shape(loss, ())
+    chex.assert_trees_all_close(float(loss), -np.mean(terms), rtol=1e-3, atol=1e-3)
 
 
 def test_the_divergence_is_that_of_two_distributions():
     """Its mean over many draws, against the sum over the vocabulary."""
     rng = np.random.default_rng(0)
-    ours, theirs = (jax.nn.log_softmax(jnp.asarray(rng.normal(0, 0.3, 8))) for _ in range(2))
-    shares = np.exp(np.asarray(theirs, np.float64))
+    trained, served = (jax.nn.log_softmax(jnp.asarray(rng.normal(0, 0.3, 8))) for _ in range(2))
+    shares = np.exp(np.asarray(served, np.float64))
     drawn = rng.choice(8, (1, 200_000), p=shares / shares.sum())
-    rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), theirs[drawn], None)
-    found = train_rl.divergence(ours[drawn], rollouts)
-    chex.assert_trees_all_close(found["kl"], (jnp.exp(theirs) * (theirs - ours)).sum(), rtol=0.03)
+    rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), served[drawn], None)
+    divergence = train_rl.divergence(trained[drawn], rollouts)
     chex.assert_trees_all_close(
-        found["largest_difference"], jnp.abs(ours - theirs).max(), rtol=1e-6
+        divergence["kl"], (jnp.exp(served) * (served - trained)).sum(), rtol=0.03
     )
-    same = train_rl.divergence(theirs[drawn], rollouts)
-    assert (float(same["kl"]), float(same["largest_difference"])) == (0, 0)
+    chex.assert_trees_all_close(
+        divergence["largest_difference"], jnp.abs(trained - served).max(), rtol=1e-6
+    )
+    of_itself = train_rl.divergence(served[drawn], rollouts)
+    assert (float(of_itself["kl"]), float(of_itself["largest_difference"])) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_rewards_can_be_checked(text, number, worth):
 def test_sums_depend_on_seed_and_step_alone():
     assert sums(0, 3, 5, 9) == sums(0, 3, 5, 9) != sums(0, 4, 5, 9)
     drawn = sums(1, 0, 400, 4)
-    assert {one.a for one in drawn} == {one.b for one in drawn} == set(range(5))
+    assert {question.a for question in drawn} == {question.b for question in drawn} == set(range(5))
     assert Sum(3, 1).prompt == "3+1="
 
 
