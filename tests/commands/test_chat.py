@@ -9,7 +9,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import SamplingParams, cli
@@ -26,6 +25,7 @@ from pagedjax.commands.chat import (
 )
 from pagedjax.host import scheduler
 from pagedjax.session import Session
+from tests import drawn
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TALK = Conversation("be brief", (Exchange("one", "two"), Exchange("three", "four")))
@@ -123,25 +123,16 @@ def test_help_lists_every_command():
     assert all(name in turn(TALK, "/help").note for name in COMMANDS)
 
 
-LINES = st.lists(
-    st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))
+@drawn.given(
+    30,
+    1000,
+    st.lists(
+        st.one_of(
+            st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}")
+        )
+    ),
 )
-
-
-@settings(deadline=None, max_examples=30, print_blob=True)
-@given(LINES)
 def test_every_line_has_an_effect_or_a_note(lines):
-    check_lines(lines)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000, print_blob=True)
-@given(LINES)
-def test_every_line_of_many_has_an_effect_or_a_note(lines):
-    check_lines(lines)
-
-
-def check_lines(lines: list[str]) -> None:
     conversation = TALK
     for line in lines:
         reply = turn(conversation, line)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
+from tests import drawn
+from tests.pallas_kernels import older_cpus
 
 pytestmark = pytest.mark.few_optimisations
 ROOT = Path(__file__).parents[2]
@@ -286,25 +285,19 @@ def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
     assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
 
 
-def of_any_shape(examples: int):
-    """A property of that many shapes and kinds of numbers."""
-    sizes = [st.integers(1, 70) for _ in range(3)]
-    options = (
-        st.sampled_from(["float32", "bfloat16"]),
-        st.booleans(),
-        st.sampled_from([None, "silu", "gelu_tanh"]),
-        st.sampled_from([None, False, True]),
-        st.booleans(),
-        st.integers(0, 2**32 - 1),
-    )
-    sampled = given(*sizes, *options)
-    return lambda test: settings(max_examples=examples, deadline=None, print_blob=True)(
-        sampled(test)
-    )
-
-
-def assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, with_bias, seed):
-    m = 2 * m if activation else m
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+@drawn.given(
+    20,
+    200,
+    *(st.integers(1, 70) for _ in range(3)),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+    st.sampled_from([None, "silu", "gelu_tanh"]),
+    st.sampled_from([None, False, True]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, with_bias, seed):
     options: dict[str, Any] = {
         "activation": activation,
         "norm": norm,
@@ -312,20 +305,8 @@ def assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, wi
         "residual": with_bias,
         "seed": seed,
     }
+    m = 2 * m if activation else m
     assert_contract(case(t, k, m, dtype=dtype, int8=int8, **options), "cpu")
-
-
-@of_any_shape(examples=20)
-@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, with_bias, seed):
-    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, with_bias, seed)
-
-
-@pytest.mark.slow
-@of_any_shape(examples=200)
-@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_the_cpu_kernel_on_many_shapes(t, k, m, dtype, int8, activation, norm, with_bias, seed):
-    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, with_bias, seed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -575,41 +556,11 @@ for options in CASES.values():
         for int8 in (False, True):
             assert_contract(case(**options, dtype=dtype, int8=int8), "cpu")
 """
-NARROWER = {
-    "AVX2": (
-        "haswell",
-        "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe",
-        "6 False",
-    ),
-    "AVX-512 without pairs": (
-        "skylake-avx512",
-        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
-        "12 False",
-    ),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROWER)
+@older_cpus.by_name
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.compiler import has
-
-    cpu, features, printed = NARROWER[name]
-    if not all(has(feature[1:]) for feature in features.split(",")):
-        pytest.skip(f"this CPU has no {name}")
-    settings = {
-        "PALLAS_KERNELS_CPU_NAME": cpu,
-        "PALLAS_KERNELS_CPU_FEATURES": features,
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    }
-    child = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | settings,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.split("\n")[0] == printed
+    lines = older_cpus.printed(PROGRAM, name, tmp_path)
+    assert lines[0] == {"AVX2": "6 False", "AVX-512 without pairs": "12 False"}[name]

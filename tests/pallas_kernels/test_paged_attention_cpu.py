@@ -23,6 +23,7 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cpu import implementation as cpu
+from tests.pallas_kernels import older_cpus
 from tests.pallas_kernels.test_paged_attention import (
     MIXED,
     assert_contract,
@@ -66,16 +67,20 @@ def test_nan_within_a_context_stays_in_its_row():
     chex.assert_trees_all_equal(after[[0, 2]], before[[0, 2]])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("d", [8, 24, 40])
-def test_head_sizes_that_are_not_whole_vectors(d, dtype):
-    case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
-    if dtype == np.float32:
+def assert_close(case):
+    if case.q.dtype == np.float32:
         assert_contract(case, "cpu")
     else:
         chex.assert_trees_all_close(
             run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
         )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("d", [8, 24, 40])
+def test_head_sizes_that_are_not_whole_vectors(d, dtype):
+    case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
+    assert_close(case)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -86,12 +91,7 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
     """
     rows = [(2, 64), (23, 65), (24, 129), (25, 25), (64, 300), (1, 300), (48, 48)]
     case = make(rows, t=200, b=8, s=s, dtype=dtype)
-    if dtype == np.float32:
-        assert_contract(case, "cpu")
-    else:
-        chex.assert_trees_all_close(
-            run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
-        )
+    assert_close(case)
 
 
 def assert_close_in_bfloat16(case):
@@ -161,44 +161,16 @@ def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
     chex.assert_trees_all_equal(run(together, "cpu")[:70], run(alone, "cpu"))
 
 
-NARROWER = {
-    "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe"),
-    "AVX-512 without pairs": (
-        "skylake-avx512",
-        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROWER)
+@older_cpus.by_name
 def test_the_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.compiler import has
-
-    cpu_name, features = NARROWER[name]
-    if not all(has(feature[1:]) for feature in features.split(",")):
-        pytest.skip(f"this CPU has no {name}")
     program = (
         "from tests.pallas_kernels.test_paged_attention_cpu import *\n"
         "for dtype in (np.float32, jnp.bfloat16):\n"
         "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
         "print(__import__('pallas_kernels.paged_attention.cpu.tile_vectors', fromlist=['PAIRS']).PAIRS)"
     )
-    settings = {
-        "PALLAS_KERNELS_CPU_NAME": cpu_name,
-        "PALLAS_KERNELS_CPU_FEATURES": features,
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    }
-    child = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | settings,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.split()[-1] == "False"
+    assert older_cpus.printed(program, name, tmp_path)[-1] == "False"
 
 
 @pytest.mark.parametrize("g", [1, 5, 7, 48, 50])

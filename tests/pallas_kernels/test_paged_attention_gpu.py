@@ -90,11 +90,16 @@ class Case(NamedTuple):
             "k_pages": k_pages,
             "v_pages": v_pages,
             "tables": tables,
-        } | {
             "lengths": lengths,
             "counts": counts,
             "first": first,
         }
+
+    def arguments(self) -> list[jax.Array]:
+        """The arguments of `paged_attention`, in its order."""
+        a = self.arrays()
+        names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+        return [jnp.asarray(a[name]) for name in names]
 
     def expected(self, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
         a = self.arrays()
@@ -112,6 +117,37 @@ class Case(NamedTuple):
                     p = np.exp(x - x.max())
                     out[token, n] = p @ v[row, begin:stop, head] / p.sum()
         return out
+
+
+# decodes, short rows and chunks in one batch
+MIXED = Case(
+    [
+        (1, 33),
+        (20, 40),
+        (1, 1),
+        (0, 0),
+        (2, 100),
+        (1, 64),
+        (8, 70),
+        (4, 17),
+        (9, 9),
+        (5, 48),
+        (3, 3),
+    ],
+    heads=2,
+    group=3,
+)
+
+
+def assert_mixed(output: jax.Array, options: dict) -> None:
+    """The attention of `MIXED` keeps the contract, and padding is zero."""
+    chex.assert_type(output, jnp.bfloat16)
+    chex.assert_shape(output, MIXED.dims["TND"])
+    chex.assert_trees_all_close(
+        np.asarray(output, np.float32), MIXED.expected(**options), atol=2.0**-6, rtol=0
+    )
+    padding = output[sum(count for count, _ in MIXED.rows) :]
+    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
 
 
 def run(
@@ -166,7 +202,7 @@ def decodes(s: int, *contexts: int) -> list[tuple[int, int]]:
 
 
 def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among
+    """Rows of every length up to `longest`, around a block's border, with a row without tokens among
     them.
     """
     counts = range(2, 5) if longest == 4 else range(5, 9)
@@ -266,10 +302,7 @@ def test_a_call_of_one_short_row_and_padding_rows(row, group):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
+    arguments = case.arguments()
     arguments[0] = arguments[0][: row[0]]  # without padding tokens
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
@@ -361,33 +394,10 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 def test_a_mixed_batch_keeps_the_contract(options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows = [
-        (1, 33),
-        (20, 40),
-        (1, 1),
-        (0, 0),
-        (2, 100),
-        (1, 64),
-        (8, 70),
-        (4, 17),
-        (9, 9),
-        (5, 48),
-        (3, 3),
-    ]
-    case = Case(rows, heads=2, group=3)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
+    arguments = MIXED.arguments()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
-    chex.assert_type(output, jnp.bfloat16)
-    chex.assert_shape(output, case.dims["TND"])
-    chex.assert_trees_all_close(
-        np.asarray(output, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
-    )
-    padding = output[a["first"][-1] :]
-    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
+        output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_gpu", **options)
+    assert_mixed(output, options)
 
 
 def through_the_kernels(
@@ -539,12 +549,10 @@ def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
 )
 def test_unsupported_shapes_raise_with_the_reason(change, message):
     case = Case([(1, 5)])._replace(**change)
-    a = case.arrays()
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
     with pytest.raises(
         ValueError, match=rf"impl 'pallas_gpu' {message}; impl 'xla' has no such limit"
     ):
-        paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
+        paged_attention(*case.arguments(), scale=1.0, impl="pallas_gpu")
 
 
 @interpreted
@@ -569,11 +577,9 @@ def test_rows_of_a_few_tokens_can_be_chunks():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([(1, 9), (3, 20), (6, 6), (12, 30)])
-    a = case.arrays()
-    arrays = tuple(a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first"))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         output = pallas_gpu.paged_attention(
-            *arrays, scale=case.d**-0.5, tiles=SMALL, short_rows=False
+            *case.arguments(), scale=case.d**-0.5, tiles=SMALL, short_rows=False
         )
     chex.assert_trees_all_close(
         np.asarray(output, np.float64)[:22], case.expected()[:22], atol=2e-2

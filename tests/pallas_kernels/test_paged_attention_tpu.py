@@ -32,7 +32,14 @@ from pallas_kernels.paged_attention.rows import (
 )
 from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
-from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
+from tests.pallas_kernels.test_paged_attention_gpu import (
+    MIXED,
+    Case,
+    assert_mixed,
+    decodes,
+    short_rows,
+    slow,
+)
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -99,15 +106,6 @@ def check(
 def chunks(s: int, *longer: tuple[int, int]) -> list[tuple[int, int]]:
     """Contexts around a block's border, a row without tokens, and tiles with tokens of two rows."""
     return [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), *longer]
-
-
-def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among
-    them.
-    """
-    counts = range(2, 5) if longest == 4 else range(5, 9)
-    around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
-    return [(longest, longest), (0, 0), *around, *((longest - 1, context) for context in contexts)]
 
 
 # --- what they compute ----------------------------------------------------------------------------
@@ -237,35 +235,12 @@ def interpreted(monkeypatch):
     "options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"]
 )
 def test_a_mixed_batch_keeps_the_contract(options, interpreted):
-    rows = [
-        (1, 33),
-        (20, 40),
-        (1, 1),
-        (0, 0),
-        (2, 100),
-        (1, 64),
-        (8, 70),
-        (4, 17),
-        (9, 9),
-        (5, 48),
-        (3, 3),
-    ]
-    case = Case(rows, heads=2, group=3)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
-    output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    chex.assert_type(output, jnp.bfloat16)
-    chex.assert_shape(output, case.dims["TND"])
-    chex.assert_trees_all_close(
-        np.asarray(output, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
-    )
-    padding = output[a["first"][-1] :]
-    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
+    arguments = MIXED.arguments()
+    output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_tpu", **options)
+    assert_mixed(output, options)
     # as an engine keeps them
     arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])
-    in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
+    in_rows = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_tpu", **options)
     chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(output, np.float32))
 
 
@@ -276,8 +251,7 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
     """
     count = row[0]
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
-    a = case.arrays()
-    arguments = [a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments = case.arguments()
     arguments[0] = arguments[0][:count]  # without padding tokens
     output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
     chex.assert_trees_all_close(
@@ -289,10 +263,7 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
 @pytest.mark.parametrize("contexts", [(2048, 3001), (4096, 5000)])
 def test_short_rows_of_long_contexts(contexts, interpreted):
     case = Case([(4, contexts[0]), (1, contexts[0]), (8, contexts[1])], s=64, group=4)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
+    arguments = case.arguments()
     output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
     chex.assert_trees_all_close(
         np.asarray(output, np.float32), case.expected(), atol=2.0**-6, rtol=0
@@ -392,22 +363,19 @@ def test_the_checks_detect_a_missing_page(rows, monkeypatch):
     ],
 )
 def test_unsupported_shapes_raise_with_the_reason(change, message):
-    a = Case([(1, 5)])._replace(**change).arrays()
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    case = Case([(1, 5)])._replace(**change)
     with pytest.raises(
         ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"
     ):
-        paged_attention(*(a[name] for name in names), scale=1.0, impl="pallas_tpu")
+        paged_attention(*case.arguments(), scale=1.0, impl="pallas_tpu")
 
 
 def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    small, full = (Case([(1, 5)], d=16, s=s, poison=0.0).arrays() for s in (4, 8))
+    small, arguments = (Case([(1, 5)], d=16, s=s, poison=0.0).arguments() for s in (4, 8))
     with pytest.raises(
         ValueError, match=r"needs pages of whole rows of 128, and they are \[4, 16\]"
     ):
-        paged_attention(*(jnp.asarray(small[name]) for name in names), scale=1.0, impl="pallas_tpu")
-    arguments = [jnp.asarray(full[name]) for name in names]
+        paged_attention(*small, scale=1.0, impl="pallas_tpu")
     arguments[1:3] = (a.astype(jnp.uint8) for a in arguments[1:3])
     with pytest.raises(ValueError, match="reads pages of bfloat16 or float32 and not of uint8"):
         paged_attention(*arguments, scale=1.0, impl="pallas_tpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -20,6 +21,20 @@ def served(tiny) -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(scope="session")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as api:
+        yield api
+
+
+@pytest.fixture(scope="session")
+def http(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as plain:
+        yield plain
+
+
+@pytest.fixture(scope="session")
 def reference(tiny) -> LLM:
     """The library, whose answers the server must repeat."""
     return LLM(tiny, progress=False, **ENGINE)
@@ -29,7 +44,7 @@ def reference(tiny) -> LLM:
 def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
     """A server with room for long prompts and answers."""
     options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
-    llm = LLM(tiny_long, progress=False, **{**ENGINE, **options})
+    llm = LLM(tiny_long, progress=False, **ENGINE | options)
     with serving_without_leaks(llm) as server:
         yield server
 

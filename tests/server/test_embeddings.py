@@ -28,22 +28,8 @@ LONG = [7] * 200  # of more tokens than a step has
 pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def plain(served):
-    with httpx.Client(base_url=served.url, timeout=60) as api:
-        yield api
-
-
-def post(plain: httpx.Client, **body: Any) -> httpx.Response:
-    return plain.post("/v1/embeddings", json=body)
+def post(http: httpx.Client, **body: Any) -> httpx.Response:
+    return http.post("/v1/embeddings", json=body)
 
 
 def vectors(reference: LLM, prompts: Any, **params: Any) -> list[list[float]]:
@@ -113,9 +99,9 @@ def test_openais_own_fields_are_accepted(client):
     assert len(response.data[0].embedding) == 4
 
 
-def test_usage_names_the_tokens_found_in_the_cache(plain):
+def test_usage_names_the_tokens_found_in_the_cache(http):
     ids = list(range(60, 160))
-    used = [post(plain, input=ids).json()["usage"] for _ in range(2)]
+    used = [post(http, input=ids).json()["usage"] for _ in range(2)]
     details = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
     assert details == [0, 96]
     assert {usage["total_tokens"] for usage in used} == {100}
@@ -183,8 +169,8 @@ ERRORS = [
 @pytest.mark.parametrize(
     ("body", "message", "param"), ERRORS, ids=[message[:40] for _, message, _ in ERRORS]
 )
-def test_an_invalid_request_is_answered_400_in_openais_format(plain, body, message, param):
-    answer = post(plain, **body)
+def test_an_invalid_request_is_answered_400_in_openais_format(http, body, message, param):
+    answer = post(http, **body)
     assert answer.status_code == 400
     error = error_of(answer)
     assert re.search(message, error["message"]), error
@@ -210,11 +196,11 @@ def test_a_repeated_mistake_gives_one_message():
     assert first_error(errors)[1] == "input"
 
 
-def test_completions_beside_embeddings_are_unchanged(plain, served):
-    alone = completed(plain, max_tokens=8)["choices"]
+def test_completions_beside_embeddings_are_unchanged(http, served):
+    alone = completed(http, max_tokens=8)["choices"]
     for kind in ("LAST", "MEAN"):
-        assert post(plain, input=[LONG, [5, 6]], pooling_type=kind).status_code == 200
-        assert completed(plain, max_tokens=8)["choices"] == alone
+        assert post(http, input=[LONG, [5, 6]], pooling_type=kind).status_code == 200
+        assert completed(http, max_tokens=8)["choices"] == alone
     wait_until(lambda: idle(served.worker))
 
 

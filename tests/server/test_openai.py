@@ -16,14 +16,6 @@ GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as api:
-        yield api
-
-
 def generated(reference, prompt, **params):
     (output,) = reference.generate(prompt, SamplingParams(**params), use_tqdm=False)
     return output

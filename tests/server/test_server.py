@@ -36,13 +36,6 @@ from tests.server.support import (
     wait_until,
 )
 
-
-@pytest.fixture
-def http(served):
-    with httpx.Client(base_url=served.url, timeout=60) as client:
-        yield client
-
-
 # --- small endpoints ------------------------------------------------------------------------------
 
 

@@ -35,33 +35,31 @@ def status(http, name) -> str:
     return http.get(f"/result/{name}").json()["status"]
 
 
-def test_a_generation_is_started_and_its_text_is_read_later(served, reference):
+def test_a_generation_is_started_and_its_text_is_read_later(http, reference):
     (expected,) = reference.generate(
         "abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False
     )
     answers = []
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        name = post(http, max_length=len(expected.prompt_token_ids) + 60)
-        wait_until(
-            lambda: (
-                answers.append(http.get(f"/result/{name}").json())
-                or answers[-1]["status"] != "in progress"
-            )
+    name = post(http, max_length=len(expected.prompt_token_ids) + 60)
+    wait_until(
+        lambda: (
+            answers.append(http.get(f"/result/{name}").json())
+            or answers[-1]["status"] != "in progress"
         )
-        answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
+    )
+    answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
     assert answers[-1] == {"status": "completed", "generated": expected.outputs[0].text}
     for partial in answers:
         assert expected.outputs[0].text.startswith(partial["generated"])
     assert "at least" in error_of(answer)["message"]
 
 
-def test_ids_cannot_be_guessed(served):
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        names = [post(http, max_length=8) for _ in range(3)]
-        for name in names:
-            wait_until(lambda name=name: status(http, name) == "completed")
-        for guess in (*range(8), names[0][:-1], names[0] + "A"):
-            assert http.get(f"/result/{guess}").json() == {"status": "not found", "generated": None}
+def test_ids_cannot_be_guessed(http):
+    names = [post(http, max_length=8) for _ in range(3)]
+    for name in names:
+        wait_until(lambda name=name: status(http, name) == "completed")
+    for guess in (*range(8), names[0][:-1], names[0] + "A"):
+        assert http.get(f"/result/{guess}").json() == {"status": "not found", "generated": None}
     assert len(set(names)) == 3
     assert min(map(len, names)) >= 22  # 128 bits in base64
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,12 @@ from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json, write_tokenizer
 
+assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
+
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
     """The tensors, read by the safetensors package."""
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
-def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert set(actual) == set(expected)
-    for name, x in actual.items():
-        assert x.dtype == expected[name].dtype
-        chex.assert_trees_all_equal(np.asarray(x), np.asarray(expected[name]), custom_message=name)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return tiny_llama(
-        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
-    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import chex
@@ -34,6 +35,8 @@ from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 
+assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
+
 
 def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
     return {
@@ -44,13 +47,6 @@ def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
     }
 
 
-def assert_equal(tensors: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert set(tensors) == set(expected)
-    for name, x in tensors.items():
-        assert x.dtype == expected[name].dtype
-        chex.assert_trees_all_equal(np.asarray(x), np.asarray(expected[name]), custom_message=name)
-
-
 def save(folder: Path, tree, like: Path) -> Path:
     """A folder like a trainer's: the trainer's tree, and the files of a model."""
     with ocp.StandardCheckpointer() as orbax:
@@ -58,13 +54,6 @@ def save(folder: Path, tree, like: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((like / name).read_bytes())
     return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return tiny_llama(
-        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
-    )
 
 
 @pytest.fixture(scope="module")

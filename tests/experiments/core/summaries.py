@@ -1,13 +1,26 @@
-"""The summary of a run from all of its records, as the driver makes it."""
+"""Simulated runs of a config, and the summary of a run from all of its records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.core.config import Slo
+from experiments.core import engines
+from experiments.core.config import Point, Slo, expand
+from experiments.core.drive import Measured, measure
 from experiments.core.metrics import step_sums, summary, token_sums
 from experiments.core.records import RequestRecord, StepRecord
+
+
+def measured(raw: dict[str, Any], folder: Path = Path()) -> Measured:
+    """The first run of a config that has one point."""
+    (point,) = expand(raw, folder=folder)
+    return measured_at(point)
+
+
+def measured_at(point: Point) -> Measured:
+    return measure(engines.simulated(point.experiment), point, 0)
 
 
 def summarize(

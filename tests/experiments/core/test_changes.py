@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from experiments import run
 from experiments.core.config import expand, load
-from experiments.core.drive import measure
 from experiments.core.present import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
+from tests.experiments.core.summaries import measured as run_of
 from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -50,16 +50,7 @@ RAW = {
 
 
 def measured(**changes):
-    (point,) = expand({**RAW, **changes}, folder=Path())
-    experiment = point.experiment
-    assert experiment.simulate is not None
-    return measure(
-        SimulatedLLM(
-            experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
-        ),
-        point,
-        0,
-    )
+    return run_of({**RAW, **changes})
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):

@@ -4,23 +4,21 @@ replicas.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import chex
 import pytest
 from hypothesis import strategies as st
 
-from experiments.core.config import expand
-from experiments.core.drive import drive, measure
+from experiments.core.drive import drive
 from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import ROUTERS
 from tests import drawn
+from tests.experiments.core.summaries import measured as run_of
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -46,16 +44,7 @@ RAW = {
 
 
 def measured(**changes):
-    (point,) = expand({**RAW, **changes}, folder=Path())
-    experiment = point.experiment
-    assert experiment.simulate is not None
-    return measure(
-        SimulatedLLM(
-            experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
-        ),
-        point,
-        0,
-    )
+    return run_of({**RAW, **changes})
 
 
 def ends(requests: list[RequestRecord]) -> list[float]:

@@ -10,13 +10,13 @@ import pytest
 
 from experiments import run
 from experiments.core import engines, execution, store
-from experiments.core.config import Point, expand, load
-from experiments.core.drive import Measured, measure
+from experiments.core.config import expand, load
 from experiments.core.environment import environment
 from experiments.core.pool_options import Pool, Pools
 from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
+from tests.experiments.core.summaries import measured, measured_at
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RAW = {
@@ -43,15 +43,6 @@ RAW = {
     "pools": {"prefill": {"count": 2}, "decode": {"count": 3}, "link_gb_s": 50, "latency_s": 0.001},
 }
 FOUR = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
-
-
-def measured(raw: dict, folder: Path = Path()) -> Measured:
-    (point,) = expand(raw, folder=folder)
-    return measured_at(point)
-
-
-def measured_at(point: Point) -> Measured:
-    return measure(engines.simulated(point.experiment), point, 0)
 
 
 def test_a_run_and_its_summary():

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from experiments import run
-from experiments.core import config, store
+from experiments.core import store
 from experiments.core.config import Replicas, expand, load
-from experiments.core.drive import drive, measure
+from experiments.core.drive import drive
 from experiments.core.engines import simulated
 from experiments.core.records import request_records, step_records
 from experiments.core.replicas import drive_replicas
 from experiments.core.submit import with_arrivals
 from experiments.core.workloads import WorkItem, build
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
-from tests.experiments.core.summaries import summarize
+from tests.experiments.core.summaries import measured, measured_at, summarize
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -51,23 +51,6 @@ RAW = {
     "sampling": {"temperature": 0.0, "ignore_eos": True},
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
 }
-
-
-def measured(raw: dict):
-    (point,) = expand(raw, folder=Path())
-    return measured_at(point)
-
-
-def measured_at(point: config.Point):
-    experiment = point.experiment
-    assert experiment.simulate is not None
-    return measure(
-        SimulatedLLM(
-            experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
-        ),
-        point,
-        0,
-    )
 
 
 @pytest.mark.default_cases(

@@ -96,7 +96,8 @@ def case(model) -> SimpleNamespace:
     """A head of random parameters, and two windows of random tokens and features."""
     rng = np.random.default_rng(0)
     c = model.config
-    (b, s) = (2, 9)
+    b = 2
+    s = 9
     ids = np.sort(rng.permutation(c.vocab_size)[:20]).astype(np.int32)
     graphdef, params, buffers = train_draft.initial(model, ids, seed=0)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)

@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.training import train_lora, train_tiny
-from experiments.training.data import prepare
-from experiments.training.forward import initial
+from experiments.training import train_lora
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import DIGITS, question, tasks
-from experiments.training.setup import Setup, hf_config
+from experiments.training.setup import Setup
 from pagedjax import load_model
-from pagedjax.device.models import llama
 from pagedjax.models import score
 from pagedjax.weights.adapter_files import read_adapter
 from pagedjax.weights.convert import convert
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import write_initial
 
 ROOT = Path(__file__).parents[3]
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
@@ -55,11 +53,7 @@ train_lora.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), int(sy
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder as train_tiny writes it, with initial weights."""
-    folder = tmp_path_factory.mktemp("lora") / "model"
-    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
-    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
-    return folder
+    return write_initial(tmp_path_factory.mktemp("lora") / "model", SMALL)
 
 
 @pytest.fixture(scope="module")

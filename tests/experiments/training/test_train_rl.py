@@ -13,21 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import strategies as st
 
-from experiments.training import train_rl, train_tiny
-from experiments.training.data import prepare
-from experiments.training.forward import initial
+from experiments.training import train_rl
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, number_in, reward, sums
-from experiments.training.setup import Setup, hf_config
+from experiments.training.setup import Setup
 from experiments.training.train_rl import Rollouts
-from pagedjax import LLM, load_model
-from pagedjax.device.models import llama
-from pagedjax.weights.tree import named
+from pagedjax import LLM
 from tests import drawn
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import stored, write_initial
 
 pytest.importorskip("llvmlite")
 
@@ -51,11 +47,7 @@ train_rl.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), 2)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder as train_tiny writes it, with initial weights."""
-    folder = tmp_path_factory.mktemp("rl") / "model"
-    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
-    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
-    return folder
+    return write_initial(tmp_path_factory.mktemp("rl") / "model", SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +56,6 @@ def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
     out = tmp_path_factory.mktemp("runs") / "whole"
     lines = []
     return out, train_rl.train(model, out, SETUP, 2, say=lines.append), lines
-
-
-def stored(folder: Path) -> dict[str, np.ndarray]:
-    return {
-        name: np.asarray(x)
-        for name, x in named(load_model(folder, linear_impl="xla").model.params).items()
-    }
 
 
 def test_the_policies_are_one_in_exact_mode(complete_run, model):

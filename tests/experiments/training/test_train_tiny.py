@@ -22,12 +22,13 @@ from experiments.training import data as training_data
 from experiments.training import forward, train_tiny
 from experiments.training.data import END
 from experiments.training.setup import Setup
-from pagedjax import LLM, SamplingParams, load_model
+from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import stored
 
 ROOT = Path(__file__).parents[3]
 SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
@@ -84,14 +85,6 @@ def run(tmp_path_factory) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def config():
     return llama.from_hf(train_tiny.hf_config(SETUP))
-
-
-def stored(folder: Path) -> dict[str, np.ndarray]:
-    """The parameters of a model's folder."""
-    return {
-        name: np.asarray(x)
-        for name, x in named(load_model(folder, dtype="float32").model.params).items()
-    }
 
 
 # --- text -----------------------------------------------------------------------------------------
