@@ -38,7 +38,8 @@ def test_two_sessions_on_one_engine_get_their_own_tokens(llm):
     first = session(llm)
     second = session(llm)
     requests = [GenerationRequest(prompt, GREEDY) for prompt in PROMPTS]
-    (a,), (b,) = first.add(requests[:1]), second.add(requests[1:])
+    (a,) = first.add(requests[:1])
+    (b,) = second.add(requests[1:])
     assert not set(a) & set(b), "ids are unique on an engine"
     while first.branches:
         first.step()

@@ -126,7 +126,8 @@ def run(path: Path) -> None:
     """
     text = path.read_text("utf-8")
     module = ModuleType("__main__")
-    sys.modules["__main__"], space = module, vars(module)
+    sys.modules["__main__"] = module
+    space = vars(module)
     for block in blocks(text):
         if block.file:
             write(block, Path())

@@ -50,7 +50,8 @@ def cells(text: str) -> list[Cell]:
 def run(path: Path) -> int:
     """Runs every cell of a page -> how many there were. An error of a cell is raised."""
     notebook = ModuleType("__main__")  # as in a notebook, what cells define is in the main module
-    sys.modules["__main__"], space = notebook, vars(notebook)
+    sys.modules["__main__"] = notebook
+    space = vars(notebook)
     code_cells = cells(path.read_text("utf-8"))
     for cell in code_cells:
         tree = ast.increment_lineno(ast.parse(cell.source), cell.line - 1)

@@ -41,7 +41,7 @@ SHAPE = re.compile(r"\[\w[^\]]*\]")  # [T, N, D]
 ARRAY = re.compile(r"\b(?:Array|ndarray)\b")
 
 
-def documented(module: str, name: str, item: Any) -> bool:
+def has_text(module: str, name: str, item: Any) -> bool:
     """Whether a name has a text of its own: a docstring, or the comment of a constant."""
     if api.kind(item) == "data":
         home = sys.modules[module]
@@ -111,7 +111,7 @@ def functions() -> dict[str, Any]:
 @pytest.mark.parametrize(("module", "name", "item"), PUBLIC, ids=IDS)
 def test_every_public_name_has_a_text(module: str, name: str, item: Any):
     full = f"{module}.{name}"
-    assert documented(module, name, item) != (full in WITHOUT_TEXT)
+    assert has_text(module, name, item) != (full in WITHOUT_TEXT)
     if api.kind(item) == "class":
         silent = {member for member, value in members(item).items() if not inspect.getdoc(value)}
         assert silent == SELF_EVIDENT.get(full, set())

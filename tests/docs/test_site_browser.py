@@ -24,7 +24,7 @@ SEEN = """() => ({
 })"""
 
 
-def seen(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
+def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
     """By name of a page: what is wrong with it."""
     faults = {}
     page = browser.new_page(viewport={"width": width, "height": 900})
@@ -40,7 +40,7 @@ def seen(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
 def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path: Path):
     (tmp_path / "wide.html").write_text('<div style="width: 500px">x</div><img src="no.png">')
     (tmp_path / "right.html").write_text("<p>x</p>")
-    faults = seen(chromium, sorted(tmp_path.glob("*.html")), 390)
+    faults = faults_of(chromium, sorted(tmp_path.glob("*.html")), 390)
     assert list(faults) == ["wide.html"]
     assert faults["wide.html"]["over"] > 0
     assert faults["wide.html"]["missing"] == [(tmp_path / "no.png").as_uri()]
@@ -50,4 +50,4 @@ def test_no_page_is_wider_than_its_window_or_misses_a_picture(
     chromium: Any, build_site: Callable[[], Path]
 ):
     pages = pages_of(build_site())
-    assert [seen(chromium, pages, width) for width in WIDTHS] == [{}, {}]
+    assert [faults_of(chromium, pages, width) for width in WIDTHS] == [{}, {}]

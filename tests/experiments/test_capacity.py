@@ -35,7 +35,7 @@ MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
 }
 
 
-def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
+def probes_of(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
     """The probes of a search; up to the rate `alone`, no two requests overlap."""
     probes: list[Probe] = []
     while (rate := next_rate(probes, bounds)) is not None:
@@ -53,7 +53,7 @@ def test_search_finds_known_limit(
 ) -> None:
     ends = {"low": limit / 50, "high": limit * 50}
     bounds = Bounds(1.0, **{name: ends[name] for name in given_ends}, tolerance=tolerance)
-    probes = searched(lambda rate: rate <= limit, bounds)
+    probes = probes_of(lambda rate: rate <= limit, bounds)
     met, unmet = bracket(probes)
     assert met <= limit < unmet
     assert unmet <= met * (1 + tolerance) or math.isclose(unmet, met, rel_tol=2e-3)
@@ -68,10 +68,10 @@ def said(probes: list[Probe], bounds: Bounds) -> str:
 
 
 def test_non_monotone_rates_are_reported() -> None:
-    probes = searched(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
+    probes = probes_of(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
     assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
     assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
-    upside_down = searched(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
+    upside_down = probes_of(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
     assert met_above_limit(upside_down) == [8.0]
     assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith(
         "No capacity found: not met even at 2 requests/s"
@@ -103,7 +103,7 @@ def test_non_monotone_rates_are_reported() -> None:
 def test_search_without_limit_ends_with_reason(
     met: bool, bounds: Bounds, alone: float, probes: int, message: str
 ) -> None:
-    search = searched(lambda rate: met, bounds, alone)
+    search = probes_of(lambda rate: met, bounds, alone)
     assert len(search) == probes
     assert message in said(search, bounds)
 

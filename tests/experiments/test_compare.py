@@ -28,7 +28,7 @@ def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
     return [RequestRecord(branch.branch_id, 0.0, 5, 3, 0.0, (branch,)) for branch in branches]
 
 
-def waited(queue: Any, tokens: int) -> list[RequestRecord]:
+def requests_that_waited(queue: Any, tokens: int) -> list[RequestRecord]:
     """One request for each time in the queue."""
     times = tuple(1.0 + 0.1 * i for i in range(tokens))
     branch = BranchRecord("r", times, (1,) * tokens, 0, "length")
@@ -244,14 +244,14 @@ def test_differences_of_device_and_code_are_reported(
         (
             "itl_s",
             50,
-            waited([0.0] * 11, 1) + waited([0.0], 3),
-            waited([0.0] * 11, 1) + waited([0.0], 4),
+            requests_that_waited([0.0] * 11, 1) + requests_that_waited([0.0], 3),
+            requests_that_waited([0.0] * 11, 1) + requests_that_waited([0.0], 4),
         ),
         (
             "queue_s",
             90,
-            waited(([0.0] * 8 + [1.0] * 2) * 4, 2),
-            waited(([0.0] * 8 + [1.3] * 2) * 4, 2),
+            requests_that_waited(([0.0] * 8 + [1.0] * 2) * 4, 2),
+            requests_that_waited(([0.0] * 8 + [1.3] * 2) * 4, 2),
         ),
     ],
     ids=["no gap", "zeros"],

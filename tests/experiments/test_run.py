@@ -401,7 +401,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     drawing a report.
     """
     sweep = {"grid": {"engine.block_size": [4, 16]}}
-    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": sweep})
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": sweep})
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
     def measure(*options: str) -> int:
@@ -410,7 +410,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return measure
 
 
-def made(tmp_path: Path) -> dict[str, int]:
+def modification_times(tmp_path: Path) -> dict[str, int]:
     """When each run was made."""
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
@@ -427,7 +427,7 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulated() == 0
-    first = made(tmp_path)
+    first = modification_times(tmp_path)
     (env, *_) = [json.loads(file.read_text()) for file in tmp_path.rglob("env.json")]
     assert len(env["source"]) == 16
     assert simulated() == 0
@@ -439,17 +439,16 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     assert "NOTE: 4 finished runs were made by other code than this: " in errors
     assert all(folder in errors for folder in first)
     assert "--no-resume measures them again" in errors
-    assert made(tmp_path) == first
+    assert modification_times(tmp_path) == first
 
     assert simulated("--set", "engine.block_size=4", "--set", "repeats=3", "--dry-run") == 0
     assert "3 runs, 0 of them done" in capsys.readouterr().out
     assert simulated("--set", "engine.block_size=4", "--set", "repeats=3") == 0
     assert "They are measured again, because other repeats" in capsys.readouterr().err
-    later = made(tmp_path)
+    later = modification_times(tmp_path)
     assert len(later) == 5
-    assert (
-        len([folder for folder in first if later[folder] == first[folder]]) == 2
-    )  # the other point
+    # the other point
+    assert len([folder for folder in first if later[folder] == first[folder]]) == 2
     assert simulated("--no-resume") == 0
     capsys.readouterr()
     assert simulated() == 0
@@ -522,7 +521,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
     )
     tokens = {"kind": "tokens", "file": "w1.json"}
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
-    path = write_config(tmp_path, "nothing", **{**plain, "engine": {"policy": "mine.py:MINE"}})
+    path = write_config(tmp_path, "nothing", **plain | {"engine": {"policy": "mine.py:MINE"}})
     (point,) = config.load(path)
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     (copied,) = tmp_path.rglob("config.yaml")
@@ -543,8 +542,8 @@ def test_parallel_jobs_need_simulated_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = {"grid": {"simulate": [None, {"chip": "h200", "model": "llama-3-8b"}]}}
-    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": mixed})
-    unswept = write_config(tmp_path / "whole", "nothing is loaded", **{**SIMULATED, "sweep": None})
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": mixed})
+    unswept = write_config(tmp_path / "whole", "nothing is loaded", **SIMULATED | {"sweep": None})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for file, arguments, message in (
         (

@@ -132,7 +132,8 @@ def running() -> Iterator[tuple[Stub, str]]:
     address = []
 
     async def body() -> None:
-        stub.lock, stub.stop = asyncio.Lock(), asyncio.Event()
+        stub.lock = asyncio.Lock()
+        stub.stop = asyncio.Event()
         server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
         address.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         ready.set()

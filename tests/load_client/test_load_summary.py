@@ -8,16 +8,8 @@ from pagedjax.load_client.summary import RequestTimes, spread, summarize, table
 
 
 def timed(arrival: float, *chunks: float, **fields) -> RequestTimes:
-    return RequestTimes(
-        **{
-            "arrival": arrival,
-            "due": arrival,
-            "sent": arrival,
-            "chunks": chunks,
-            "ended": chunks[-1],
-            **fields,
-        }
-    )
+    fields = {"due": arrival, "sent": arrival, "ended": chunks[-1], **fields}
+    return RequestTimes(arrival=arrival, chunks=chunks, **fields)
 
 
 def test_latencies_follow_their_definitions():

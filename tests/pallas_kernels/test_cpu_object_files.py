@@ -41,7 +41,7 @@ def object_file() -> Path:
     return file
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
+def start_process(folder: Path) -> subprocess.Popen[str]:
     """Starts a process that checks the kernel's results, and prints whether it compiled the kernel."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen(
@@ -49,7 +49,7 @@ def started(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def compiled(process: subprocess.Popen[str]) -> bool:
+def has_compiled(process: subprocess.Popen[str]) -> bool:
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     return {"True": True, "False": False}[output.split()[-1]]
@@ -57,10 +57,8 @@ def compiled(process: subprocess.Popen[str]) -> bool:
 
 def undefined(code: bytes) -> Iterator[str]:
     """The undefined symbols of an ELF object of 64 bits."""
-    (sections,), (size, count) = (
-        struct.unpack_from("<Q", code, 40),
-        struct.unpack_from("<HH", code, 58),
-    )
+    (sections,) = struct.unpack_from("<Q", code, 40)
+    size, count = struct.unpack_from("<HH", code, 58)
     table = [struct.unpack_from("<IIQQQQII", code, sections + size * i) for i in range(count)]
     for _, kind, _, _, offset, length, link, _ in table:
         if kind == 2:  # the table of symbols
@@ -73,7 +71,7 @@ def undefined(code: bytes) -> Iterator[str]:
 
 def test_a_process_that_finds_object_code_does_not_compile(object_file, tmp_path):
     shutil.copy(object_file, tmp_path)
-    assert not compiled(started(tmp_path))
+    assert not has_compiled(start_process(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,14 @@ def test_concurrent_processes_replace_a_broken_file(object_file, tmp_path):
     file.write_bytes(object_file.read_bytes()[:-100])
     nowhere.write_text("no folder")
     assert all(
-        [compiled(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]]
+        [
+            has_compiled(process)
+            for process in [
+                start_process(tmp_path),
+                start_process(tmp_path),
+                start_process(nowhere),
+            ]
+        ]
     )
-    assert not compiled(started(tmp_path))
+    assert not has_compiled(start_process(tmp_path))
     assert [path.name for path in tmp_path.glob(f"{HANDLER.name}*")] == [object_file.name]

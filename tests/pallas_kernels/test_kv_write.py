@@ -53,7 +53,8 @@ class Case(NamedTuple):
 
 def expected(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Pages [P, K, S, D] with the new tokens in their slots, one after another."""
-    pages, s = pages.copy(), pages.shape[2]
+    pages = pages.copy()
+    s = pages.shape[2]
     for slot, token in zip(slots, new.astype(pages.dtype), strict=True):
         pages[slot // s, :, slot % s] = token
     return pages
@@ -62,8 +63,8 @@ def expected(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarra
 def assert_written(written: tuple[jax.Array, ...], case: Case) -> None:
     """Compares the pages in rows of any length. Page 0 has padding and may have anything."""
     k_pages, v_pages, k, v, slots = case.arrays()
-    (p, heads, s, d), t = k_pages.shape, len(slots)
-    dims = chex.Dimensions(P=p, K=heads, S=s, D=d, T=t)
+    p, heads, s, d = k_pages.shape
+    dims = chex.Dimensions(P=p, K=heads, S=s, D=d, T=len(slots))
     chex.assert_shape([k, v], dims["TKD"])
     chex.assert_shape(slots, dims["T"])
     for pages, old, new in zip(written, (k_pages, v_pages), (k, v), strict=True):

@@ -29,7 +29,7 @@ NAMES = [
 FLOATS = "x", "weight", "norm", "bias", "residual"
 
 
-def called(
+def call(
     arguments: dict[str, Any], impl: str | Implementation, floats: dict[str, Any]
 ) -> jax.Array:
     options = arguments | floats
@@ -60,7 +60,7 @@ def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype)
     arguments = case(**CASES[name], dtype=dtype)
     floats = floats_of(arguments)
     packed = IMPLS["cpu"].pack(np.asarray(arguments["weight"]), arguments["matrix"])
-    expected = np.asarray(called(arguments, "cpu", floats | {"weight": packed}))
+    expected = np.asarray(call(arguments, "cpu", floats | {"weight": packed}))
     used = np.arange(len(expected))[:, None] < (
         np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(expected)
     )
@@ -68,7 +68,7 @@ def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype)
     def total(
         impl: str | Implementation, floats: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        y = called(arguments, impl, floats)
+        y = call(arguments, impl, floats)
         return jnp.where(used, jnp.sin(y.astype(jnp.float32)), 0).sum(), y
 
     def both(floats: dict[str, jax.Array]) -> Any:  # in one program

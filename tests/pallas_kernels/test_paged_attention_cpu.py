@@ -425,7 +425,8 @@ def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(wind
     invariant = cpu.IMPLEMENTATION._replace(attend=cpu.IMPLEMENTATION.invariant)
 
     def attended(chunks: list[int], block: int, impl: Any = invariant) -> np.ndarray:
-        (keys, table), (values, _) = dense_pages(k, block, block), dense_pages(v, block, block)
+        keys, table = dense_pages(k, block, block)
+        values, _ = dense_pages(v, block, block)
         output = np.zeros_like(q)
         at = 0
         for count in chunks:

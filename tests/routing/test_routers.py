@@ -133,12 +133,12 @@ def test_a_known_prefix_is_found_when_the_load_allows_it(
     state, chosen = send(cluster(replicas), by_prefix("any", factor=1.0, slack=100), *earlier)
     depths = [0] * replicas
     for earlier_prompt, at in zip(earlier, chosen, strict=True):
-        depths[at] = max(depths[at], shared(prompt, earlier_prompt))
+        depths[at] = max(depths[at], common_length(prompt, earlier_prompt))
     _, (replica,) = send(state, by_prefix("any", slack=100), prompt, at=len(earlier))
     assert depths[replica] == max(depths)
 
 
-def shared(a: str, b: str) -> int:
+def common_length(a: str, b: str) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -81,7 +81,7 @@ def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Clie
         yield server, client
 
 
-def started(
+def start_server(
     *words: str, errors: IO[str] | None = None, module: str = "tests.quickly"
 ) -> tuple[subprocess.Popen[str], str]:
     """`pagedjax serve` as a separate process -> the process and its url.
@@ -135,7 +135,7 @@ def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
         assert not thread.is_alive()
 
 
-def completed(client: httpx.Client, **options) -> dict:
+def complete(client: httpx.Client, **options) -> dict:
     """The answer to a completion request, which must succeed."""
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
     assert answer.status_code == 200, answer.text

@@ -25,7 +25,7 @@ from pagedjax.server.worker import EngineStopped
 from tests.server.support import (
     ENGINE,
     command,
-    completed,
+    complete,
     error_of,
     idle,
     served_to,
@@ -103,7 +103,7 @@ def load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> httpx.Re
     )
 
 
-def loaded(http: httpx.Client, name: str, folder: Path, **fields: Any) -> None:
+def must_load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> None:
     answer = load(http, name, folder, **fields)
     assert (answer.status_code, answer.text) == (200, f"Success: LoRA adapter '{name}' is loaded.")
 
@@ -124,7 +124,7 @@ def texts(
     return output.outputs[0].text
 
 
-def streamed(lines: Iterator[str]) -> Iterator[str]:
+def texts_of_events(lines: Iterator[str]) -> Iterator[str]:
     """The texts of a completion's events."""
     for line in lines:
         if line.startswith("data: {"):
@@ -135,13 +135,13 @@ def streamed(lines: Iterator[str]) -> Iterator[str]:
 
 
 def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
-    loaded(http, "one", folders["one"])
+    must_load(http, "one", folders["one"])
     expected = texts(library, folders, "one")
     assert expected != texts(library, folders, None)
-    reply = completed(http, **GREEDY, model="one", prompt=PROMPT)
+    reply = complete(http, **GREEDY, model="one", prompt=PROMPT)
     assert (reply["model"], reply["choices"][0]["text"]) == ("one", expected)
     for base in ("tiny", "", None):
-        reply = completed(http, **GREEDY, model=base, prompt=PROMPT)
+        reply = complete(http, **GREEDY, model=base, prompt=PROMPT)
         assert (reply["model"], reply["choices"][0]["text"]) == (
             "tiny",
             texts(library, folders, None),
@@ -169,7 +169,7 @@ def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
 
 @pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
 def test_embeddings_have_the_adapter_too(http, library, folders):
-    loaded(http, "two", folders["two"])
+    must_load(http, "two", folders["two"])
     reply = http.post(
         "/v1/embeddings", json={"model": "two", "input": PROMPT, "encoding_format": "float"}
     ).json()
@@ -186,7 +186,7 @@ def test_embeddings_have_the_adapter_too(http, library, folders):
 
 def test_requests_of_several_adapters_run_together(open_server, http, library, folders):
     for name in RANKS:
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     names = [*RANKS, None] * 6
 
     async def one(client: httpx.AsyncClient, i: int, name: str | None) -> str:
@@ -211,8 +211,8 @@ def test_the_list_of_models_has_the_adapters(http, folders):
         return {"id": name, "object": "model", "created": 0, "owned_by": "pagedjax", **fields}
 
     assert http.get("/v1/models").json() == {"object": "list", "data": [card("tiny", "tiny", None)]}
-    loaded(http, "team/poems", folders["two"])
-    loaded(http, "mail", folders["one"])
+    must_load(http, "team/poems", folders["two"])
+    must_load(http, "mail", folders["one"])
     cards = [
         card("tiny", "tiny", None),
         card("mail", folders["one"], "tiny"),
@@ -242,17 +242,17 @@ def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_a
     open_server, http, library, folders, slow
 ):
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    loaded(http, "mine", folders["one"])
+    must_load(http, "mine", folders["one"])
     body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
-        pieces = streamed(answer.iter_lines())
+        pieces = texts_of_events(answer.iter_lines())
         text = next(pieces)
-        loaded(http, "other", folders["three"])
-        loaded(http, "mine", folders["two"], load_inplace=True)
-        later = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-        of_other = completed(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
+        must_load(http, "other", folders["three"])
+        must_load(http, "mine", folders["two"], load_inplace=True)
+        later = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+        of_other = complete(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
         assert unload(http, "mine").status_code == 200
-        plain = completed(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
+        plain = complete(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
         assert open_server.worker.llm.engine.scheduler_state.running.seqs, (
             "the stream ended too early for this test"
         )
@@ -268,7 +268,7 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
     open_server, http, library, folders
 ):
     """A request is answered by the adapter of its name, or refused because the adapter has gone."""
-    loaded(http, "stays", folders["one"])
+    must_load(http, "stays", folders["one"])
     expected = {"stays": texts(library, folders, "one"), "comes": texts(library, folders, "two")}
 
     async def ask(client: httpx.AsyncClient, name: str) -> int:
@@ -311,7 +311,7 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
 def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
     open_server, http, folders, monkeypatch
 ):
-    loaded(http, "one", folders["one"])
+    must_load(http, "one", folders["one"])
     # it was there when this ran
     monkeypatch.setattr(adapters, "check_model", lambda llm, model, base: None)
     assert unload(http, "one").status_code == 200
@@ -377,7 +377,7 @@ def test_the_routes_are_off_by_default_and_have_the_key(library, folders):
 
 def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, folders, tmp_path):
     shutil.copytree(folders["one"], tmp_path / "mine")
-    loaded(http, "mine", tmp_path / "mine")
+    must_load(http, "mine", tmp_path / "mine")
     shutil.copytree(folders["two"], tmp_path / "mine", dirs_exist_ok=True)
     for fields in ({}, {"load_inplace": False}, {"load_inplace": None}):
         answer = load(http, "mine", tmp_path / "mine", **fields)
@@ -387,10 +387,10 @@ def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, fold
             error_of(answer)["message"]
             == f"{message}; set load_inplace to true to replace it, or unload it first"
         )
-    text = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
     assert text == texts(library, folders, "one")
-    loaded(http, "mine", tmp_path / "mine", load_inplace=True)
-    text = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+    must_load(http, "mine", tmp_path / "mine", load_inplace=True)
+    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
     assert text == texts(library, folders, "two")
 
 
@@ -443,7 +443,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     )
     refused(unload(http, "a"), 404, "adapter 'a' is not loaded; loaded are none", "lora_name")
     for name in RANKS:
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     refused(
         load(http, "a", folders["one"]),
         400,
@@ -487,7 +487,7 @@ def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
         httpx.Client(base_url=url, timeout=60) as http,
     ):
         for name in ("one", "two", None):
-            completion = completed(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
+            completion = complete(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
             assert completion["choices"][0]["text"] == texts(library, folders, name)
         assert load(http, "three", folders["three"]).status_code == 404
 
@@ -546,11 +546,11 @@ def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
         return sample.labels
 
     for name in ("one", "two"):
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     assert labels() == {"max_lora": "3", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     body = {**GREEDY, "max_tokens": 120, "prompt": ["a", "b", "c", "d", "e"]}
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(completed, http, **body, model=name) for name in ("one", "two")]
+        answers = [pool.submit(complete, http, **body, model=name) for name in ("one", "two")]
         wait_until(
             lambda: (
                 labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"]

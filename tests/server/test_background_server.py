@@ -16,7 +16,7 @@ from pagedjax import llm as llm_module
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests import quick_compiler
-from tests.server.support import ENGINE, GREEDY, completed, gauge, served_to, started
+from tests.server.support import ENGINE, GREEDY, complete, gauge, served_to, start_server
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny
     assert programs is not None
     with served_to(llm) as (server, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 1
-        answer = completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
+        answer = complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
         start = time.perf_counter()
         server.worker.stop()
         assert time.perf_counter() - start < 10
@@ -56,7 +56,7 @@ def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny
     programs.join(60)
     with served_to(tiny_llm) as (_, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 0
-        assert completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
+        assert complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,11 @@ def test_a_signal_ends_a_server_whose_programs_are_missing(
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(
-            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"),
+        process, url = start_server(
+            str(tiny_folder),
+            *sizes,
+            "--served-model-name",
+            "tiny",
             errors=errors,
             module="pagedjax",
         )

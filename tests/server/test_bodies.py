@@ -103,7 +103,7 @@ def bodies(draw: Any) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def small(tiny) -> Iterator[httpx.Client]:
     """A server with short sequences, so that what is right is answered soon."""
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 64})
+    llm = LLM(tiny, progress=False, **ENGINE, max_model_len=64)
     with (
         serving_without_leaks(llm, allow_user=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,

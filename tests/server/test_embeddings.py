@@ -21,7 +21,7 @@ from pagedjax import LLM, PoolingParams
 from pagedjax.server import embeddings
 from pagedjax.server.schema import EmbeddingRequest, first_error
 from pagedjax.text.pooling import PoolingOutput, PoolingRequestOutput
-from tests.server.support import completed, error_of, idle, served_to, wait_until
+from tests.server.support import complete, error_of, idle, served_to, wait_until
 
 TEXTS = ["abc def", "the cat and the other cat", "b"]
 LONG = [7] * 200  # of more tokens than a step has
@@ -197,10 +197,10 @@ def test_a_repeated_mistake_gives_one_message():
 
 
 def test_completions_beside_embeddings_are_unchanged(http, served):
-    alone = completed(http, max_tokens=8)["choices"]
+    alone = complete(http, max_tokens=8)["choices"]
     for kind in ("LAST", "MEAN"):
         assert post(http, input=[LONG, [5, 6]], pooling_type=kind).status_code == 200
-        assert completed(http, max_tokens=8)["choices"] == alone
+        assert complete(http, max_tokens=8)["choices"] == alone
     wait_until(lambda: idle(served.worker))
 
 

@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
 
 
-def generated(reference, prompt, **params):
+def generate(reference, prompt, **params):
     (output,) = reference.generate(prompt, SamplingParams(**params), use_tqdm=False)
     return output
 
@@ -31,7 +31,7 @@ def test_the_model_is_listed(client):
 
 
 def test_a_greedy_completion_matches_the_library(client, reference):
-    expected = generated(reference, PROMPT, temperature=0.0, max_tokens=12)
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=12)
     completion = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **GREEDY)
     (choice,) = completion.choices
     assert choice.text == expected.outputs[0].text
@@ -68,7 +68,7 @@ def test_several_prompts_are_answered_in_order(client, reference, prompts):
 
 
 def test_a_prompt_may_be_token_ids(client, reference):
-    expected = generated(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
+    expected = generate(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
     extra = {"return_token_ids": True}
     completion = client.completions.create(
         model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY
@@ -78,7 +78,7 @@ def test_a_prompt_may_be_token_ids(client, reference):
 
 
 def test_branches_have_different_seeds(client, reference):
-    expected = generated(reference, PROMPT, n=3, seed=7, max_tokens=6)
+    expected = generate(reference, PROMPT, n=3, seed=7, max_tokens=6)
     completion = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
     assert [choice.text for choice in completion.choices] == [
         branch.text for branch in expected.outputs
@@ -125,7 +125,7 @@ def test_sampling_options_reach_the_engine(client, reference, options):
     extra = {key: value for key, value in options.items() if key != "extra_body"} | options.get(
         "extra_body", {}
     )
-    expected = generated(reference, PROMPT, **extra, max_tokens=10).outputs[0]
+    expected = generate(reference, PROMPT, **extra, max_tokens=10).outputs[0]
     choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=10, **options
     ).choices[0]
@@ -134,9 +134,9 @@ def test_sampling_options_reach_the_engine(client, reference, options):
 
 
 def test_a_stop_string_ends_an_answer(client, reference):
-    text = generated(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
+    text = generate(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
     stop = text[5:7]
-    expected = generated(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
     choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=20, stop=[stop], **GREEDY
     ).choices[0]
@@ -145,7 +145,7 @@ def test_a_stop_string_ends_an_answer(client, reference):
 
 
 def test_log_probabilities_match_the_library(client, reference):
-    expected = generated(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
     choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY
     ).choices[0]
@@ -171,7 +171,7 @@ def test_log_probabilities_match_the_library(client, reference):
 
 def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
     """Evaluation harnesses score texts with it."""
-    output = generated(
+    output = generate(
         reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1
     )
     ids = output.prompt_token_ids
@@ -196,7 +196,7 @@ def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
 
 
 def test_prompt_log_probabilities_have_vllms_format(client, reference):
-    expected = generated(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
     choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}, **GREEDY
     ).choices[0]
@@ -229,7 +229,7 @@ def test_beam_search_matches_the_library(client, reference):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_is_the_answer_in_pieces(client, reference, n):
-    output = generated(reference, PROMPT, n=n, seed=3, max_tokens=9)
+    output = generate(reference, PROMPT, n=n, seed=3, max_tokens=9)
     texts = [""] * n
     ends = {}
     chunks = 0
@@ -278,7 +278,7 @@ def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
         for choice in chunk.choices
     )
     assert (
-        text == PROMPT + generated(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
+        text == PROMPT + generate(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
     )
     unstreamed = client.completions.create(
         model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, **GREEDY

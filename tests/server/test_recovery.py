@@ -15,7 +15,7 @@ from pagedjax.text.outputs import OutputBuilder
 from tests.server.support import (
     ENGINE,
     GREEDY,
-    completed,
+    complete,
     error_of,
     idle,
     served_to,
@@ -65,7 +65,7 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
                 choice["text"] for event in events for choice in json.loads(event)["choices"]
             )
         else:
-            text = completed(http, **options)["choices"][0]["text"]
+            text = complete(http, **options)["choices"][0]["text"]
         assert text == expected.outputs[0].text
         assert http.get("/health").status_code == 200
         assert http.get("/viewer/steps").status_code == 200
@@ -82,7 +82,7 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
 def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
     failed = failing(lambda call: call > 2)
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
-        assert completed(http, max_tokens=2)["choices"]
+        assert complete(http, max_tokens=2)["choices"]
         answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
         assert error_of(answer)["message"] == "the engine failed: the device is out of memory"
@@ -96,7 +96,7 @@ def test_a_successful_step_resets_the_count_of_failed_steps(tiny, failing):
     failing(lambda call: call in (2, 3, 5, 6))
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         for _ in range(3):
-            assert completed(http, max_tokens=3)["choices"]
+            assert complete(http, max_tokens=3)["choices"]
         assert server.worker.healthy
 
 

@@ -17,7 +17,7 @@ EXAMPLES = 4  # of each operation
 @pytest.fixture(scope="module")
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24, "token_buckets": (64,)})
+    llm = LLM(tiny, progress=False, **ENGINE | {"max_model_len": 24, "token_buckets": (64,)})
     with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
         yield server
 

@@ -26,13 +26,13 @@ from tests.server.support import (
     ENGINE,
     GREEDY,
     command,
-    completed,
+    complete,
     error_of,
     gauge,
     idle,
     served_to,
     serving,
-    started,
+    start_server,
     wait_until,
 )
 
@@ -132,7 +132,7 @@ def test_a_body_above_the_limit_is_a_413(tiny):
             "/v1/completions", content=in_pieces, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 413
-        assert completed(http, max_tokens=1)["choices"]
+        assert complete(http, max_tokens=1)["choices"]
 
 
 def test_a_full_queue_is_a_429_with_retry_after(tiny):
@@ -170,7 +170,7 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200] * 3
-        assert completed(http, max_tokens=1)["choices"]
+        assert complete(http, max_tokens=1)["choices"]
         assert idle(server.worker)
 
 
@@ -182,7 +182,7 @@ def test_a_failing_observer_is_logged_once_and_stops_nothing(tiny, monkeypatch, 
     monkeypatch.setattr(Metrics, "stepped", lambda *args: 1 / 0)
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         for _ in range(2):
-            assert completed(http, max_tokens=3)["choices"]
+            assert complete(http, max_tokens=3)["choices"]
         assert server.worker.healthy
     assert [
         record.message.split(";")[1]
@@ -195,10 +195,10 @@ def test_metrics_add_up(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         prompts = ["abc the cat and the other cat are in the house " * 3] * 3 + ["b"]
         counts = [
-            completed(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"]
+            complete(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"]
             for prompt in prompts
         ]
-        completed(http, prompt="abc", max_tokens=9, ignore_eos=True, n=2)
+        complete(http, prompt="abc", max_tokens=9, ignore_eos=True, n=2)
         samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(http.get("/metrics").text)
@@ -238,9 +238,9 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
     options = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     one_bucket = ENGINE | {"token_buckets": (64,)}
     with served_to(LLM(tiny, progress=False, speculative=options, **one_bucket)) as (_, http):
-        plain = completed(http, prompt="abc", max_tokens=40, ignore_eos=True)
+        plain = complete(http, prompt="abc", max_tokens=40, ignore_eos=True)
         repeats = "the cat and the other cat and the cat and the other " * 2
-        completed(
+        complete(
             http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100}
         )
         samples = {
@@ -253,7 +253,7 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
         }
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         assert (
-            completed(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"]
+            complete(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"]
             == plain["choices"]
         )
         assert "spec_decode" not in http.get("/metrics").text
@@ -273,11 +273,11 @@ def test_the_viewer_follows_the_engine(tiny):
         assert "viewer/steps" in page.text
         first = http.get("/viewer/steps").json()
         assert first["about"]["config"]["num_blocks"] == 256
-        completed(http, max_tokens=5, ignore_eos=True)
+        complete(http, max_tokens=5, ignore_eos=True)
         later = http.get("/viewer/steps", params={"since": first["next"]}).json()
         assert len(later["frames"]) >= 5
         assert later["next"] == first["next"] + len(later["frames"])
-        completed(http, max_tokens=3, ignore_eos=True)
+        complete(http, max_tokens=3, ignore_eos=True)
         latest = http.get("/viewer/steps", params={"since": later["next"]}).json()
         assert 3 <= len(latest["frames"]) < 8
         assert http.get("/viewer/steps", params={"since": -1}).status_code == 400
@@ -306,7 +306,7 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
         "--record",
         str(tmp_path / "r.jsonl"),
     ]
-    process, url = started(*words)
+    process, url = start_server(*words)
     try:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=options, timeout=60) as answer:
@@ -350,7 +350,7 @@ def test_a_process_answers_unfinished_requests_with_503_and_ends(
     tiny_folder, tmp_path, drain, signals
 ):
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(
+        process, url = start_server(
             str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors
         )
         try:

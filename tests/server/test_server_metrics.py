@@ -28,7 +28,8 @@ class Run:
     """Metrics, and steps for them."""
 
     def __init__(self, llm) -> None:
-        self.state, self.metrics = llm.engine.scheduler_state, Metrics("m", llm.engine.config)
+        self.state = llm.engine.scheduler_state
+        self.metrics = Metrics("m", llm.engine.config)
 
     def add(self, names: tuple[str, ...], params: SamplingParams | BeamSearchParams) -> None:
         self.metrics.added(names, GenerationRequest(PROMPT, params), 0.0, self.state)

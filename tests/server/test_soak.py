@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from pagedjax import SamplingParams
-from tests.server.support import GREEDY, gauge, started
+from tests.server.support import GREEDY, gauge, start_server
 
 CLIENTS = 200
 QUEUE = 150
@@ -50,8 +50,13 @@ def soak(reference, folder, seconds: float) -> dict:
     expected = [
         output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
     ]
-    process, url = started(
-        *(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE)),
+    process, url = start_server(
+        str(folder),
+        *SIZES,
+        "--served-model-name",
+        "tiny",
+        "--max-queue",
+        str(QUEUE),
         module="pagedjax",
     )
     end = time.monotonic() + seconds

@@ -13,7 +13,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
 from pagedjax.server import vllmini
-from tests.server.support import ENGINE, completed, error_of, idle, served_to, wait_until
+from tests.server.support import ENGINE, complete, error_of, idle, served_to, wait_until
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
 
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         monkeypatch.setattr(step, "send", blocking)
-        thread = threading.Thread(target=completed, args=(http,), kwargs={"max_tokens": 3})
+        thread = threading.Thread(target=complete, args=(http,), kwargs={"max_tokens": 3})
         thread.start()
         assert blocked.wait(30)
         with pytest.raises(httpx.ReadTimeout):
@@ -145,4 +145,4 @@ def test_the_endpoints_can_be_switched_off(tiny):
         assert not {"/generate", "/result/{sequence_id}"} & set(
             http.get("/openapi.json").json()["paths"]
         )
-        assert completed(http, max_tokens=1)["choices"]
+        assert complete(http, max_tokens=1)["choices"]

@@ -415,7 +415,7 @@ KEPT = """(index) => {
 }"""
 
 
-def guessed(path: Path, block_size: int = 4) -> None:
+def record_guesses(path: Path, block_size: int = 4) -> None:
     """Records two requests. In step 1 the first has 4 drafts and keeps 2 of them, the second 2,
     which are all kept.
     """
@@ -440,7 +440,7 @@ def guessed(path: Path, block_size: int = 4) -> None:
 def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(
     open_text: Any, tmp_path: Path
 ):
-    guessed(tmp_path / "run.jsonl")
+    record_guesses(tmp_path / "run.jsonl")
     page = viewer.page(
         viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids)
     )
@@ -504,7 +504,7 @@ def test_slots_of_rejected_drafts_are_crossed_out(open_text: Any, tmp_path: Path
     """A cross in a broken edge, so colour is not the only sign: on each slot if it is visible, else
     one for all.
     """
-    guessed(tmp_path / "run.jsonl", block_size)
+    record_guesses(tmp_path / "run.jsonl", block_size)
     screen = open_text(viewer.page(viewer.read(tmp_path / "run.jsonl")))
     drawn = [screen.page.evaluate(BROKEN_LINES, i) for i in (0, 1, 2)]
     assert drawn == [0, 2 if block_size == 4 else 1, 0]
@@ -661,9 +661,8 @@ def test_a_restarted_engine_starts_a_new_page(open_page: Any, served: tuple[Fake
     screen = open_page(server.url)
     until(screen, fake)
     restarted = Fake(8)
-    restarted.run(
-        30, rate=1.0
-    )  # more steps than the page has seen: its next number exists there, too
+    # more steps than the page has seen: its next number exists there, too
+    restarted.run(30, rate=1.0)
     server.live = restarted.live
     screen.page.evaluate("pagedjax.watch.soon()")
     until(screen, restarted)

@@ -91,9 +91,8 @@ def check(run_frames: list, transitions: list) -> None:
         "commit",
         *(change.kind for change in transitions if change.kind in ("schedule", "commit")),
     ]
-    assert run_frames[-1].get("rest", False) == (
-        last == "commit"
-    )  # else the run ends within a step
+    # else the run ends within a step
+    assert run_frames[-1].get("rest", False) == (last == "commit")
 
 
 @drawn.examples(12, 60)

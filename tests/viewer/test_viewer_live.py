@@ -87,7 +87,9 @@ class Page:
     """Does what the page does: requests frames, applies them, requests the next ones."""
 
     def __init__(self, live: Live) -> None:
-        self.live, self.next, self.picture = live, 0, Picture()
+        self.live = live
+        self.next = 0
+        self.picture = Picture()
         self.seen: list[Picture] = []
         self.begun = 0
         self.about: dict = {}
@@ -108,7 +110,7 @@ class Page:
         return {self.picture.requests[n][1]: table for n, table in self.picture.tables.items()}
 
 
-def shown(page: Page) -> list[tuple]:
+def views_of(page: Page) -> list[tuple]:
     return [
         (view.step, view.counts, tuple(sorted(view.tables.values())))
         for view in page.seen
@@ -116,7 +118,7 @@ def shown(page: Page) -> list[tuple]:
     ]
 
 
-def wanted(fake: Fake) -> list[tuple]:
+def planned_views(fake: Fake) -> list[tuple]:
     return [
         (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
         for state, plan in fake.planned
@@ -132,7 +134,7 @@ def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
         page.ask()
-    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
     assert page.begun == 1
     assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
@@ -193,7 +195,7 @@ def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch: pytest
     while (reply := page.ask())["more"]:
         sizes.append(len(reply["frames"]))
     assert set(sizes) == {4}
-    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
     assert page.begun == 1
 
 
@@ -247,7 +249,7 @@ def test_threads_can_read_while_the_engine_runs():
     for page in pages:
         while page.ask()["more"]:
             pass
-        assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+        assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "3", None])

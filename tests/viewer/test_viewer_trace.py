@@ -100,7 +100,7 @@ def test_a_trace_without_drafts_is_the_same_as_before():
     )
 
 
-def timed(path: Path) -> None:
+def record_timed_run(path: Path) -> None:
     """Two requests in three blocks of 2, a second a step, half a second between steps."""
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     clock = itertools.count(100.0, 0.5)
@@ -120,7 +120,7 @@ def timed(path: Path) -> None:
 
 
 def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
-    timed(tmp_path / "run.jsonl")
+    record_timed_run(tmp_path / "run.jsonl")
     trace = viewer.trace(viewer.read(tmp_path / "run.jsonl"))
     check(trace)
     assert trace["otherData"]["time"] == "seconds as recorded"
@@ -139,7 +139,7 @@ def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
 
 
 def test_the_command_writes_a_trace(tmp_path: Path, capsys):
-    timed(tmp_path / "run.jsonl")
+    record_timed_run(tmp_path / "run.jsonl")
     assert cli.main(["trace", str(tmp_path / "run.jsonl")]) == 0
     target = tmp_path / "run.trace.json"
     assert capsys.readouterr().out == f"{target}\n"

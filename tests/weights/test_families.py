@@ -316,19 +316,19 @@ def test_a_layer_that_is_no_block_is_refused():
         )
 
 
-def changed(name: str, **fields: Any) -> Family:
+def family_with(name: str, **fields: Any) -> Family:
     """The documented family with other functions."""
     family = own_family(name)
     assert family is not None
     return family._replace(**fields)
 
 
-def opened(folder: Path, family: Family):
+def open_model(folder: Path, family: Family):
     return read_model(open_checkpoint(folder, family=family), "float32")
 
 
 def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(folder, name):
-    documented = changed(name)
+    documented = family_with(name)
 
     def narrower(config: dict[str, Any]) -> DecoderConfig:
         return documented.from_hf({**config, "intermediate_size": 40})
@@ -340,7 +340,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         ValueError,
         match=r"shape of blocks\.0\.mlp\.up\.weight: \(80, 48\) in the table, \(40, 48\) in",
     ):
-        opened(folder, changed(name, from_hf=narrower, param_table=wide))
+        open_model(folder, family_with(name, from_hf=narrower, param_table=wide))
 
     def shorter(config: DecoderConfig):
         return documented.param_table(config)[:-1]
@@ -348,7 +348,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
     with pytest.raises(
         ValueError, match=r"param_table of the family 'parallel' .*1\n  missing: head\.weight"
     ):
-        opened(folder, changed(name, param_table=shorter))
+        open_model(folder, family_with(name, param_table=shorter))
 
     def misnamed(config: DecoderConfig):
         *table, head = documented.param_table(config)
@@ -358,7 +358,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         ValueError,
         match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)",
     ):
-        opened(folder, changed(name, param_table=misnamed))
+        open_model(folder, family_with(name, param_table=misnamed))
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -392,11 +392,11 @@ def test_what_a_familys_from_hf_does_wrong_is_said(folder, name):
     with pytest.raises(
         ValueError, match=r"from_hf of the family 'parallel' reads 'eps', which the config does not"
     ):
-        opened(folder, changed(name, from_hf=lambda config: config["eps"]))
+        open_model(folder, family_with(name, from_hf=lambda config: config["eps"]))
     with pytest.raises(
         ValueError, match=r"from_hf of the family 'parallel' returns dict; it must return a"
     ):
-        opened(folder, changed(name, from_hf=dict))
+        open_model(folder, family_with(name, from_hf=dict))
 
 
 def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
@@ -404,7 +404,7 @@ def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
         ValueError, match=r"model_family is .*Path.*; it must be a text, module:NAME or folder"
     ):
         own_family(Path("mine.py"))  # type: ignore[arg-type]
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(
         ValueError,
         match=r"config is a DecoderConfig, which no family reads; leave model_family out",
@@ -447,13 +447,13 @@ def test_a_file_that_imports_what_is_missing_says_so(tmp_path):
     ],
 )
 def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(ValueError, match=message):
         replace(config, **fields)
 
 
 def test_adapters_of_a_family_without_llamas_matrices_are_refused(name):
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(
         ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"
     ):

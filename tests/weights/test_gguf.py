@@ -231,7 +231,7 @@ def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def rewritten(tmp_path: Path, data: bytes) -> Path:
+def rewrite(tmp_path: Path, data: bytes) -> Path:
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
     return path
@@ -246,18 +246,18 @@ def test_truncated_files_name_the_file_and_the_sizes(file, tmp_path, size):
     with pytest.raises(
         ValueError, match=rf"damaged\.gguf.*(the file has {size_left}|it has {size_left} bytes)"
     ):
-        open_checkpoint(rewritten(tmp_path, content[:size_left]))
+        open_checkpoint(rewrite(tmp_path, content[:size_left]))
 
 
 def test_truncated_data_names_the_tensor(file, tmp_path):
     content = file.read_bytes()
     message = r"is truncated: tensor \S+ \(.*\) \(F32\) takes bytes \d+ to \d+, the file has \d+; fetch it again"
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(rewritten(tmp_path, content[:-2000]))
+        open_checkpoint(rewrite(tmp_path, content[:-2000]))
 
 
 def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
-    path = rewritten(tmp_path, file.read_bytes())
+    path = rewrite(tmp_path, file.read_bytes())
     tensor = open_checkpoint(path).tensors["lm_head.weight"]
     path.write_bytes(file.read_bytes()[:20_000])
     with pytest.raises(
@@ -287,7 +287,7 @@ def test_damaged_headers_are_named(file, tmp_path, at, value, message):
     data = bytearray(file.read_bytes())
     data[at : at + len(value)] = value
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(rewritten(tmp_path, bytes(data)))
+        open_checkpoint(rewrite(tmp_path, bytes(data)))
 
 
 @settings(max_examples=150, deadline=None)

@@ -159,10 +159,9 @@ def test_sentencepiece_adds_bos_and_a_space_unless_the_file_disables_it():
     plain = Tokenizer(build_tokenizer("x", sentencepiece_metadata(**off)), (2,), {})
     assert plain.backend.encode("the").tokens == ["the"]
     assert plain.decode(plain.encode(" the")) == " the"
+    extra = {"tokenizer.ggml.remove_extra_whitespaces": True}
     with pytest.raises(ValueError, match="removes extra spaces"):
-        build_tokenizer(
-            "x", sentencepiece_metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True})
-        )
+        build_tokenizer("x", sentencepiece_metadata(**extra))
 
 
 def test_sentencepiece_pieces_and_words_are_spaced_by_their_context():

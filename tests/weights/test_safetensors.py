@@ -56,7 +56,8 @@ def test_every_dtype_of_the_format_reads(tmp_path):
     values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
     for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         values[kind] = np.array([1.5, -2], getattr(ml_dtypes, kind))
-    values["scalar"], values["empty"] = np.array(3.0, np.float32), np.zeros((0, 4), np.float32)
+    values["scalar"] = np.array(3.0, np.float32)
+    values["empty"] = np.zeros((0, 4), np.float32)
     save_file(values, tmp_path / "x.safetensors")
     for name, tensor in read_safetensors(tmp_path / "x.safetensors").items():
         np.testing.assert_array_equal(tensor.read(), values[name])

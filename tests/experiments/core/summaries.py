@@ -13,13 +13,13 @@ from experiments.core.metrics import step_sums, summary, token_sums
 from experiments.core.records import RequestRecord, StepRecord
 
 
-def measured(raw: dict[str, Any], folder: Path = Path()) -> Measured:
+def simulated_run(raw: dict[str, Any], folder: Path = Path()) -> Measured:
     """The first run of a config that has one point."""
     (point,) = expand(raw, folder=folder)
-    return measured_at(point)
+    return simulated_run_at(point)
 
 
-def measured_at(point: Point) -> Measured:
+def simulated_run_at(point: Point) -> Measured:
     return measure(engines.simulated(point.experiment), point, 0)
 
 

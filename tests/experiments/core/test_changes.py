@@ -20,7 +20,7 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import measured as run_of
+from tests.experiments.core.summaries import simulated_run
 from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -49,8 +49,8 @@ RAW = {
 }
 
 
-def measured(**changes):
-    return run_of({**RAW, **changes})
+def run_with(**changes):
+    return simulated_run({**RAW, **changes})
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
@@ -118,8 +118,8 @@ def test_a_failure_after_the_last_arrival_is_felt():
 
 def test_changes_after_the_end_change_nothing():
     late = {"changes": [{"at": 1e6, "join": 3}, {"at": 2e6, "fail": 4}]}
-    plain = measured()
-    changed = measured(replicas={**RAW["replicas"], **late})
+    plain = run_with()
+    changed = run_with(replicas={**RAW["replicas"], **late})
     assert (changed.requests, changed.steps) == (plain.requests, plain.steps)
     assert changed.summary == plain.summary, (
         "replicas that would join after the end were never there"
@@ -136,7 +136,7 @@ def test_replicas_that_joined_before_the_end_are_counted():
     }
     changes = [{"at": 0.0, "join": 1}, {"at": 0.625, "join": 1}, {"at": 0.75, "join": 4}]
     slow = {"step_s": 0.25, "model": "llama-3-8b"}
-    summary = measured(
+    summary = run_with(
         replicas={"count": 1, "changes": changes}, workload=workload, simulate=slow
     ).summary
     assert summary["duration_s"] == 0.75
@@ -158,7 +158,7 @@ def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
     }
     engine = {**RAW["engine"], "max_num_seqs": 1}
     failing = {"count": 2, "router": "round_robin", "changes": [{"at": 0.075, "fail": 1}]}
-    result = measured(replicas=failing, workload=workload, engine=engine)
+    result = run_with(replicas=failing, workload=workload, engine=engine)
     sampled = sum(step.sampled for step in result.steps)
     assert (result.summary["output_tokens"], sampled) == (90, 90 + 8)
     steady = result.summary["steady_output_tokens_per_s"]
@@ -202,7 +202,7 @@ def test_laws_of_changes(count: int, rows: list, router: str, branches: int, cli
         else {"process": "closed_loop", "clients": clients}
     )
     changes = drawn_changes(count, rows)
-    result = measured(
+    result = run_with(
         replicas={"count": count, "router": router, "changes": changes},
         workload={**RAW["workload"], "arrivals": arrivals},
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},

@@ -18,7 +18,7 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import measured as run_of
+from tests.experiments.core.summaries import simulated_run
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -43,8 +43,8 @@ RAW = {
 }
 
 
-def measured(**changes):
-    return run_of({**RAW, **changes})
+def run_with(**changes):
+    return simulated_run({**RAW, **changes})
 
 
 def ends(requests: list[RequestRecord]) -> list[float]:
@@ -86,7 +86,7 @@ def test_times_by_hand():
 @pytest.mark.parametrize("replicas", [None, {"count": 1}, {"count": 3, "router": "least_loaded"}])
 def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict | None):
     arrivals = {"process": "closed_loop", "clients": clients}
-    result = measured(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
+    result = run_with(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
     requests = result.requests
     assert result.failed is None
     assert [request.arrival for request in requests[:clients]] == [0.0] * min(clients, 24)
@@ -104,7 +104,7 @@ def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict 
 
 
 def test_one_client_has_its_requests_one_after_another():
-    requests = measured(
+    requests = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}
     ).requests
     assert [request.arrival for request in requests[1:]] == ends(requests)[:-1]
@@ -122,7 +122,7 @@ def test_one_client_has_its_requests_one_after_another():
 )
 def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: int, seed: int):
     """Replicas have clocks of their own, so steps end in another order than they begin."""
-    result = measured(
+    result = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": clients}},
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
         replicas={"count": count, "router": router},
@@ -145,10 +145,10 @@ def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: 
 
 
 def test_enough_clients_are_all_requests_at_once():
-    alone = measured(
+    alone = run_with(
         workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"}
     )
-    in_turn = measured(
+    in_turn = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}}
     )
     assert (in_turn.requests, in_turn.steps, in_turn.summary) == (
@@ -160,7 +160,7 @@ def test_enough_clients_are_all_requests_at_once():
 
 def test_more_clients_make_more_tokens_and_wait_longer():
     summaries = [
-        measured(
+        run_with(
             workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}
         ).summary
         for n in (1, 4, 8)
@@ -197,8 +197,8 @@ def test_sender_waits_for_the_client_that_is_free_first():
 def test_no_clients_are_refused():
     arrivals = {"process": "closed_loop", "clients": 0}
     with pytest.raises(ValueError, match=r"workload.arrivals.clients is 0; it must be at least 1"):
-        measured(workload={**RAW["workload"], "arrivals": arrivals})
+        run_with(workload={**RAW["workload"], "arrivals": arrivals})
     with pytest.raises(
         ValueError, match=r"workload.arrivals.clients is missing; it must be an integer"
     ):
-        measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})
+        run_with(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})

@@ -192,7 +192,9 @@ def test_parts_that_ray_reserves_are_taken():
 def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str], message: str):
     pytest.importorskip("ray")
     assert (
-        run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments])
+        run.main(
+            [str(write_config(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]
+        )
         == 2
     )
     assert message in capsys.readouterr().err
@@ -208,7 +210,7 @@ def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, ca
         monkeypatch.setenv("RAY_ADDRESS", address)
         start = time.monotonic()
         out = ["--out", str(tmp_path / "runs"), "--backend", "ray"]
-        assert run.main([str(written(tmp_path, SIMULATED)), *out]) == 2
+        assert run.main([str(write_config(tmp_path, SIMULATED)), *out]) == 2
     assert time.monotonic() - start < 30
     assert (
         f"error: RAY_ADDRESS is {address!r}, and no cluster answers there ("
@@ -229,7 +231,7 @@ def test_only_an_address_of_a_host_and_a_port_is_tried():
             cluster.check_address(wrong)
 
 
-def written(folder: Path, sections: dict[str, Any]) -> Path:
+def write_config(folder: Path, sections: dict[str, Any]) -> Path:
     path = folder / "spread.yaml"
     path.write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
     return path
@@ -261,7 +263,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
     def measure(sections: dict[str, Any], folder: str, *options: str) -> int:
-        path = written(tmp_path, sections)
+        path = write_config(tmp_path, sections)
         return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *options])
 
     return measure
@@ -527,7 +529,7 @@ def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, mode
         sys.executable,
         "-m",
         "experiments.run",
-        str(written(short_folder, sections)),
+        str(write_config(short_folder, sections)),
         "--out",
         str(short_folder / "runs"),
     ]

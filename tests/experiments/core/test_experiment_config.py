@@ -278,9 +278,8 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     assert point.experiment.engine.max_num_seqs == 4
     assert point.experiment.slo.ttft == 1.5
     two_keys = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
-    expanded = points(
-        tmp_path, "engine.block_size=32", sweep=two_keys
-    )  # set by hand: no longer swept
+    # set by hand: no longer swept
+    expanded = points(tmp_path, "engine.block_size=32", sweep=two_keys)
     assert [p.label for p in expanded] == ["seed=1", "seed=2"]
     assert {p.experiment.engine.block_size for p in expanded} == {32}
     assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]

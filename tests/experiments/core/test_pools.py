@@ -148,7 +148,7 @@ def runs(draw):
     return sizes, link, tuple(work), dataclasses.replace(GREEDY, n=n, temperature=float(n > 1))
 
 
-def made(size) -> list[CheckedEngine]:
+def engines_of(size) -> list[CheckedEngine]:
     count, seconds, options = size
     return engines(count, seconds, **options)
 
@@ -156,7 +156,7 @@ def made(size) -> list[CheckedEngine]:
 @drawn.given(15, 60, runs())
 def test_laws_of_any_run(case):
     sizes, link, work, sampling = case
-    prefill, decode = map(made, sizes)
+    prefill, decode = map(engines_of, sizes)
     outcome = drive(prefill, decode, link, work, sampling)
 
     for engine in (*prefill, *decode):
@@ -216,7 +216,7 @@ def test_laws_of_any_run(case):
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"
     for steps in outcome.steps:
         assert all(a[1] <= b[0] for a, b in pairwise(steps))
-    assert drive(*map(made, sizes), link, work, sampling) == outcome
+    assert drive(*map(engines_of, sizes), link, work, sampling) == outcome
 
 
 def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, list[float]]:

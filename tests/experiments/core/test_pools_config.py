@@ -16,7 +16,7 @@ from experiments.core.pool_options import Pool, Pools
 from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
-from tests.experiments.core.summaries import measured, measured_at
+from tests.experiments.core.summaries import simulated_run, simulated_run_at
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RAW = {
@@ -46,7 +46,7 @@ FOUR = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
 
 
 def test_a_run_and_its_summary():
-    measurement = measured(RAW)
+    measurement = simulated_run(RAW)
     assert measurement.failed is None
     assert {step.replica for step in measurement.steps} == set(range(5))
     ends = [step.started + step.seconds for step in measurement.steps]
@@ -71,7 +71,7 @@ def test_a_run_and_its_summary():
     assert pools["transfer_s"]["mean"] >= 0.001 + moved_bytes / 50e9 / len(moved) - 1e-12
     busy = 2 * pools["prefill"]["busy_share"]["mean"] + 3 * pools["decode"]["busy_share"]["mean"]
     assert measurement.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
-    assert measurement == measured(RAW)
+    assert measurement == simulated_run(RAW)
 
 
 def test_held_blocks_count_as_used_until_the_pages_are_adopted():
@@ -84,7 +84,7 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
         "arrivals": {"process": "poisson", "rate": 100.0},
     }
     slow = {"link_gb_s": 0.001, "prefill": {"max_num_seqs": 1}}  # 32 tokens are 4.2 MB: 4.2 s
-    measurement = measured(
+    measurement = simulated_run(
         {
             **RAW,
             "workload": workload,
@@ -103,7 +103,7 @@ def test_a_summary_has_the_blocks_of_each_pool():
     """With few blocks in a slow `decode`, sequences wait for room, and hold all those of `prefill`."""
     slow = {"step_s": 0.05, "model": "llama-3-8b"}
     wide, narrow = (
-        measured({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
+        simulated_run({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
         for decode in ({"cache_tokens": 4096}, {"cache_tokens": 256, "simulate": slow})
     )
     for measurement, of_decode in ((wide, 512), (narrow, 32)):
@@ -130,7 +130,7 @@ def test_a_summary_has_the_blocks_of_each_pool():
 
 def test_a_pool_without_steps_has_no_blocks_in_use():
     workload = {**RAW["workload"], "output": {"dist": "fixed", "value": 1}}
-    decode = measured({**RAW, "workload": workload}).summary["pools"]["decode"]
+    decode = simulated_run({**RAW, "workload": workload}).summary["pools"]["decode"]
     assert (decode["blocks_total"], decode["blocks_used"], decode["requests"]["most"]) == (
         None,
         None,
@@ -150,8 +150,8 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
     first, second = (engine.config for engine in llm.engines)
     assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (256, 4, 128)
     assert (second.num_blocks, second.max_num_seqs, second.max_num_batched_tokens) == (128, 8, 64)
-    fast = measured_at(point)
-    slow = measured({**RAW, "pools": {}})
+    fast = simulated_run_at(point)
+    slow = simulated_run({**RAW, "pools": {}})
     assert fast.summary["ttft_s"]["mean"] < slow.summary["ttft_s"]["mean"]
     blocks = {step.replica: step.num_blocks for step in fast.steps}
     assert blocks == {0: 256, 1: 128}
@@ -159,7 +159,7 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
 
 def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
     workload = {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 3}}
-    measurement = measured({**RAW, "workload": workload})
+    measurement = simulated_run({**RAW, "workload": workload})
     assert measurement.failed is None
     ends = sorted(request.arrival + (request.e2e or 0.0) for request in measurement.requests)
     assert [request.arrival for request in measurement.requests] == pytest.approx(
@@ -168,7 +168,9 @@ def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
 
 
 def test_branches_go_to_one_engine():
-    measurement = measured({**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}})
+    measurement = simulated_run(
+        {**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}}
+    )
     assert measurement.failed is None
     moved = [request.transfers for request in measurement.requests if request.max_tokens > 1]
     assert {len(transfers) for transfers in moved} == {3}
@@ -224,7 +226,7 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
         Pool(2), Pool(3, f"{folder / 'decode_router.py'}:LAST"), link_gb_s=50.0, latency_s=0.001
     )
     recorded = requests
-    remeasured = measured_at(repeated).requests
+    remeasured = simulated_run_at(repeated).requests
     assert [request.replica for request in recorded] == [request.replica for request in remeasured]
     assert recorded[0].transfers[0].adopted == pytest.approx(
         remeasured[0].transfers[0].adopted, abs=1e-6
@@ -258,7 +260,7 @@ def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: 
         (tmp_path / name).write_text(text, encoding="utf-8")
     (repeated,) = load(tmp_path / "config.yaml")
     assert repeated.key == point.key
-    assert measured_at(repeated).summary == summary["metrics"]
+    assert simulated_run_at(repeated).summary == summary["metrics"]
     llm = engines.simulated(point.experiment)
     assert isinstance(llm, PooledLLM)
     facts = json.loads(files["env.json"])
@@ -376,7 +378,7 @@ def test_a_pool_that_does_not_fit_its_chip_is_named():
 
 def test_engines_for_prompts_bound_the_gaps_on_the_example():
     mixed, apart = (
-        measured_at(
+        simulated_run_at(
             point._replace(
                 experiment=dataclasses.replace(
                     point.experiment,

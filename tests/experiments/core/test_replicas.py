@@ -25,7 +25,7 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
-from tests.experiments.core.summaries import measured, measured_at, summarize
+from tests.experiments.core.summaries import simulated_run, simulated_run_at, summarize
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -99,14 +99,14 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     sampling = point.experiment.sampling
     _, results = drive(engine, load.items, sampling, engine.clock, engine.sleep, load.clients)
     records = request_records(results, load.items, 0.0, sampling.n)
-    routed = measured({**RAW, **change, "replicas": {"router": router}})
+    routed = simulated_run({**RAW, **change, "replicas": {"router": router}})
     assert routed.requests == with_arrivals(records, load.clients)
     assert routed.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
     assert routed.summary.pop("replicas")["count"] == 1
     assert (
         routed.summary
         == summarize(routed.requests, routed.steps, 8)
-        == measured({**RAW, **change}).summary
+        == simulated_run({**RAW, **change}).summary
     )
 
 
@@ -192,7 +192,7 @@ def test_a_router_sees_the_hashes_that_the_engine_publishes():
 
 
 def test_replicas_share_no_blocks_and_each_request_has_one():
-    result = measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+    result = simulated_run({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
     assert result.failed is None
     assert [request.replica for request in result.requests] == [i % 3 for i in range(60)]
     assert {step.replica for step in result.steps} == {0, 1, 2}
@@ -202,7 +202,7 @@ def test_replicas_share_no_blocks_and_each_request_has_one():
     assert result.summary["replicas"]["requests"] == {"least": 20, "mean": 20, "most": 20}
     idle = 1 - result.summary["replicas"]["busy_share"]["mean"]
     assert result.summary["between_steps_s"] == pytest.approx(3 * idle * ends[-1])
-    assert result == measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+    assert result == simulated_run({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
 
 
 def test_prefix_finds_more_than_the_others_on_the_example():
@@ -214,7 +214,7 @@ def test_prefix_finds_more_than_the_others_on_the_example():
         )
         for point in load(CONFIGS / "routers.yaml")
     ]
-    results = {point.swept["replicas.router"]: measured_at(point) for point in points}
+    results = {point.swept["replicas.router"]: simulated_run_at(point) for point in points}
     shares = {name: result.summary["prefix_hit_share"] for name, result in results.items()}
     assert shares["prefix"] > 1.2 * max(shares["round_robin"], shares["least_loaded"])
     assert {result.failed for result in results.values()} == {None}
@@ -224,7 +224,7 @@ def test_prefix_finds_more_than_the_others_on_the_example():
 
 def test_known_blocks_bound_what_prefix_finds():
     shares = {
-        known_blocks: measured(
+        known_blocks: simulated_run(
             {**RAW, "replicas": {"count": 3, "known_blocks": known_blocks}}
         ).summary["prefix_hit_share"]
         for known_blocks in (0, None)
@@ -256,7 +256,7 @@ def test_a_run_records_replicas_and_runs_again(tmp_path):
     assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
     (repeated,) = load(folder / "config.yaml")
     assert repeated.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
-    assert [request.replica for request in measured_at(repeated).requests] == [1] * 60
+    assert [request.replica for request in simulated_run_at(repeated).requests] == [1] * 60
 
 
 def test_a_run_without_replicas_has_no_column_of_them(tmp_path):
@@ -319,7 +319,7 @@ def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
 def test_prefix_is_least_loaded_where_nothing_is_shared():
     workload = {**RAW["workload"], "shared_prefix": 0, "prefixes": 1}
     requests = {
-        name: measured(
+        name: simulated_run(
             {**RAW, "workload": workload, "replicas": {"count": 3, "router": name}}
         ).requests
         for name in (PREFIX.name, LEAST_LOADED.name)
@@ -343,6 +343,6 @@ def test_the_documented_router_runs_in_the_simulator(documented, tmp_path):
     (point,) = expand(
         {**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path
     )
-    result = measured_at(point)
+    result = simulated_run_at(point)
     assert result.failed is None
     assert {request.replica for request in result.requests} == {0, 1, 2, 3}

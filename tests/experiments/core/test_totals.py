@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import compare, run
-from experiments.core import drive, store
+from experiments.core import store
 from experiments.core.config import expand
-from experiments.core.engines import simulated
+from experiments.core.drive import Measured
 from experiments.core.metrics import steady_rate
 from experiments.core.totals import METHOD, Tally, Timeline
 from pagedjax.load_client.summary import PERCENTILES, spread
 from tests import drawn
+from tests.experiments.core.summaries import simulated_run
 from tests.experiments.core.test_decodes_together import RAW, changed
 
 PART = 1 / 1024  # of a number, that rounding may take
@@ -100,11 +101,10 @@ def test_an_array_that_waits_keeps_no_other_in_memory():
     assert sum(array.base is None for array in tally._arrays) == len(tally._arrays) == 1
 
 
-def both(changes: dict[str, Any]) -> tuple[drive.Measured, drive.Measured]:
+def both(changes: dict[str, Any]) -> tuple[Measured, Measured]:
     """A run with all records, and one with sums."""
     raw = changed(changes)
-    (full,), (sums,) = expand(raw, folder=Path()), expand(raw | {"records": "sums"}, folder=Path())
-    return tuple(drive.measure(simulated(point.experiment), point, 0) for point in (full, sums))  # type: ignore[return-value]
+    return simulated_run(raw), simulated_run(raw | {"records": "sums"})
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,8 @@ def test_runs_that_cannot_keep_sums_are_refused(changes, message):
 
 
 def test_records_are_in_the_key_of_a_point_only_if_they_are_sums():
-    (before,), (full,) = (
-        expand(RAW, folder=Path()),
-        expand(RAW | {"records": "full"}, folder=Path()),
-    )
+    (before,) = expand(RAW, folder=Path())
+    (full,) = expand(RAW | {"records": "full"}, folder=Path())
     (sums,) = expand(RAW | {"records": "sums"}, folder=Path())
     assert before.key == full.key != sums.key
 

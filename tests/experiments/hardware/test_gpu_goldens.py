@@ -51,7 +51,7 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
     return entries
 
 
-def found(llm, goldens, dtype="float32", impl="xla"):
+def report_of(llm, goldens, dtype="float32", impl="xla"):
     """The result of an engine on this CPU."""
     measured = {
         "forced": forced_differences(llm, goldens, TOKENS),
@@ -61,7 +61,7 @@ def found(llm, goldens, dtype="float32", impl="xla"):
     return {"dtype": dtype, "impl": impl, **measured}
 
 
-def changed(golden, field, at, value):
+def with_entry(golden, field, at, value):
     return {**golden, field: [*golden[field][:at], value, *golden[field][at + 1 :]]}
 
 
@@ -74,7 +74,7 @@ def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
         "num_blocks": 16,
     }
     llm = LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
-    report = found(llm, SHORT)
+    report = report_of(llm, SHORT)
     assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
     assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-3
     assert faults(report, None) == []
@@ -82,15 +82,15 @@ def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
 
 def test_an_engine_agrees_with_itself(tiny_llm, goldens):
     """The probabilities of a prompt's tokens are those of the tokens that were generated."""
-    report = found(tiny_llm, goldens)
+    report = report_of(tiny_llm, goldens)
     assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
     assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-4
     assert faults(report, None) == []
 
 
 def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
-    wrong = changed(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
-    report = found(tiny_llm, [goldens[0], wrong])
+    wrong = with_entry(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
+    report = report_of(tiny_llm, [goldens[0], wrong])
     assert report["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
     assert report["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
     assert any(
@@ -101,7 +101,7 @@ def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
 
 def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, goldens):
     wrong_token = (goldens[0]["token_ids"][2] + 1) % 300
-    golden = changed(changed(goldens[0], "token_ids", 2, wrong_token), "margins", 2, 0.3)
+    golden = with_entry(with_entry(goldens[0], "token_ids", 2, wrong_token), "margins", 2, 0.3)
     decoded = greedy_differences(tiny_llm, [golden], TOKENS)
     assert decoded["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
     assert decoded["identical"] == 0

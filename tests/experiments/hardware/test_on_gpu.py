@@ -34,7 +34,7 @@ def plan_of(rehearse: bool = False) -> list[Part]:
     return parts("h200", Path("out"), "smollm2-135m", LIMITS, rehearse)
 
 
-def kept(out: Path) -> dict:
+def read_session(out: Path) -> dict:
     return json.loads((out / "session.json").read_text(encoding="utf-8"))
 
 
@@ -44,25 +44,25 @@ def test_failed_part_does_not_stop_next_part(tmp_path, capsys):
     assert "one: failed with exit code 1" in printed
     assert "two: ok" in printed
     assert "No module named" in (tmp_path / "one.log").read_text()
-    assert kept(tmp_path)["name"] == "a card"
-    assert [(part["part"], part["result"]) for part in kept(tmp_path)["parts"]] == [
+    assert read_session(tmp_path)["name"] == "a card"
+    assert [(part["part"], part["result"]) for part in read_session(tmp_path)["parts"]] == [
         ("one", "failed with exit code 1"),
         ("two", "ok"),
     ]
-    assert kept(tmp_path)["not_run"] == []
+    assert read_session(tmp_path)["not_run"] == []
 
 
 def test_required_part_failure_stops_session(tmp_path, capsys):
     assert not session([Part("one", BAD, must=True), Part("two", OK)], tmp_path, 5)
     assert "two" not in capsys.readouterr().out
     assert not (tmp_path / "two.log").exists()
-    assert kept(tmp_path)["not_run"] == ["two"]
+    assert read_session(tmp_path)["not_run"] == ["two"]
 
 
 def test_parts_beyond_time_limit_are_listed(tmp_path, capsys):
     assert not session([Part("one", OK), Part("two", OK)], tmp_path, 0.1)
     assert "not run, no time left: one, two" in capsys.readouterr().out
-    assert kept(tmp_path)["not_run"] == ["one", "two"]
+    assert read_session(tmp_path)["not_run"] == ["one", "two"]
 
 
 def test_part_is_stopped_at_the_sessions_limit(tmp_path, capsys, monkeypatch):
@@ -100,7 +100,7 @@ def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, 
     start = time.monotonic()
     plan = [Part("one", ("hangs", str(file), ending), seconds=4), Part("two", OK)]
     assert session(plan, tmp_path, 5) is (ending == "end")
-    assert [part["result"] for part in kept(tmp_path)["parts"]] == [result, "ok"]
+    assert [part["result"] for part in read_session(tmp_path)["parts"]] == [result, "ok"]
     assert time.monotonic() - start < 60
     pid = int(file.read_text())
     end = time.monotonic() + 5
@@ -128,7 +128,7 @@ def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
     assert "70 cases, 70 wrong" in printed
     assert "the other parts are not run" in printed
     assert "runs on platform 'gpu' and not on 'cpu'" in (tmp_path / "right.log").read_text()
-    assert kept(tmp_path)["not_run"] == list(PARTS[1:])
+    assert read_session(tmp_path)["not_run"] == list(PARTS[1:])
 
 
 @pytest.mark.skipif(
@@ -220,10 +220,10 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
         *limits,
     ]
     assert main(arguments) == (0 if torch else 1), capsys.readouterr().out
-    assert [(part["part"], part["result"]) for part in kept(tmp_path)["parts"]] == [
+    assert [(part["part"], part["result"]) for part in read_session(tmp_path)["parts"]] == [
         (part, "ok" if part in ran else "failed with exit code 2") for part in PARTS
     ]
-    assert kept(tmp_path)["rehearsal"]
+    assert read_session(tmp_path)["rehearsal"]
     assert {file.name for file in tmp_path.iterdir()} == {"session.json"} | {
         f"{part}.{kind}"
         for part in PARTS

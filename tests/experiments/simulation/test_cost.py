@@ -402,7 +402,7 @@ def test_links_of_a_chip_are_those_of_its_data_sheet():
         assert network.neighbours == (name in links)
 
 
-def measured(count=60, noise=0.0, seed=0):
+def measured_steps(count=60, noise=0.0, seed=0):
     """Steps of a device whose times are known: by bucket, and so much a token of context and a
     pair.
     """
@@ -421,7 +421,7 @@ def measured(count=60, noise=0.0, seed=0):
 
 
 def test_fit_recovers_known_coefficients():
-    fitted = fit(measured())
+    fitted = fit(measured_steps())
     assert fitted.sizes == (8, 32, 128)
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=1e-6)
     assert (fitted.per_context, fitted.per_pair) == pytest.approx((2e-6, 3e-8), rel=1e-6)
@@ -432,21 +432,21 @@ def test_fit_recovers_known_coefficients():
 
 
 def test_fit_of_noisy_steps_reports_its_error():
-    fitted = fit(measured(400, noise=0.1))
+    fitted = fit(measured_steps(400, noise=0.1))
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=0.05)
     assert 0.02 < fitted.error < 0.08
 
 
 def test_fit_refuses_too_few_or_old_steps():
     with pytest.raises(ValueError, match="3 steps; it takes at least 8"):
-        fit(measured(3))
-    old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured()]
+        fit(measured_steps(3))
+    old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured_steps()]
     with pytest.raises(ValueError, match="measure it again"):
         fit(old)
 
 
 def test_steps_are_read_line_by_line():
-    steps = measured(3)
+    steps = measured_steps(3)
     assert read_steps("".join(json.dumps(step) + "\n" for step in steps)) == steps
 
 

@@ -317,7 +317,7 @@ def test_simulated_cache_fills_memory_beside_weights():
     assert experiment_config.Experiment.__dataclass_fields__["simulate"].default is None
 
 
-def meshed(model, n, chip="tpu-v5e", **engine):
+def llm_on_mesh(model, n, chip="tpu-v5e", **engine):
     config = EngineConfig(
         memory_fraction=0.9, weight_dtype="int8", kv_cache_dtype="float8_e4m3fn", **engine
     )
@@ -331,22 +331,22 @@ def test_mesh_has_the_blocks_of_one_devices_part():
     # Meta's number of parameters, without norms
     weights = (70_553_706_496 - 80 * 2 * 8192 - 8192) / 8
     free = CHIPS["tpu-v5e"].memory - weights
-    llm = meshed("llama-3-70b", 8, max_num_seqs=64)
+    llm = llm_on_mesh("llama-3-70b", 8, max_num_seqs=64)
     assert llm.engine.config.num_blocks == int(0.9 * free / (16 * 2 * 80 * 1 * 128))
     assert llm.tokenizer.vocab_size == 128256, "not that of a part"
     with pytest.raises(
         ValueError, match=r"weights of 17.6 GB leave 0.0 of 16.0 GB.*use more or larger chips"
     ):
-        meshed("llama-3-70b", 4)
+        llm_on_mesh("llama-3-70b", 4)
     with pytest.raises(
         ValueError, match=r"the mesh has 64 devices, and the model 32 heads; use at most 32"
     ):
-        meshed("llama-3-8b", 64)
+        llm_on_mesh("llama-3-8b", 64)
 
 
 def test_swap_space_is_shared_by_the_devices():
     single, eight = (
-        meshed("llama-3-8b", n, "h100", preemption="swap", max_num_seqs=4) for n in (1, 8)
+        llm_on_mesh("llama-3-8b", n, "h100", preemption="swap", max_num_seqs=4) for n in (1, 8)
     )
     assert (
         single.engine.scheduler_state.config.host_blocks
@@ -483,7 +483,7 @@ def test_constant_step_has_its_time_and_needs_a_cache_size():
     with pytest.raises(
         ValueError, match=r"no chip, so no memory to size the cache by; set cache_tokens"
     ):
-        SimulatedLLM(simulate, EngineConfig(**{**options, "num_blocks": None}), "none")
+        SimulatedLLM(simulate, EngineConfig(**options | {"num_blocks": None}), "none")
 
 
 @pytest.mark.parametrize(

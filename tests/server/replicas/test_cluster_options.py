@@ -127,19 +127,19 @@ def test_replicas_that_have_no_room_are_refused():
         check_room(options, {"resources": {"TPU": 1}}, {"CPU": 8.0})
 
 
-def parsed(*words: str) -> ClusterOptions:
+def parse(*words: str) -> ClusterOptions:
     return options_of(cli.parser().parse_args(["serve", *words]), {"max_num_seqs": 8})
 
 
 def test_the_command_line_has_the_same_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    options = parsed("model", "--replicas", "3", "--router", "least_loaded", "--drain-seconds", "5")
+    options = parse("model", "--replicas", "3", "--router", "least_loaded", "--drain-seconds", "5")
     assert (options.replicas, options.router, options.drain_seconds) == (3, "least_loaded", 5)
     assert options.model == str(tmp_path / "model")  # replicas have another working folder
     assert options.of_server().name == "model"
     assert options.engine == {"max_num_seqs": 8}
-    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {
+    assert parse("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {
         "num_gpus": 2,
         "num_cpus": 0.5,
     }
@@ -150,7 +150,7 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
     text = "from pagedjax.routing import Router\nFIRST = Router('first', lambda state, request: state.replicas[0])\n"
     (tmp_path / "mine.py").write_text(text, "utf-8")
     assert (
-        parsed("--replicas", "2", "--router", "mine.py:FIRST").router
+        parse("--replicas", "2", "--router", "mine.py:FIRST").router
         == f"{tmp_path / 'mine.py'}:FIRST"
     )
 

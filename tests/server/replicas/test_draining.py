@@ -44,7 +44,7 @@ async def whole(client: httpx.AsyncClient, tokens: int) -> tuple[int, dict]:
     return answer.status_code, answer.json()
 
 
-async def streamed(client: httpx.AsyncClient, tokens: int) -> list[str]:
+async def events_of(client: httpx.AsyncClient, tokens: int) -> list[str]:
     """The events."""
     body = {**BODY, "max_tokens": tokens, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -53,7 +53,7 @@ async def streamed(client: httpx.AsyncClient, tokens: int) -> list[str]:
 
 
 @contextmanager
-def hung(ray_cluster: Cluster) -> Iterator[None]:
+def freeze_one_replica(ray_cluster: Cluster) -> Iterator[None]:
     pid = process_of_one_replica(ray_cluster)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -62,7 +62,7 @@ def hung(ray_cluster: Cluster) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def stopped(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, list, float]:
+def stop_cluster(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, list, float]:
     """Ask a cluster to stop while 2 * count requests are under way -> (answers, streams, seconds
     until the last).
     """
@@ -70,7 +70,7 @@ def stopped(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, list, 
     async def run() -> tuple[list, list]:
         async with httpx.AsyncClient(base_url=ray_cluster.url, timeout=120) as client:
             answers = [asyncio.ensure_future(whole(client, tokens)) for _ in range(count)]
-            streams = [asyncio.ensure_future(streamed(client, tokens)) for _ in range(count)]
+            streams = [asyncio.ensure_future(events_of(client, tokens)) for _ in range(count)]
             for _ in range(600):  # until replicas have some of them
                 if (
                     sum(
@@ -95,13 +95,13 @@ def stopped(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, list, 
 
 def test_what_ends_in_time_is_answered(tiny_folder, tmp_path):
     with cluster(str(tiny_folder), tmp_path, *WORDS, "--drain-seconds", "100") as ray_cluster:
-        with hung(
+        with freeze_one_replica(
             ray_cluster
         ):  # a replica that does not answer is no reason to call the cluster dead
             assert ray_cluster.get("/health").status_code == 200
             assert sorted(ray_cluster.replicas().values()) == [False, True]
         wait_until(lambda: list(ray_cluster.replicas().values()) == [True, True], 60)
-        answers, streams, _ = stopped(ray_cluster, 400, 4)
+        answers, streams, _ = stop_cluster(ray_cluster, 400, 4)
         assert ray_cluster.process.wait(120) == 0
     assert [status for status, _ in answers] == [200] * 4
     assert {body["usage"]["completion_tokens"] for _, body in answers} == {400}
@@ -113,7 +113,7 @@ def test_what_ends_in_time_is_answered(tiny_folder, tmp_path):
 
 def test_what_does_not_is_answered_503(tiny_folder, tmp_path):
     with cluster(str(tiny_folder), tmp_path, *WORDS, "--drain-seconds", "1") as ray_cluster:
-        answers, streams, seconds = stopped(ray_cluster, 490, 30)
+        answers, streams, seconds = stop_cluster(ray_cluster, 490, 30)
         assert ray_cluster.process.wait(120) == 0
     refused = [body["error"]["code"] for status, body in answers if status != 200]
     assert set(refused) == {"replica_ended"}

@@ -39,7 +39,7 @@ SCALING = {
 PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
 
 
-async def asked(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
+async def ask(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
     answer = await client.completions.create(
         model="tiny",
         prompt=prompt,
@@ -57,7 +57,7 @@ async def while_it_grows(ray_cluster: Cluster, key: str) -> list[tuple[int, str]
 
     async def live(client: openai.AsyncOpenAI, i: int) -> None:
         while not grown.is_set():
-            answers.append((i, await asked(client, PROMPTS[i], 100)))
+            answers.append((i, await ask(client, PROMPTS[i], 100)))
 
     async def watch() -> None:
         for _ in range(600):
