@@ -228,14 +228,16 @@ def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None
 
     The interpreted TPU kernel takes several seconds: its `rare` parameters run by hand alone.
     """
-    result = [slow("pallas_tpu", *shape) for shape in dict.fromkeys([*often, *of_cpu])]
+    result = [slow("pallas_tpu", *values) for values in dict.fromkeys([*often, *of_cpu])]
     result += [
-        pytest.param("pallas_tpu", *shape, marks=pytest.mark.exhaustive) for shape in rare or []
+        pytest.param("pallas_tpu", *values, marks=pytest.mark.exhaustive) for values in rare or []
     ]
     for impl in HERE:
         default = often + (of_cpu if impl == "cpu" else [])
         every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
-        result += [(impl, *shape) if shape in default else slow(impl, *shape) for shape in every]
+        result += [
+            (impl, *values) if values in default else slow(impl, *values) for values in every
+        ]
     return result
 
 

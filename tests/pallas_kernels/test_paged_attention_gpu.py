@@ -202,8 +202,8 @@ def decodes(s: int, *contexts: int) -> list[tuple[int, int]]:
 
 
 def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `longest`, around a block's border, with a row without tokens among
-    them.
+    """Rows of every length up to `longest`, around a block's border, with a row without tokens
+    among them.
     """
     counts = range(2, 5) if longest == 4 else range(5, 9)
     around = [(count, max(count, s + i)) for i, count in enumerate(counts)]

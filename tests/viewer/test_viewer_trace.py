@@ -69,10 +69,10 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
     trace = viewer.trace(run)
     check(trace)
     steps = [count["args"] for count in tracks(trace)[1, 0]]
-    planned = [frame for frame in run.frames if "rest" not in frame]
+    step_frames = [frame for frame in run.frames if "rest" not in frame]
     assert [args.get("accepted") for args in steps] == [
         sum(count or 0 for count in frame["accepted"]) if "accepted" in frame else None
-        for frame in planned
+        for frame in step_frames
     ]
     of_requests = [
         e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices
@@ -86,7 +86,7 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
         e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"
     ]
     assert shares == [
-        round(f["verified"][1] / f["verified"][0], 4) for f in planned if "verified" in f
+        round(f["verified"][1] / f["verified"][0], 4) for f in step_frames if "verified" in f
     ]
     slices = [event for track in tracks(trace).values() for event in track]
     assert not any(

@@ -154,7 +154,11 @@ def test_a_replica_that_leaves_is_told_when_its_time_is_over():
         ray_router.update_replicas([replica("a"), replica("b")])
         first = (await choose(ray_router, RouterRequest("q", 1))).replica_id.unique_id
         ray_router.update_replicas(
-            [present for present in map(replica, "ab") if present.replica_id.unique_id != first]
+            [
+                remaining
+                for remaining in map(replica, "ab")
+                if remaining.replica_id.unique_id != first
+            ]
         )
         assert (
             ray_router.routing.state.replicas
