@@ -113,7 +113,9 @@ def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face directory."""
+    """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face
+    directory.
+    """
     from tests.weights.tiny import tiny_llama
 
     # untied: with random tied embeddings a model repeats its last token, and most tests would see
@@ -166,7 +168,9 @@ def tiny_llm(tiny):
 
 @pytest.fixture(scope="session")
 def tiny_long(tmp_path_factory):
-    """The same with room for 4,096 tokens: descriptions of tools are long in a vocabulary of bytes."""
+    """The same with room for 4,096 tokens: descriptions of tools are long in a vocabulary of
+    bytes.
+    """
     from pagedjax import load_model
     from tests.weights.tiny import tiny_llama
 

@@ -41,7 +41,9 @@ def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> Non
 def given(
     sample: int, full: int, *columns: Any, **strategies: Any
 ) -> Callable[[Property], Property]:
-    """In place of hypothesis' `given`, for a test without fixtures, with the numbers of `examples`."""
+    """In place of hypothesis' `given`, for a test without fixtures, with the numbers of
+    `examples`.
+    """
 
     def of(holds: Property) -> Property:
         @examples(sample, full)

@@ -112,7 +112,9 @@ def _program(*arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def all_quickly() -> Iterator[None]:
-    """Within it, all that is compiled is compiled with few optimisations, also what is no engine's."""
+    """Within it, all that is compiled is compiled with few optimisations, also what is no
+    engine's.
+    """
     _set_optimisations(few_optimisations=True)
     try:
         yield

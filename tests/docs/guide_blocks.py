@@ -87,7 +87,9 @@ def matches(says: str, error: str) -> bool:
 
 
 def write(block: Block, folder: Path) -> None:
-    """Writes the file that a block is. A table of values has no comments, so its name is left out."""
+    """Writes the file that a block is. A table of values has no comments, so its name is left
+    out.
+    """
     source = block.source.partition("\n")[2] if block.file.endswith(".csv") else block.source
     (folder / block.file).write_text(source, "utf-8")
 

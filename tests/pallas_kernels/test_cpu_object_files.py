@@ -1,4 +1,6 @@
-"""Object code of CPU kernels on disk: other processes find it, and ignore a file that has changed."""
+"""Object code of CPU kernels on disk: other processes find it, and ignore a file that has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def object_file() -> Path:
 
 
 def start_process(folder: Path) -> subprocess.Popen[str]:
-    """Starts a process that checks the kernel's results, and prints whether it compiled the kernel."""
+    """Starts a process that checks the kernel's results, and prints whether it compiled the
+    kernel.
+    """
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True

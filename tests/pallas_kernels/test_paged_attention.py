@@ -65,7 +65,9 @@ def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> 
 
 
 class Case(NamedTuple):
-    """A ragged batch: sequences contiguous for the oracle, and scattered over pages for the kernel."""
+    """A ragged batch: sequences contiguous for the oracle, and scattered over pages for the
+    kernel.
+    """
 
     q: np.ndarray  # [T, N, D]
     k: np.ndarray  # [B, M * S, K, D] contiguous

@@ -1,4 +1,6 @@
-"""OpenAI's client against the running server: the same tokens as the library, in OpenAI's formats."""
+"""OpenAI's client against the running server: the same tokens as the library, in OpenAI's
+formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""No request gives a 5xx: requests are drawn from the server's OpenAPI document, valid and invalid."""
+"""No request gives a 5xx: requests are drawn from the server's OpenAPI document, valid and
+invalid.
+"""
 
 from __future__ import annotations
 

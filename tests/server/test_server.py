@@ -366,7 +366,9 @@ def test_a_process_answers_unfinished_requests_with_503_and_ends(
 
 
 def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], None]) -> None:
-    """Send signals to a server with many requests, of which one runs. The server ends after this."""
+    """Send signals to a server with many requests, of which one runs. The server ends after
+    this.
+    """
     options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 8}
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

@@ -1,4 +1,6 @@
-"""Tools over HTTP, by OpenAI's client: calls are valid whatever the model says, whole and streamed."""
+"""Tools over HTTP, by OpenAI's client: calls are valid whatever the model says, whole and
+streamed.
+"""
 
 from __future__ import annotations
 

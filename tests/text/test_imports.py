@@ -25,7 +25,9 @@ def test_a_module_is_imported_once_and_its_error_is_raised(tmp_path, monkeypatch
 
 
 def test_ctrl_c_while_a_package_is_imported_harms_no_later_call(tmp_path):
-    """In a new process: the package's second module is slow, and Ctrl-C comes while it is imported."""
+    """In a new process: the package's second module is slow, and Ctrl-C comes while it is
+    imported.
+    """
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import slow\nanswer = slow.answer\n")

@@ -1,4 +1,6 @@
-"""A drawing shows the scheduler's state: every entry of a block table, and every block of the pool."""
+"""A drawing shows the scheduler's state: every entry of a block table, and every block of the
+pool.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The buffer of a live page: the same pictures as from a recording, bounded, read from any thread."""
+"""The buffer of a live page: the same pictures as from a recording, bounded, read from any
+thread.
+"""
 
 from __future__ import annotations
 

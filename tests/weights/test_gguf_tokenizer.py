@@ -29,7 +29,9 @@ ORACLES = {
 
 @cache
 def embedded_as(pre: str) -> tuple:
-    """The embedded vocabulary with the pre-tokenizer of another model: (our tokenizer, the oracle)."""
+    """The embedded vocabulary with the pre-tokenizer of another model: (our tokenizer, the
+    oracle).
+    """
     metadata = {**open_checkpoint("smollm2-135m").metadata, "tokenizer.ggml.pre": pre}
     return build_tokenizer("test.gguf", metadata), BruteForce(metadata, **ORACLES[pre])
 

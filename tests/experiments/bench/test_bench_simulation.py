@@ -1,4 +1,6 @@
-"""The benchmark of simulated steps: it ends, runs what it says, and refuses what is not simulated."""
+"""The benchmark of simulated steps: it ends, runs what it says, and refuses what is not
+simulated.
+"""
 
 from __future__ import annotations
 

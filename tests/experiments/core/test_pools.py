@@ -346,7 +346,9 @@ def test_a_request_that_decode_can_never_run_is_refused():
     "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
 )
 def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypatch, options):
-    """Steps of one length, and pages that move at once: step by step the plans of `PrefillDecode`."""
+    """Steps of one length, and pages that move at once: step by step the plans of
+    `PrefillDecode`.
+    """
     common = {
         "block_size": 4,
         "num_blocks": 64,

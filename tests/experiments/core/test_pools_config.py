@@ -100,7 +100,9 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
 
 
 def test_a_summary_has_the_blocks_of_each_pool():
-    """With few blocks in a slow `decode`, sequences wait for room, and hold all those of `prefill`."""
+    """With few blocks in a slow `decode`, sequences wait for room, and hold all those of
+    `prefill`.
+    """
     slow = {"step_s": 0.05, "model": "llama-3-8b"}
     wide, narrow = (
         simulated_run({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})

@@ -1,4 +1,6 @@
-"""Several simulated engines behind a router: times, records, configs, and the example of configs/."""
+"""Several simulated engines behind a router: times, records, configs, and the example of
+configs/.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,9 @@ def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step)
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """The command believes that a compiler is there; what it refuses before it compiles needs none."""
+    """The command believes that a compiler is there; what it refuses before it compiles needs
+    none.
+    """
     monkeypatch.setattr(aot_tpu, "what_is_missing", lambda: "")
     monkeypatch.setattr(aot_tpu, "prepare", lambda: None)
 

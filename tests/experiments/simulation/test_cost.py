@@ -279,7 +279,9 @@ def test_part_of_llama_70b_is_an_eighth():
 
 
 def test_experts_are_dealt_over_the_axis_expert():
-    """Mixtral on 4 x 2: two of eight experts on a device, half of their width; the router is whole."""
+    """Mixtral on 4 x 2: two of eight experts on a device, half of their width; the router is
+    whole.
+    """
     shape = shape_of(MIXTRAL)
     device_part = part(shape_of(MIXTRAL), MeshConfig(tensor=2, expert=4))
     assert (

@@ -74,7 +74,9 @@ def test_a_search_begins_with_a_fifth_of_the_notebook_s_division(kind, name, div
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A folder with both traces, short ones: prompts of 200 tokens or more, answers of at most 12."""
+    """A folder with both traces, short ones: prompts of 200 tokens or more, answers of at most
+    12.
+    """
     for name in study.TRACES.values():
         lines = [f"2023-11-16 18:15:{i:02d}.5,{200 + 40 * i},{3 + i % 10}" for i in range(30)]
         text = "\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines))

@@ -1,4 +1,6 @@
-"""RL on sums: the two policies are one in exact mode, and a stopped run resumes to the same bits."""
+"""RL on sums: the two policies are one in exact mode, and a stopped run resumes to the same
+bits.
+"""
 
 from __future__ import annotations
 

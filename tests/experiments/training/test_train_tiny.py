@@ -1,4 +1,6 @@
-"""Training a tiny model for a few steps: served logits match, and a killed run resumes bit-exact."""
+"""Training a tiny model for a few steps: served logits match, and a killed run resumes
+bit-exact.
+"""
 
 from __future__ import annotations
 

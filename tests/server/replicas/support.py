@@ -49,7 +49,9 @@ class Cluster(NamedTuple):
 
 @contextmanager
 def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
-    """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and must."""
+    """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and
+    must.
+    """
     routing = folder / "routing.jsonl"
     log = folder / "log"
     command = [

@@ -1,4 +1,6 @@
-"""What happens to unfinished requests when a cluster stops: they end in time, or are answered 503."""
+"""What happens to unfinished requests when a cluster stops: they end in time, or are answered
+503.
+"""
 
 from __future__ import annotations
 
