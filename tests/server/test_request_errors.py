@@ -11,6 +11,7 @@ from pagedjax.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     LectureRequest,
     TokenizeRequest,
     first_error,
@@ -114,6 +115,7 @@ def user(content: object, **fields: object) -> list[dict]:
             {"prompt": "a" * (MAX_TEXT + 1)},
             f"prompt: String should have at most {MAX_TEXT}",
         ),
+        (EmbeddingRequest, {"input": ["a", *[{}] * MANY]}, "input must be a text, a list of"),
         (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
         (
             DetokenizeRequest,

@@ -194,16 +194,8 @@ def test_prompts_cycle_or_too_few_is_an_error() -> None:
     assert {i.max_tokens for i in work.items} == {7}
     split = make(Prompts("prompts", "p", split="paragraph"), "a\nb\n\nc\n")
     assert [len(i.prompt_token_ids) for i in split.items] == [3, 1]
-    for spec, content, message in (
-        (
-            Prompts("prompts", "p", count=3, cycle=False),
-            "a\nb",
-            r"count is 3, but p has 2 prompts; set workload\.cycle",
-        ),
-        (Prompts("prompts", "p"), "\n\n", "p holds no prompts; write one a line"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(spec, content)
+    with pytest.raises(ValueError, match=r"count is 3, but p has 2 prompts; set workload\.cycle"):
+        make(Prompts("prompts", "p", count=3, cycle=False), "a\nb")
 
 
 def test_trace_keeps_gaps_and_lengths() -> None:
@@ -232,8 +224,6 @@ def test_bad_trace_errors() -> None:
             "a,b\n1,2\n",
             "no column TIMESTAMP, ContextTokens, GeneratedTokens.*CC-BY 4.0",
         ),
-        (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,x,1\n", "t.csv, line 6: .*'x'"),
-        (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,3\n", "t.csv, line 6"),
         (Trace("trace", "t.csv", offset=9), CSV, r"no requests after workload\.offset 9"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -455,7 +455,7 @@ def test_steps_are_read_line_by_line():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "one of chip"),
+        ({}, r"needs one of chip .* and step_s"),
         ({"chip": "h200", "fit": "runs/x"}, "one of chip"),
         ({"chip": "h20"}, "chip is 'h20'.*h200"),
         ({"chip": "h200", "model": "opt-13"}, "model is 'opt-13'.*did you mean 'opt-13b'"),
@@ -506,6 +506,32 @@ def test_steps_are_read_line_by_line():
             {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
             "hop_s is -1.0; it must be at least 0 seconds",
         ),
+        ({"step_s": 0.0}, r"step_s is 0.0; it must be above 0 seconds"),
+        ({"step_s": 1.0, "chip": "h100"}, r"needs one of chip .* and step_s"),
+        (
+            {"step_s": 1.0, "chips": 2},
+            r"chips is 2, and a constant step \(step_s\) does not depend on it; leave it out",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2"},
+            "profile is '.*', whose coefficients count real tokens, and padded is true; "
+            "set it to false",
+        ),
+        (
+            {"profile": "opt", "padded": False},
+            "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2", "padded": False, "chip": "h100"},
+            r"needs one of chip .*, profile \(a name\)",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2", "padded": False, "chips": 2},
+            "chips is 2, and a profile does not depend on it; leave it out",
+        ),
+        ({"chip": "h100", "acceptance": 1.5}, "acceptance is 1.5; it must be"),
+        ({"chip": "h100", "acceptance": -0.1}, "acceptance is -0.1; it must be"),
+        ({"chip": "h100", "draft_s": -1.0}, "draft_s is -1.0; it must be"),
     ],
 )
 def test_simulate_section_is_checked(wrong, message):

@@ -106,32 +106,6 @@ def test_every_name_is_in_the_device_of_a_summary():
     assert Simulate(profile=TP2, padded=False).name == f"simulated, {TP2}"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"profile": TP2},
-            "profile is '.*', whose coefficients count real tokens, and padded is true; set it to false",
-        ),
-        (
-            {"profile": "opt", "padded": False},
-            "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1",
-        ),
-        (
-            {"profile": TP2, "padded": False, "chip": "h100"},
-            r"needs one of chip .*, profile \(a name\)",
-        ),
-        (
-            {"profile": TP2, "padded": False, "chips": 2},
-            "chips is 2, and a profile does not depend on it; leave it out",
-        ),
-    ],
-)
-def test_wrong_profiles_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Simulate(**options)
-
-
 def test_swapping_and_a_cache_without_a_size_are_refused():
     for change, message in (
         (

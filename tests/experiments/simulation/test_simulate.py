@@ -484,26 +484,3 @@ def test_constant_step_has_its_time_and_needs_a_cache_size():
         ValueError, match=r"no chip, so no memory to size the cache by; set cache_tokens"
     ):
         SimulatedLLM(simulate, EngineConfig(**options | {"num_blocks": None}), "none")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_s": 0.0}, r"step_s is 0.0; it must be above 0 seconds"),
-        ({"step_s": 1.0, "chip": "h100"}, r"needs one of chip .* and step_s"),
-        ({}, r"needs one of chip .* and step_s"),
-        (
-            {"step_s": 1.0, "chips": 2},
-            r"chips is 2, and a constant step \(step_s\) does not depend on it; leave it out",
-        ),
-    ],
-)
-def test_wrong_constant_step_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Simulate(**options)
-
-
-@pytest.mark.parametrize("options", [{"acceptance": 1.5}, {"acceptance": -0.1}, {"draft_s": -1.0}])
-def test_an_impossible_acceptance_is_refused(options):
-    with pytest.raises(ValueError, match="must be"):
-        Simulate(chip="h100", **options)
