@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
 import sys
 import tomllib
 from collections import defaultdict
@@ -18,6 +17,7 @@ import pytest
 
 import pagedjax
 from pagedjax import SamplingParams
+from tests import fresh_python
 
 ROOT = Path(__file__).parents[1]
 STDLIB = set(sys.stdlib_module_names)
@@ -398,10 +398,7 @@ def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
 def loaded_by(statement: str) -> set[str]:
     """The modules that a fresh Python has loaded after a statement."""
     program = f"import sys\n{statement}\nprint(*sys.modules)"
-    child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    return set(child.stdout.split())
+    return set(fresh_python.output_of(program).split())
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}

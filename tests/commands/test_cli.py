@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from pagedjax import SamplingParams, cli
 from pagedjax.commands.options import first_sentences
 from pagedjax.config import EngineConfig, Speculative
 from pagedjax.server import serve
+from tests import fresh_python
 
 NEITHER = "is '4', which is neither NAME=VALUE,... nor a JSON object"
 
@@ -407,9 +406,7 @@ except SystemExit as ended:
 heavy = {{"jax", "numpy", "flax", "transformers", "fastapi", "httpx"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith("usage: pagedjax")
+    assert fresh_python.output_of(code, timeout=60).startswith("usage: pagedjax")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import yaml
 from _generate import api, docstrings
 
 import pagedjax
+from tests import fresh_python
 from tests.docs import built_pages
 
 ROOT = Path(__file__).parents[2]
@@ -160,10 +160,8 @@ def test_generators_load_without_what_they_describe():
     program = (
         f"import sys; sys.path[:0] = ['docs']; from _generate import {names}; print(*sys.modules)"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & set(child.stdout.split()) == set()
+    loaded = set(fresh_python.output_of(program).split())
+    assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & loaded == set()
 
 
 def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):

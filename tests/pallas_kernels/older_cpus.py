@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fresh_python
 
 NARROWER = {
     "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe"),
@@ -31,13 +30,4 @@ def printed(program: str, name: str, cache: Path) -> list[str]:
         "PALLAS_KERNELS_CPU_FEATURES": features,
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
-    child = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | settings,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert child.returncode == 0, child.stderr
-    return child.stdout.splitlines()
+    return fresh_python.output_of(program, **settings).splitlines()

@@ -5,14 +5,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import timeit
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -23,6 +19,7 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cpu import implementation as cpu
+from tests import fresh_python
 from tests.pallas_kernels import older_cpus
 from tests.pallas_kernels.test_paged_attention import (
     MIXED,
@@ -317,17 +314,7 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    entries = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | names,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()[-1]
-        for _ in range(2)
-    ]
+    entries = [fresh_python.output_of(program, **names).split()[-1] for _ in range(2)]
     assert entries[0] == entries[1] != "0"
 
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
+from tests import fresh_python
 from tests.weights.bpe_oracle import GPT2_WORDS, SAMPLES, TEXTS, BruteForce, smollm
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
@@ -245,10 +246,7 @@ def test_messages_that_the_template_cannot_render_are_refused(tiny, template, ca
 def test_importing_is_light():
     heavy = ("jax", "transformers", "tokenizers", "gguf", "torch", "huggingface_hub", "tqdm")
     code = f"import sys, pagedjax.text.tokenizer, pagedjax.weights; print([m for m in {heavy} if m in sys.modules])"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert child.stdout.strip() == "[]"
+    assert fresh_python.output_of(code).strip() == "[]"
 
 
 def test_the_embedded_tokenizer_and_template_need_no_torch():
@@ -276,7 +274,4 @@ with ThreadPoolExecutor(8) as pool:
     asked = [{"role": "user", "content": "abc"}]
     (ids,) = set(pool.map(lambda _: tuple(tokenizer.apply_chat_template(asked)), range(8)))
 """
-    child = subprocess.run(
-        [sys.executable, "-c", code, str(tiny_folder)], capture_output=True, text=True, timeout=120
-    )
-    assert child.returncode == 0, child.stderr
+    fresh_python.output_of(code, tiny_folder, timeout=120)

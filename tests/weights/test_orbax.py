@@ -7,9 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from functools import partial
@@ -33,6 +31,7 @@ from pagedjax.weights.load import restore_params
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
+from tests import fresh_python
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 
 assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
@@ -156,15 +155,8 @@ embed, norm = params["embed"], params["norm"]["weight"]
 print([s.data.shape for s in embed.addressable_shards], [s.data.shape for s in norm.addressable_shards], embed.dtype)
 print(float(embed.astype("float32").sum()))
 """
-    environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    child = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=True,
-    )
-    shapes, total = child.stdout.splitlines()
+    printed = fresh_python.output_of(program, JAX_NUM_CPU_DEVICES="2", JAX_PLATFORMS="cpu")
+    shapes, total = printed.splitlines()
     assert shapes == "[(160, 64), (160, 64)] [(64,), (64,)] bfloat16"
     assert float(total) == float(
         jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import run
 from experiments.core import engines
 from experiments.core.config import Point, Slo, expand
 from experiments.core.drive import Measured, measure
@@ -21,6 +23,15 @@ def simulated_run(raw: dict[str, Any], folder: Path = Path()) -> Measured:
 
 def simulated_run_at(point: Point) -> Measured:
     return measure(engines.simulated(point.experiment), point, 0)
+
+
+def run_files(folder: Path, raw: dict[str, Any]) -> Path:
+    """Run a config by the command, in a folder with the files that it names. Returns the folder
+    of its runs.
+    """
+    (folder / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(folder / "one.yaml"), "--out", str(folder / "runs"), "--quiet"]) == 0
+    return folder / "runs" / raw["name"]
 
 
 def summarize(

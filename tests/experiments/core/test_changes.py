@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from experiments import run
 from experiments.core.config import expand, load
 from experiments.core.present import Change
 from experiments.core.replicas import Present, drive_replicas
@@ -20,7 +19,7 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import simulated_run
+from tests.experiments.core.summaries import run_files, simulated_run
 from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -247,12 +246,9 @@ def test_a_run_with_changes_runs_again_and_has_a_key_of_its_own(tmp_path):
     assert keys[0] != keys[1]
     plain = {**RAW, "replicas": {**RAW["replicas"], "changes": []}}
     assert expand(plain, folder=Path())[0].key == keys[0]
-    (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (summary,) = [
-        json.loads(line) for line in (tmp_path / "runs/changes/runs.jsonl").read_text().splitlines()
-    ]
-    (repeated,) = load(tmp_path / "runs/changes" / summary["run"] / "config.yaml")
+    runs = run_files(tmp_path, raw)
+    summary = json.loads((runs / "runs.jsonl").read_text())
+    (repeated,) = load(runs / summary["run"] / "config.yaml")
     assert repeated.experiment.replicas is not None
     assert repeated.experiment.replicas.changes == (Change(0.05, join=1), Change(0.1, fail=2))
     assert summary["metrics"]["replicas"]["count"] == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from experiments.core import environment
 from experiments.core.environment import processor_time, stolen_share
+from tests import fresh_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,10 +73,7 @@ import sys
 from experiments import capacity, compare, report, run
 print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "experiments"), sep="\\n")
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    imported = {Path(line) for line in printed.stdout.splitlines()}
+    imported = {Path(line) for line in fresh_python.output_of(program).splitlines()}
     covered = set(environment.source_files(ROOT))
     assert imported <= covered
     folders = {

@@ -16,7 +16,7 @@ from experiments.core.pool_options import Pool, Pools
 from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
-from tests.experiments.core.summaries import simulated_run, simulated_run_at
+from tests.experiments.core.summaries import run_files, simulated_run, simulated_run_at
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RAW = {
@@ -200,10 +200,8 @@ def test_a_model_is_opened_only_for_pools_that_name_no_shape(
 
 
 def test_a_study_and_a_command_measure_the_same(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
+    line = json.loads((run_files(tmp_path, RAW) / "runs.jsonl").read_text())
     ((_, (summary,)),) = simulated(tmp_path / "one.yaml")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    line = json.loads((tmp_path / "runs/pooled/runs.jsonl").read_text())
     assert line["metrics"] == json.loads(json.dumps(summary))
 
 
@@ -213,9 +211,7 @@ MINE = "from pagedjax.routing import Router\nLAST = Router('last', lambda state,
 def test_a_run_records_transfers_and_runs_again(tmp_path):
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     pools = {**RAW["pools"], "decode": {"count": 3, "router": "mine.py:LAST"}}
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": pools}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    (folder,) = run_files(tmp_path, {**RAW, "pools": pools}).glob("*/0")
     requests = store.read_requests(folder)
     assert {request.replica for request in requests} == {0, 1}
     assert {transfer.replica for request in requests for transfer in request.transfers} == {4}
@@ -275,9 +271,7 @@ def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: 
 
 
 def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": None}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    (folder,) = run_files(tmp_path, {**RAW, "pools": None}).glob("*/0")
     assert "transfers" not in json.loads((folder / "requests.jsonl").read_text().splitlines()[0])
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run
 from experiments.core import store
 from experiments.core.config import Replicas, expand, load
 from experiments.core.drive import drive
@@ -27,7 +26,12 @@ from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
-from tests.experiments.core.summaries import simulated_run, simulated_run_at, summarize
+from tests.experiments.core.summaries import (
+    run_files,
+    simulated_run,
+    simulated_run_at,
+    summarize,
+)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -242,29 +246,23 @@ def test_a_run_records_replicas_and_runs_again(tmp_path):
     sweep = {
         "grid": {"replicas.router": ["least_loaded", "mine.py:FIRST"], "replicas.count": [1, 2]}
     }
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "sweep": sweep}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    summaries = [
-        json.loads(line)
-        for line in (tmp_path / "runs/replicated/runs.jsonl").read_text().splitlines()
-    ]
+    runs = run_files(tmp_path, {**RAW, "sweep": sweep})
+    summaries = [json.loads(line) for line in (runs / "runs.jsonl").read_text().splitlines()]
     assert [summary["metrics"]["replicas"]["count"] for summary in summaries] == [1, 2, 1, 2]
-    folder = tmp_path / "runs/replicated" / summaries[3]["run"]
+    folder = runs / summaries[3]["run"]
     assert {request.replica for request in store.read_requests(folder)} == {1}
     assert {
         json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
     } == {1}
     assert (folder / "router.py").read_text() == MINE
-    assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
+    assert "Replica 0 in the first repeat" in (runs / "report.html").read_text()
     (repeated,) = load(folder / "config.yaml")
     assert repeated.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
     assert [request.replica for request in simulated_run_at(repeated).requests] == [1] * 60
 
 
 def test_a_run_without_replicas_has_no_column_of_them(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/replicated").glob("*/0")
+    (folder,) = run_files(tmp_path, RAW).glob("*/0")
     for name in ("requests.jsonl", "steps.jsonl"):
         assert "replica" not in json.loads((folder / name).read_text().splitlines()[0])
 
