@@ -97,8 +97,8 @@ def _room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
-    """(page of docs/design, name) -> the file of that name that the page shows, written to a
-    folder.
+    """A function that writes the file of a given name that a page of docs/design shows, and returns
+    its path.
     """
 
     def write(page: str, name: str) -> Path:

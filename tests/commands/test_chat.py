@@ -43,7 +43,7 @@ def llm(tiny_llm):
 
 
 def talk(llm, *lines: str, params=GREEDY, **options):
-    """Run these lines -> (the conversation, the shown text, the notes)."""
+    """Run these lines. Returns the conversation, the printed text and the notes."""
     pieces = []
     notes = []
     end = chat(llm, params, lines=iter(lines), show=pieces.append, note=notes.append, **options)

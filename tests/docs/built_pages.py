@@ -46,7 +46,7 @@ def pages_of(folder: Path) -> list[Path]:
 
 
 def broken(folder: Path) -> list[str]:
-    """`page -> target` of each local target that does not exist, or whose anchor does not."""
+    """Return `page -> target` for each local target that does not exist, or whose anchor does not."""
     contents = {path.resolve(): read(path.read_text("utf-8")) for path in pages_of(folder)}
     links = []
     for path, (_, targets) in contents.items():
@@ -76,7 +76,7 @@ def foreign(folder: Path) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Prints what is wrong with a built site -> the exit status."""
+    """Print what is wrong with a built site. Returns the exit status."""
     count = len(pages_of(folder))
     wrong = [*broken(folder), *foreign(folder)]
     print(

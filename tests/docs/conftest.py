@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 @pytest.fixture(scope="session")
 def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Builds the site as its users do, with every warning an error, but runs no tutorial -> the
-    folder of its pages.
+    """A function that builds the site as its users do, with every warning an error, but runs no
+    tutorial. It returns the folder of the pages.
     """
 
     def build() -> Path:

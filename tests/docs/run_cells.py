@@ -48,7 +48,7 @@ def cells(text: str) -> list[Cell]:
 
 
 def run(path: Path) -> int:
-    """Runs every cell of a page -> how many there were. An error of a cell is raised."""
+    """Run every cell of a page. Returns how many there were. An error of a cell is raised."""
     notebook = ModuleType("__main__")  # as in a notebook, what cells define is in the main module
     sys.modules["__main__"] = notebook
     space = vars(notebook)

@@ -173,7 +173,7 @@ def prompt_logprobs(logits: torch.Tensor, prompt: list[int]) -> list[float | Non
 
 
 def entries(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Name -> prompt token ids."""
+    """Return the token ids of each prompt, by name."""
     tokenizer = load_tokenizer(checkpoint)
     texts = {name: tokenizer.encode(text) for name, text in PROMPTS.items()}
     return texts | {

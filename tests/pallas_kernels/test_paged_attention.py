@@ -162,7 +162,9 @@ def run(case: Case, impl: str) -> np.ndarray:
 
 
 def dense(q, k, v, mask, scale, soft_cap) -> np.ndarray:
-    """q [Q, N, D], k and v [C, K, D], mask [Q, C] -> [Q, N, D] in float64."""
+    """Return attention [Q, N, D] in float64 of q [Q, N, D] over k and v [C, K, D] where mask [Q, C]
+    is true.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(a, group, axis=1).astype(np.float64) for a in (k, v))
     scores = np.einsum("qnd,cnd->nqc", q.astype(np.float64), k, optimize=True) * scale

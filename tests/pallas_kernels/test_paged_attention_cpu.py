@@ -387,8 +387,8 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
 
 
 def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """[L, K, D] -> pages [P, K, S, D] in random order, with NaN past the end, and their table [1,
-    M].
+    """Put an array [L, K, D] into pages in random order, with NaN past the end. Returns the pages
+    [P, K, S, D] and their table [1, M].
     """
     length, heads, size = keys.shape
     count = -(-length // block)

@@ -63,7 +63,9 @@ def cluster(count: int, known_blocks: int = 100) -> RouterState:
 def send(
     state: RouterState, router: Router, *prompts: str, at: int = 0
 ) -> tuple[RouterState, list]:
-    """Requests of these prompts, named by their place -> (state, the replica of each)."""
+    """Route requests of these prompts, named by their place. Returns the state and the replica of
+    each.
+    """
     chosen = []
     for i, prompt in enumerate(prompts, start=at):
         state, replica = routing.route(state, router, RouterRequest(f"r{i}", 10, hashes(prompt)))

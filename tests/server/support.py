@@ -35,7 +35,7 @@ GREEDY = {"model": "tiny", "temperature": 0.0}
 
 @contextmanager
 def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
-    """A server for the time of a test -> its url, app, worker and uvicorn's server."""
+    """Run a server for the time of a test. Yields its url, app, worker and uvicorn's server."""
     options = Options(**{"name": "tiny"} | options)
     app = create_app(llm, options)
     config = uvicorn.Config(
@@ -84,7 +84,7 @@ def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Clie
 def start_server(
     *words: str, errors: IO[str] | None = None, module: str = "tests.quickly"
 ) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` as a separate process -> the process and its url.
+    """Start `pagedjax serve` as a separate process. Returns the process and its url.
 
     Args:
         errors: the file for its log.
@@ -110,8 +110,8 @@ def start_server(
 
 @contextmanager
 def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
-    """`pagedjax serve` in a thread of this process, which starts without imports -> uvicorn's
-    server and the url.
+    """Run `pagedjax serve` in a thread of this process, which starts without imports. Yields
+    uvicorn's server and the url.
     """
     servers: list[uvicorn.Server] = []
 

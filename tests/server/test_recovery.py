@@ -26,8 +26,8 @@ from tests.server.support import (
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Make the device's part of a step raise when `fails(number of the call)` -> the numbers of the
-    failed calls.
+    """Make the device's part of a step raise when `fails(number of the call)`. Returns the numbers
+    of the failed calls.
     """
 
     def patch(fails) -> list[int]:

@@ -25,7 +25,7 @@ def small(tiny):
 
 
 def fuzz(url: str, examples: int) -> int:
-    """Send random requests -> the number of valid ones."""
+    """Send random requests. Returns the number of valid ones."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     valid = []
 

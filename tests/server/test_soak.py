@@ -43,7 +43,7 @@ def resident(pid: int) -> float:
 
 
 def soak(reference, folder, seconds: float) -> dict:
-    """Load with clients of which a third leave -> counts, and memory over time."""
+    """Load a server with clients of which a third leave. Returns counts, and memory over time."""
     draw = random.Random(0)
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)

@@ -22,7 +22,7 @@ DRAFTING = SchedulerConfig(
 
 
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
-    """Records a random run with all kinds of transitions -> the transitions of the recording."""
+    """Record a random run with all kinds of transitions. Returns the transitions of the recording."""
     record(path, SMALL._replace(**config), seed, length)
     return list(replay.replay(path))
 
@@ -57,8 +57,8 @@ def crowd(
 
 
 def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Transition]:
-    """Records a random run with drafts, right and wrong ones, and cancels -> the transitions of the
-    recording.
+    """Record a random run with drafts, right and wrong ones, and cancels. Returns the transitions
+    of the recording.
     """
     draw = random.Random(seed)
     state = scheduler.init(DRAFTING._replace(**config))

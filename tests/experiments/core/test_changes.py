@@ -53,8 +53,8 @@ def run_with(**changes):
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
-    """Steps of one second -> (replica of each request, begins of each replica's steps, requests
-    computed anew).
+    """Run steps of one second. Returns the replica of each request, when each replica's steps
+    began, and the requests that were computed anew.
     """
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
     simulate = Simulate(step_s=1.0)

@@ -31,8 +31,8 @@ devices = st.integers(2, 16)
 
 
 def ring_all_reduce(arrays):
-    """Sum arrays by a ring: reduce-scatter, then all-gather -> (arrays, numbers that each device
-    sent, steps).
+    """Sum arrays by a ring: reduce-scatter, then all-gather. Returns the arrays, how many numbers
+    each device sent, and the steps.
     """
     n = len(arrays)
     arrays = [np.array_split(a.copy(), len(arrays)) for a in arrays]

@@ -32,7 +32,7 @@ class Cluster(NamedTuple):
         )
 
     def replicas(self) -> dict[str, bool]:
-        """The replicas that are present -> whether they are healthy."""
+        """Return the replicas that are present, by name, and whether each is healthy."""
         answer = self.get("/replicas")
         return (
             {replica["name"]: replica["healthy"] for replica in answer.json()["data"]}

@@ -65,8 +65,8 @@ def freeze_one_replica(ray_cluster: Cluster) -> Iterator[None]:
 
 
 def stop_cluster(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, list, float]:
-    """Ask a cluster to stop while 2 * count requests are under way -> (answers, streams, seconds
-    until the last).
+    """Ask a cluster to stop while 2 * count requests are under way. Returns the answers, the
+    streams, and the seconds until the last of them.
     """
 
     async def run() -> tuple[list, list]:

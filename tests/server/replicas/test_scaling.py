@@ -51,7 +51,9 @@ async def ask(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str
 
 
 async def while_it_grows(ray_cluster: Cluster, key: str) -> list[tuple[int, str]]:
-    """Keep twelve requests under way until there are two replicas -> (which prompt, its answer)."""
+    """Keep twelve requests under way until there are two replicas. Returns (number of the prompt,
+    its answer) for each.
+    """
     answers: list[tuple[int, str]] = []
     grown = asyncio.Event()
 

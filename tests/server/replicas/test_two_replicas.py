@@ -106,8 +106,8 @@ async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: boo
 
 
 async def load(url: str, kill, draw: random.Random) -> tuple[list[Sent], int, int]:
-    """200 requests, CLIENTS at a time -> (what became of those that stayed, how many left, how many
-    before the kill).
+    """Send 200 requests, CLIENTS at a time. Returns what became of those that stayed, how many
+    left, and how many ended before the kill.
 
     kill: called once, when half of them have been sent.
     """
