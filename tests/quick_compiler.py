@@ -46,15 +46,15 @@ _latest: deque[Any] = deque(maxlen=KEPT)
 
 
 def choose_emitters() -> None:
-    """Before JAX is imported: emitters of this process and of those that it starts, unless
-    XLA_FLAGS is set.
+    """Choose emitters for this process and those that it starts, unless XLA_FLAGS is set. Call it
+    before JAX is imported.
     """
     if _version(metadata.version("jax")) >= NEWER_JAX:
         os.environ.setdefault("XLA_FLAGS", EARLIER_EMITTERS)
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Major and minor number."""
+    """The major and the minor number."""
     return tuple(int(number) for number in text.split(".")[:2])
 
 
@@ -62,7 +62,7 @@ def choose(quick: bool, all_programs: bool = False) -> None:
     """Engines that are made from now on are compiled with QUICK, or as users' engines are.
 
     Args:
-        all_programs: and all else with few optimisations.
+        all_programs: all else is compiled with few optimisations, too.
     """
     global _quick
     _quick = quick

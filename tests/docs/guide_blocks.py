@@ -107,7 +107,7 @@ def shell(source: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(action: str, space: dict[str, object]) -> str:
-    """What a mistake says."""
+    """The text of the error of a mistake, which must fail."""
     if action.startswith(COMMANDS):
         ended = shell(action)
         assert ended.returncode != 0, f"{action!r} does not fail"

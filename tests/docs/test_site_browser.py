@@ -25,7 +25,7 @@ SEEN = """() => ({
 
 
 def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
-    """By name of a page: what is wrong with it."""
+    """What is wrong with each page, by its name; pages without a fault are left out."""
     faults = {}
     page = browser.new_page(viewport={"width": width, "height": 900})
     for path in pages:

@@ -38,7 +38,7 @@ def requests_that_waited(queue: Any, tokens: int) -> list[RequestRecord]:
 def put(
     sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **fields: Any
 ) -> None:
-    """A run with throughput `rate`; with requests if `more` has the times of their first tokens."""
+    """A run with throughput `rate`; with requests if `first` has the times of their first tokens."""
     swept = swept or {}
     lived = fields.pop("lived", None) or requests(fields.pop("first", ()))
     env = fields.pop("env", {})

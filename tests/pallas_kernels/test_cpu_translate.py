@@ -24,7 +24,7 @@ PLACES = 3, 5, 8
 
 
 def native_function(function: Any, **options: int) -> Any:
-    """The compiled function, of words."""
+    """The compiled function, which takes and returns words of 64 bits."""
     translation = Translation()
     translation.export(function, "tested", options)
     (address,) = object_files.load(compiler.object_code(translation, level=1), "tested")

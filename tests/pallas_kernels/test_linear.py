@@ -118,7 +118,7 @@ def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
 
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
-    """In float64, with x rounded after its norm."""
+    """The result in float64, with x rounded after its norm."""
     x, weight, _, norm, scales, bias, activation, residual, rows, sizes, low = arguments.values()
     if norm is not None:
         wide = x.astype(np.float32)

@@ -19,7 +19,7 @@ DONE = st.lists(
 
 
 def record(router: routing.Router, events: list[tuple[str, int]], path: Path) -> Recorder:
-    """Do what is possible of `done`, beside a state that is kept without a record."""
+    """Do those of the events that are possible, and compare with a state that has no record."""
     recorder = Recorder(router, 4, path)
     plain = routing.init(4)
     for step, (action, number) in enumerate(events):

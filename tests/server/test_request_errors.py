@@ -24,7 +24,7 @@ CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "tex
 
 
 def errors(kind: type[BaseModel], fields: dict) -> list:
-    """In FastAPI's format."""
+    """The errors of a body that is refused, in FastAPI's format."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(fields)
     return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]

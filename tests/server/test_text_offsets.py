@@ -36,7 +36,7 @@ def prompt_of(tokens: list[int], text: str | None = None) -> Any:
 
 
 def offsets_of(style: Style, prompt: tuple[int, ...], tokens: list[int], text: str) -> list[int]:
-    """Of a whole answer, from its JSON."""
+    """The offsets of a whole answer, from its JSON."""
     positions = tuple({token: Logprob(-1.0, 1, "")} for token in tokens)
     completion = CompletionOutput(0, text, tuple(tokens), "stop", None, None, positions)
     of_prompt = (None, *({token: Logprob(-1.0, 1, "")} for token in prompt[1:]))

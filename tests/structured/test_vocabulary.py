@@ -23,7 +23,9 @@ LETTERS = list(byte_alphabet())
 
 
 def byte_level(special: tuple[str, ...], later_special: tuple[str, ...] = ()) -> Tokenizer:
-    """Bytes with special tokens before them, that are in the vocabulary; `others` are behind it."""
+    """Bytes with special tokens before them, that are in the vocabulary; `later_special`
+    are behind it.
+    """
     pieces = {piece: i for i, piece in enumerate([*special, *LETTERS])}
     backend = Backend(models.BPE(vocab=pieces, merges=[], unk_token=special[0]))
     backend.decoder = decoders.ByteLevel()

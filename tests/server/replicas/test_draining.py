@@ -47,7 +47,7 @@ async def whole(client: httpx.AsyncClient, tokens: int) -> tuple[int, dict]:
 
 
 async def events_of(client: httpx.AsyncClient, tokens: int) -> list[str]:
-    """The events."""
+    """The events of a streamed answer."""
     body = {**BODY, "max_tokens": tokens, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
